@@ -1,0 +1,17 @@
+"""Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
+
+from ..mesh import Topology
+from .process import ProcessEngine
+from .protocol import Cut, Engine, Hop, Locals, Shape
+from .reduction import identity, reduce_list
+from .virtual import VirtualEngine
+
+__all__ = ["Cut", "Engine", "Hop", "Locals", "Shape", "engine_of", "identity", "reduce_list"]
+
+_virtual: Engine = VirtualEngine()
+_process: Engine = ProcessEngine()
+
+
+def engine_of(topology: Topology) -> Engine:
+    """The engine that serves a mesh."""
+    return _virtual if topology.virtual else _process

@@ -1,0 +1,34 @@
+"""The errors a user can meet; each is also the built-in class a Python user would catch."""
+
+__all__ = [
+    "CommunicationError",
+    "LayoutError",
+    "MeshError",
+    "PlainTensorError",
+    "RuleError",
+    "ShardwiseError",
+]
+
+
+class ShardwiseError(Exception):
+    """Base of every error raised by Shardwise."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A layout that cannot be: a wrong placement, a wrong cut, operands that do not go together."""
+
+
+class MeshError(ShardwiseError, ValueError):
+    """A mesh that cannot be made or used, or two meshes where one is needed."""
+
+
+class RuleError(ShardwiseError, ValueError):
+    """A rule that cannot be read, or that does not fit the operator it is given for."""
+
+
+class PlainTensorError(ShardwiseError, ValueError):
+    """A plain tensor among DTensors that is not allowed, or not equal on all ranks."""
+
+
+class CommunicationError(ShardwiseError, RuntimeError):
+    """Communication that the policy in force forbids, or that failed."""

@@ -1,0 +1,277 @@
+"""Meshes: an N-d array of ranks, in one process (virtual) or over `torch.distributed`.
+
+A public mesh is a `VirtualMesh` or a `torch.distributed.DeviceMesh`. Everything inside the package works
+with its `Topology`: an interned value that says what the mesh is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
+
+from .errors import MeshError
+from .geometry import all_coords
+
+__all__ = ["AnyMesh", "DeviceMesh", "Topology", "VirtualMesh", "init_device_mesh", "topology"]
+
+Coord = tuple[int, ...]
+
+
+class VirtualMesh:
+    """A mesh whose ranks all live in this process, with the interface of PyTorch's `DeviceMesh`.
+
+    >>> mesh = VirtualMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    >>> mesh
+    VirtualMesh('cpu', dp=2, tp=2)
+    >>> mesh["tp"].size()
+    2
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: torch.Tensor | Sequence[Any],
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> None:
+        ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
+        if ranks.numel() == 0:
+            raise MeshError("DeviceMesh: a mesh needs at least one rank, but the array is empty.")
+        if ranks.unique().numel() != ranks.numel():
+            raise MeshError(f"DeviceMesh: a rank appears twice in {ranks.tolist()}.")
+        self.device_type = device_type
+        self.mesh = ranks.reshape(1) if ranks.ndim == 0 else ranks
+        self.mesh_dim_names = _checked_names(mesh_dim_names, self.mesh.ndim)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.mesh.ndim
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return self.mesh.numel() if mesh_dim is None else self.mesh.size(mesh_dim)
+
+    def __getitem__(self, names: str | Sequence[str]) -> VirtualMesh:
+        """The sub-mesh of the named axes that the first rank is in."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        have = self.mesh_dim_names
+        if have is None or any(name not in have for name in wanted):
+            raise MeshError(f"mesh[{names!r}]: the axes of this mesh are {have or 'not named'}.")
+        axes = [have.index(name) for name in wanted]
+        if axes != sorted(set(axes)):
+            raise MeshError(f"mesh[{names!r}]: name each axis once, in the mesh's order {have}.")
+        index = tuple(slice(None) if axis in axes else 0 for axis in range(self.ndim))
+        return VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        raise MeshError("get_group: a virtual mesh has no process groups; run under torchrun.")
+
+    def get_rank(self) -> int:
+        raise MeshError(_no_single_rank("get_rank"))
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        raise MeshError(_no_single_rank("get_local_rank"))
+
+    def get_coordinate(self) -> list[int]:
+        raise MeshError(_no_single_rank("get_coordinate"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VirtualMesh) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        ranks = tuple(self.mesh.flatten().tolist())
+        return self.device_type, self.shape, ranks, self.mesh_dim_names
+
+    def __repr__(self) -> str:
+        return f"VirtualMesh({self.device_type!r}, {_axes_text(self.shape, self.mesh_dim_names)})"
+
+
+AnyMesh = VirtualMesh | TorchDeviceMesh
+
+
+def _no_single_rank(method: str) -> str:
+    return (
+        f"{method}: in a virtual mesh this process is every rank, so there is no single answer.\n"
+        "For a value that differs by rank use shardwise.per_rank(mesh, fn); "
+        "to print once use shardwise.is_first_rank()."
+    )
+
+
+def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    got = tuple(names)
+    if len(got) != ndim or len(set(got)) != ndim:
+        raise MeshError(
+            f"mesh_dim_names: {ndim} different names are needed for a mesh of {ndim} axes, "
+            f"but got {got}."
+        )
+    return got
+
+
+def _axes_text(shape: Sequence[int], names: Sequence[str] | None) -> str:
+    if names is None:
+        return "x".join(map(str, shape))
+    return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+
+
+def distributed_is_on() -> bool:
+    """Whether this process is one of several: initialised, or started by torchrun."""
+    if not dist.is_available():
+        return False
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return dist.is_initialized() or all(name in os.environ for name in needed)
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> AnyMesh:
+    """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
+
+    >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    VirtualMesh('cpu', dp=2, tp=2)
+    """
+    shape = tuple(mesh_shape)
+    if any(not isinstance(size, int) or size < 1 for size in shape) or not shape:
+        raise MeshError(f"init_device_mesh: mesh_shape must hold positive ints, but got {shape}.")
+    names = _checked_names(mesh_dim_names, len(shape))
+    if not distributed_is_on():
+        ranks = torch.arange(prod(shape)).view(shape)
+        return VirtualMesh(device_type, ranks, mesh_dim_names=names)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if prod(shape) != world:
+        raise MeshError(
+            f"init_device_mesh: mesh_shape {shape} has {prod(shape)} ranks, but {world} processes "
+            f"run. Start {prod(shape)}, or use DeviceMesh(device_type, ranks) for a part of them."
+        )
+    mesh = torch_init_device_mesh(device_type, shape, mesh_dim_names=names)
+    topology(mesh)
+    return mesh
+
+
+class _DeviceMeshMeta(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, VirtualMesh | TorchDeviceMesh)
+
+
+class DeviceMesh(metaclass=_DeviceMeshMeta):
+    """`DeviceMesh(device_type, ranks)` makes a mesh of given ranks, virtual or over processes.
+
+    >>> DeviceMesh("cpu", [[0, 1], [2, 3]])
+    VirtualMesh('cpu', 2x2)
+    """
+
+    def __new__(  # type: ignore[misc]  # it chooses one of two mesh classes
+        cls,
+        device_type: str,
+        mesh: torch.Tensor | Sequence[Any],
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> AnyMesh:
+        if not distributed_is_on():
+            return VirtualMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        made = TorchDeviceMesh(device_type, torch.as_tensor(mesh), mesh_dim_names=names)
+        topology(made)
+        return made
+
+
+class Topology:
+    """What a mesh is: its shape, names and ranks, where this process stands in it. Interned."""
+
+    __slots__ = (
+        "__weakref__",
+        "coordinate",
+        "device_type",
+        "mesh",
+        "names",
+        "ndim",
+        "ranks",
+        "shape",
+        "virtual",
+    )
+
+    mesh: AnyMesh
+    device_type: str
+    shape: tuple[int, ...]
+    ndim: int
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    virtual: bool
+    coordinate: Coord | None
+
+    def __init__(self, mesh: AnyMesh) -> None:
+        self.mesh = mesh
+        self.device_type = mesh.device_type
+        self.shape = tuple(mesh.shape)
+        self.ndim = len(self.shape)
+        self.names = tuple(mesh.mesh_dim_names or map(str, range(self.ndim)))
+        self.ranks = tuple(mesh.mesh.flatten().tolist())
+        self.virtual = isinstance(mesh, VirtualMesh)
+        here = None if isinstance(mesh, VirtualMesh) else mesh.get_coordinate()
+        self.coordinate = None if here is None else tuple(here)
+
+    def coords_here(self, axes: Sequence[int]) -> tuple[Coord, ...]:
+        """The coordinates that live in this process, the axes outside `axes` fixed at 0 if virtual.
+
+        A virtual mesh stores what does not vary over an axis once, so one coordinate stands for all.
+        """
+        if not self.virtual:
+            return () if self.coordinate is None else (self.coordinate,)
+        shape = tuple(size if axis in axes else 1 for axis, size in enumerate(self.shape))
+        return all_coords(shape)
+
+    def group_coords(self, coord: Coord, axes: Sequence[int]) -> Iterator[Coord]:
+        """The coordinates that differ from `coord` only in `axes`, first axis slowest."""
+        for part in all_coords(tuple(self.shape[axis] for axis in axes)):
+            member = list(coord)
+            for axis, index in zip(axes, part, strict=True):
+                member[axis] = index
+            yield tuple(member)
+
+    def rank_of(self, coord: Coord) -> int:
+        """The rank at a coordinate."""
+        index = 0
+        for size, place in zip(self.shape, coord, strict=True):
+            index = index * size + place
+        return self.ranks[index]
+
+    def __repr__(self) -> str:
+        names = self.mesh.mesh_dim_names
+        return f"({_axes_text(self.shape, names)})"
+
+
+_lock = threading.Lock()
+_topologies: dict[tuple[object, ...], Topology] = {}
+
+
+def topology(mesh: AnyMesh) -> Topology:
+    """The interned `Topology` of a mesh: meshes that are the same have the same one."""
+    if not isinstance(mesh, VirtualMesh | TorchDeviceMesh):
+        raise MeshError(
+            f"a device mesh is needed, but got {type(mesh).__name__}. "
+            "Make one with shardwise.init_device_mesh(device_type, shape)."
+        )
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    world = None if isinstance(mesh, VirtualMesh) else dist.group.WORLD
+    key = (world, mesh.device_type, tuple(mesh.shape), ranks, names)
+    found = _topologies.get(key)
+    if found is None:
+        with _lock:
+            found = _topologies.setdefault(key, Topology(mesh))
+    return found

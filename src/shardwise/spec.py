@@ -1,0 +1,341 @@
+"""`DTensorSpec`: the layout of a tensor on a mesh. Immutable and interned, so identity is equality."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from .errors import LayoutError
+from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
+from .mesh import AnyMesh, Coord, Topology, topology
+from .placement import Partial, Placement, Replicate, Shard
+
+__all__ = ["DTensorSpec", "TensorMeta", "checked_placements", "default_placements"]
+
+
+class TensorMeta(NamedTuple):
+    """Global shape, stride and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def default_placements(mesh: Topology) -> tuple[Placement, ...]:
+    """Replicate on every axis."""
+    return (Replicate(),) * mesh.ndim
+
+
+def checked_placements(
+    what: str, mesh: Topology, placements: object, ndim: int | None
+) -> tuple[Placement, ...]:
+    """`placements` as a tuple with negative dims made positive, or an error that says what is wrong."""
+    if isinstance(placements, Placement):
+        raise LayoutError(
+            f"{what}: placements must be a sequence with one placement per mesh axis, but got "
+            f"{placements!r}. Write [{placements!r}]."
+        )
+    if placements is None:
+        return default_placements(mesh)
+    if not isinstance(placements, Iterable):
+        raise LayoutError(f"{what}: placements must be a sequence, but got {placements!r}.")
+    given = tuple(placements)
+    for entry in given:
+        if not isinstance(entry, Placement):
+            raise LayoutError(
+                f"{what}: {entry!r} is not a placement. Use Replicate(), Shard(dim) or Partial(op)."
+            )
+    if len(given) != mesh.ndim:
+        raise LayoutError(
+            f"{what}: {len(given)} placements {list(given)} were given for the {mesh.ndim} axes of "
+            f"mesh {mesh}. Give one per axis."
+        )
+    if ndim is None:
+        return given
+    return tuple(_normal(what, entry, ndim) for entry in given)
+
+
+def _normal(what: str, placement: Placement, ndim: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        have = f"dims {-ndim} to {ndim - 1}" if ndim else "no dim to shard: use Replicate()"
+        raise LayoutError(f"{what}: {placement!r} of a tensor of {ndim} dims, which has {have}.")
+    return Shard(placement.dim % ndim)
+
+
+class DTensorSpec:
+    """Mesh, one placement per axis, cuts, and the tensor's global shape, stride and dtype.
+
+    >>> from shardwise import Replicate, Shard, init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (2, 2))
+    >>> meta = TensorMeta((8, 6), (6, 1), torch.float32)
+    >>> spec = DTensorSpec(mesh, (Shard(0), Replicate()), meta)
+    >>> spec
+    float32[8, 6] [S(0), R] on (2x2)
+    >>> spec is DTensorSpec(mesh, (Shard(0), Replicate()), meta)
+    True
+    """
+
+    mesh: AnyMesh
+    topology: Topology
+    placements: tuple[Placement, ...]
+    tensor_meta: TensorMeta | None
+    cuts: tuple[Cuts | None, ...] | None
+
+    _interned: WeakValueDictionary[tuple[Any, ...], DTensorSpec] = WeakValueDictionary()
+    _lock = threading.Lock()
+
+    def __new__(
+        cls,
+        mesh: AnyMesh | Topology,
+        placements: Sequence[Placement],
+        tensor_meta: TensorMeta | None = None,
+        *,
+        cuts: Sequence[Sequence[int] | None] | None = None,
+    ) -> DTensorSpec:
+        where = mesh if isinstance(mesh, Topology) else topology(mesh)
+        ndim = None if tensor_meta is None else len(tensor_meta.shape)
+        places = checked_placements("DTensorSpec", where, placements, ndim)
+        meta = None
+        if tensor_meta is not None:
+            shape, stride, dtype = tensor_meta
+            meta = TensorMeta(tuple(shape), tuple(stride), dtype)
+        normal = None if cuts is None or meta is None else _normal_cuts(where, places, meta, cuts)
+        return cls._intern(where, places, meta, normal)
+
+    @classmethod
+    def _intern(
+        cls,
+        where: Topology,
+        places: tuple[Placement, ...],
+        meta: TensorMeta | None,
+        cuts: tuple[Cuts | None, ...] | None,
+    ) -> DTensorSpec:
+        key = (where, places, meta, cuts)
+        found = cls._interned.get(key)
+        if found is not None:
+            return found
+        with cls._lock:
+            found = cls._interned.get(key)
+            if found is None:
+                found = object.__new__(cls)
+                found.topology, found.mesh = where, where.mesh
+                found.placements, found.tensor_meta, found.cuts = places, meta, cuts
+                cls._interned[key] = found
+        return found
+
+    @classmethod
+    def from_dim_map(
+        cls,
+        mesh: AnyMesh,
+        dim_map: Sequence[int],
+        sums: Sequence[int],
+        tensor_meta: TensorMeta | None = None,
+    ) -> DTensorSpec:
+        """The spec in which `dim_map[dim]` is the axis that shards `dim` (-1: none), `sums` are partial.
+
+        >>> from shardwise import init_device_mesh
+        >>> DTensorSpec.from_dim_map(init_device_mesh("cpu", (2, 2)), [-1, 0], [1]).placements
+        (S(1), P(sum))
+        """
+        where = topology(mesh)
+        places: list[Placement] = [Replicate()] * where.ndim
+        for axis in sums:
+            places[axis] = Partial()
+        for dim, axis in enumerate(dim_map):
+            if axis < 0:
+                continue
+            if places[axis] is not Replicate():
+                raise LayoutError(
+                    f"from_dim_map: axis {axis} is used twice in dim_map={list(dim_map)}, "
+                    f"sums={list(sums)}. An axis does one thing to a tensor."
+                )
+            places[axis] = Shard(dim)
+        return cls(where, places, tensor_meta)
+
+    # --- the global tensor -----------------------------------------------------------------
+
+    @cached_property
+    def meta(self) -> TensorMeta:
+        """Shape, stride and dtype, for specs that have them."""
+        if self.tensor_meta is None:
+            raise LayoutError(f"the spec {self!r} says nothing of the tensor: it has no tensor_meta.")
+        return self.tensor_meta
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.meta.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.meta.shape)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.meta.stride
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.meta.dtype
+
+    # --- how it is laid out ----------------------------------------------------------------
+
+    @property
+    def dim_map(self) -> list[int]:
+        """For each tensor dim the axis that shards it, -1 if none does."""
+        dims = [-1] * self.ndim
+        for axis, place in enumerate(self.placements):
+            if isinstance(place, Shard):
+                if dims[place.dim] >= 0:
+                    raise LayoutError(f"dim_map: several axes shard dim {place.dim} of {self!r}.")
+                dims[place.dim] = axis
+        return dims
+
+    @property
+    def sums(self) -> list[int]:
+        """The axes on which a reduction is pending."""
+        return [axis for axis, place in enumerate(self.placements) if place.is_partial()]
+
+    @property
+    def num_shards(self) -> int:
+        """The number of pieces the tensor is cut into."""
+        return prod(
+            size
+            for size, place in zip(self.topology.shape, self.placements, strict=True)
+            if place.is_shard()
+        )
+
+    def is_sharded(self) -> bool:
+        """Whether some axis shards the tensor."""
+        return any(place.is_shard() for place in self.placements)
+
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return all(place.is_replicate() for place in self.placements)
+
+    @cached_property
+    def dim_axes(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor dim the axes that shard it, outer first."""
+        axes: list[list[int]] = [[] for _ in range(self.ndim)]
+        for axis, place in enumerate(self.placements):
+            if isinstance(place, Shard):
+                axes[place.dim].append(axis)
+        return tuple(map(tuple, axes))
+
+    @cached_property
+    def dim_cuts(self) -> tuple[Cuts, ...]:
+        """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
+        shape = self.topology.shape
+        cuts = []
+        for dim, size in enumerate(self.meta.shape):
+            own = None if self.cuts is None else self.cuts[dim]
+            counts = tuple(shape[axis] for axis in self.dim_axes[dim])
+            cuts.append(chunk_cuts(size, counts) if own is None else own)
+        return tuple(cuts)
+
+    def box(self, coord: Coord) -> Box:
+        """The region of the global tensor that the rank at `coord` holds."""
+        return tuple(
+            table[flat_index(coord, self.topology.shape, axes)]
+            for table, axes in zip(self._intervals, self.dim_axes, strict=True)
+        )
+
+    @cached_property
+    def _intervals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return tuple(map(intervals, self.dim_cuts))
+
+    def local_shape(self, coord: Coord) -> tuple[int, ...]:
+        """The shape of the local tensor at `coord`."""
+        return box_shape(self.box(coord))
+
+    # --- which local tensors this process holds ----------------------------------------------
+
+    @cached_property
+    def slot_axes(self) -> tuple[int, ...]:
+        """The axes over which the local tensor varies."""
+        return tuple(a for a, place in enumerate(self.placements) if not place.is_replicate())
+
+    @cached_property
+    def slots(self) -> tuple[Coord, ...]:
+        """The coordinates of the local tensors held here, in the order in which they are stored."""
+        return self.topology.coords_here(self.slot_axes)
+
+    def slot(self, coord: Coord) -> int:
+        """Where the local tensor of `coord` is stored."""
+        if not self.topology.virtual:
+            return 0
+        return flat_index(coord, self.topology.shape, self.slot_axes)
+
+    # --- other layouts of the same tensor ------------------------------------------------------
+
+    def with_placements(
+        self,
+        placements: Sequence[Placement],
+        cuts: Sequence[Sequence[int] | None] | None = None,
+    ) -> DTensorSpec:
+        """The same tensor in another layout."""
+        return DTensorSpec(self.topology, placements, self.meta, cuts=cuts)
+
+    def with_meta(self, meta: TensorMeta) -> DTensorSpec:
+        """Another tensor of the same shape in the same layout: other strides or dtype."""
+        return self._intern(self.topology, self.placements, meta, self.cuts)
+
+    def layout_text(self) -> str:
+        """The placements, with the cuts of dims that are not cut as `torch.chunk` would."""
+        text = "[" + ", ".join(map(repr, self.placements)) + "]"
+        for dim, cuts in enumerate(self.cuts or ()):
+            if cuts is not None:
+                text += f" cuts({dim})={list(cuts)}"
+        return text
+
+    def __repr__(self) -> str:
+        text = f"{self.layout_text()} on {self.topology}"
+        if self.tensor_meta is None:
+            return text
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.tensor_meta.shape)} {text}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.mesh, self.placements, self.tensor_meta, self.cuts)
+
+
+def _rebuild(
+    mesh: AnyMesh,
+    placements: tuple[Placement, ...],
+    meta: TensorMeta | None,
+    cuts: tuple[Cuts | None, ...] | None,
+) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, meta, cuts=cuts)
+
+
+def _normal_cuts(
+    where: Topology,
+    places: tuple[Placement, ...],
+    meta: TensorMeta,
+    cuts: Sequence[Sequence[int] | None],
+) -> tuple[Cuts | None, ...] | None:
+    """Cuts checked, and None wherever they are what `torch.chunk` gives, so that equal means `is`."""
+    if len(cuts) != len(meta.shape):
+        raise LayoutError(f"cuts: {len(cuts)} entries were given for {len(meta.shape)} dims.")
+    normal: list[Cuts | None] = []
+    for dim, (size, own) in enumerate(zip(meta.shape, cuts, strict=True)):
+        counts = tuple(n for n, p in zip(where.shape, places, strict=True) if p.is_shard(dim))
+        if own is None or not counts:
+            normal.append(None)
+            continue
+        sizes = tuple(own)
+        if len(sizes) != prod(counts) or sum(sizes) != size or min(sizes) < 0:
+            raise LayoutError(
+                f"cuts: dim {dim} of size {size} is held in {prod(counts)} pieces by {list(places)} "
+                f"on {where}, but the cuts {list(sizes)} are {len(sizes)} sizes that add up to "
+                f"{sum(sizes)}. Give {prod(counts)} sizes >= 0 that add up to {size}."
+            )
+        normal.append(None if sizes == chunk_cuts(size, counts) else sizes)
+    return None if all(own is None for own in normal) else tuple(normal)
