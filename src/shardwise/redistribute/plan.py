@@ -183,7 +183,7 @@ def _joined(topology: Topology, held: DimMap, axis: int) -> DimMap | None:
     """The map in which the members along `axis` all hold what they hold together, if one interval."""
     rest = tuple(a for a in held.axes if a != axis)
     table = []
-    for coord in _coords_of(topology, set(rest)):
+    for coord in topology.group_coords((0,) * topology.ndim, rest):
         parts = [held.at(c, topology.shape) for c in topology.group_coords(coord, (axis,))]
         filled = [part for part in parts if part[0] < part[1]] or parts[:1]
         start, stop = min(a for a, _ in filled), max(b for _, b in filled)
