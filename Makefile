@@ -1,0 +1,34 @@
+# Each target makes its own .venv and installs what it needs: on a fresh machine with Python 3.11+
+# and make, `make demo` and `make test` are all there is to type.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: test demo lint bench clean
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --ignore=tests/process
+	$(BIN)/python -m pytest tests/process
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/dispatch.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch first and alone: under the constraint the resolver then has nothing left to choose.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
