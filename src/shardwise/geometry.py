@@ -1,14 +1,14 @@
 """Boxes, cuts and intersections: pure arithmetic on integers.
 
-A *box* is the region of the global tensor that a rank holds: one `(start, stop)` per dim. *Cuts* are
-the sizes of the pieces of one dim, outer axis first.
+A *box* is the region of the global tensor that a rank holds: one `(start, stop)` per dim. *Cuts*
+are the sizes of the pieces of one dim, outer axis first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
 
 __all__ = [
@@ -63,7 +63,7 @@ def intervals(cuts: Iterable[int]) -> tuple[Interval, ...]:
     ((0, 2), (2, 2), (2, 5))
     """
     ends = [0, *accumulate(cuts)]
-    return tuple(zip(ends[:-1], ends[1:], strict=True))
+    return tuple(pairwise(ends))
 
 
 def intersect(a: Box, b: Box) -> Box:

@@ -1,7 +1,7 @@
 """Meshes: an N-d array of ranks, in one process (virtual) or over `torch.distributed`.
 
-A public mesh is a `VirtualMesh` or a `torch.distributed.DeviceMesh`. Everything inside the package works
-with its `Topology`: an interned value that says what the mesh is.
+A public mesh is a `VirtualMesh` or a `torch.distributed.DeviceMesh`. Everything inside the package
+works with its `Topology`: an interned value that says what the mesh is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class VirtualMesh:
         ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         if ranks.numel() == 0:
             raise MeshError("DeviceMesh: a mesh needs at least one rank, but the array is empty.")
-        if ranks.unique().numel() != ranks.numel():
+        if len(set(ranks.flatten().tolist())) != ranks.numel():
             raise MeshError(f"DeviceMesh: a rank appears twice in {ranks.tolist()}.")
         self.device_type = device_type
         self.mesh = ranks.reshape(1) if ranks.ndim == 0 else ranks
@@ -228,7 +228,7 @@ class Topology:
     def coords_here(self, axes: Sequence[int]) -> tuple[Coord, ...]:
         """The coordinates that live in this process, the axes outside `axes` fixed at 0 if virtual.
 
-        A virtual mesh stores what does not vary over an axis once, so one coordinate stands for all.
+        A virtual mesh stores once what does not vary over an axis: one coordinate stands for all.
         """
         if not self.virtual:
             return () if self.coordinate is None else (self.coordinate,)

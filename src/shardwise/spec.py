@@ -1,4 +1,4 @@
-"""`DTensorSpec`: the layout of a tensor on a mesh. Immutable and interned, so identity is equality."""
+"""`DTensorSpec`: the layout of a tensor on a mesh. Immutable, interned: identity is equality."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def default_placements(mesh: Topology) -> tuple[Placement, ...]:
 def checked_placements(
     what: str, mesh: Topology, placements: object, ndim: int | None
 ) -> tuple[Placement, ...]:
-    """`placements` as a tuple with negative dims made positive, or an error that says what is wrong."""
+    """`placements` as a tuple, negative dims made positive, or an error that says what is wrong."""
     if isinstance(placements, Placement):
         raise LayoutError(
             f"{what}: placements must be a sequence with one placement per mesh axis, but got "
@@ -139,7 +139,7 @@ class DTensorSpec:
         sums: Sequence[int],
         tensor_meta: TensorMeta | None = None,
     ) -> DTensorSpec:
-        """The spec in which `dim_map[dim]` is the axis that shards `dim` (-1: none), `sums` are partial.
+        """The spec in which axis `dim_map[dim]` shards `dim` (-1: none) and `sums` are partial.
 
         >>> from shardwise import init_device_mesh
         >>> DTensorSpec.from_dim_map(init_device_mesh("cpu", (2, 2)), [-1, 0], [1]).placements
@@ -166,7 +166,9 @@ class DTensorSpec:
     def meta(self) -> TensorMeta:
         """Shape, stride and dtype, for specs that have them."""
         if self.tensor_meta is None:
-            raise LayoutError(f"the spec {self!r} says nothing of the tensor: it has no tensor_meta.")
+            raise LayoutError(
+                f"the spec {self!r} says nothing of the tensor: it has no tensor_meta."
+            )
         return self.tensor_meta
 
     @property
@@ -321,7 +323,7 @@ def _normal_cuts(
     meta: TensorMeta,
     cuts: Sequence[Sequence[int] | None],
 ) -> tuple[Cuts | None, ...] | None:
-    """Cuts checked, and None wherever they are what `torch.chunk` gives, so that equal means `is`."""
+    """Cuts checked, and None where they are what `torch.chunk` gives: equal means `is`."""
     if len(cuts) != len(meta.shape):
         raise LayoutError(f"cuts: {len(cuts)} entries were given for {len(meta.shape)} dims.")
     normal: list[Cuts | None] = []
@@ -333,9 +335,10 @@ def _normal_cuts(
         sizes = tuple(own)
         if len(sizes) != prod(counts) or sum(sizes) != size or min(sizes) < 0:
             raise LayoutError(
-                f"cuts: dim {dim} of size {size} is held in {prod(counts)} pieces by {list(places)} "
-                f"on {where}, but the cuts {list(sizes)} are {len(sizes)} sizes that add up to "
-                f"{sum(sizes)}. Give {prod(counts)} sizes >= 0 that add up to {size}."
+                f"cuts: dim {dim} of size {size} is held in {prod(counts)} pieces by "
+                f"{list(places)} on {where}, but the cuts {list(sizes)} are {len(sizes)} sizes "
+                f"that add up to {sum(sizes)}. "
+                f"Give {prod(counts)} sizes >= 0 that add up to {size}."
             )
         normal.append(None if sizes == chunk_cuts(size, counts) else sizes)
     return None if all(own is None for own in normal) else tuple(normal)

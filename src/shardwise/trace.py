@@ -1,4 +1,4 @@
-"""Who listens to communication: every collective is reported here, with its kind, axes and bytes."""
+"""Who listens to communication: every collective is reported here with kind, axes and bytes."""
 
 from __future__ import annotations
 

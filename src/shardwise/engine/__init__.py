@@ -3,10 +3,20 @@
 from ..mesh import Topology
 from .process import ProcessEngine
 from .protocol import Cut, Engine, Hop, Locals, Shape
-from .reduction import identity, reduce_list
+from .reduction import check_reducible, identity, reduce_list
 from .virtual import VirtualEngine
 
-__all__ = ["Cut", "Engine", "Hop", "Locals", "Shape", "engine_of", "identity", "reduce_list"]
+__all__ = [
+    "Cut",
+    "Engine",
+    "Hop",
+    "Locals",
+    "Shape",
+    "check_reducible",
+    "engine_of",
+    "identity",
+    "reduce_list",
+]
 
 _virtual: Engine = VirtualEngine()
 _process: Engine = ProcessEngine()

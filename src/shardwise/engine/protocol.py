@@ -25,8 +25,8 @@ Cut = Callable[[torch.Tensor, Coord, Coord], torch.Tensor]
 class Hop:
     """Who talks to whom in a collective, and where the local tensors are stored before and after.
 
-    The groups are the coordinates that differ only in `axes`. `src_axes` and `dst_axes` are the axes over
-    which the local tensors vary before and after.
+    The groups are the coordinates that differ only in `axes`. `src_axes` and `dst_axes` are the
+    axes over which the local tensors vary before and after.
     """
 
     topology: Topology

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -49,10 +50,10 @@ def _run(step: Step, local: Locals) -> list[torch.Tensor]:
         received = engine.all_gather(hop, local, lambda src, _: box_shape(step.src.box(src)))
     else:
         received = engine.exchange(hop, local, _shape(step), _cut(step))
-    return [
-        _assemble(step, target, parts, local[0])
-        for target, parts in zip(hop.targets, received, strict=True)
-    ]
+    pairs: Iterator[tuple[Coord, Sequence[torch.Tensor | None]]] = zip(
+        hop.targets, received, strict=True
+    )
+    return [_assemble(step, target, parts, local[0]) for target, parts in pairs]
 
 
 def _itemsize(local: Locals) -> int:
@@ -141,7 +142,7 @@ def _ordered(part: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """`part` dense in memory, with its dims in the order that the global tensor has them."""
     if is_dense(part.shape, part.stride()):
         sizes = [(part.stride(d), d) for d in order if part.shape[d] != 1]
-        if all(a[0] >= b[0] for a, b in zip(sizes, sizes[1:], strict=False)):
+        if all(a[0] >= b[0] for a, b in pairwise(sizes)):
             return part
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return part.permute(*order).contiguous().permute(*inverse)

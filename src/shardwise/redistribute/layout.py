@@ -1,7 +1,7 @@
 """Where every element is, in the middle of a redistribution: boxes per rank and pending reductions.
 
-A spec says only what placements and cuts can say. Between two specs the pieces may lie in ways that no
-placement names, so the steps of a redistribution go from `Layout` to `Layout`.
+A spec says only what placements and cuts can say. Between two specs the pieces may lie in ways that
+no placement names, so the steps of a redistribution go from `Layout` to `Layout`.
 """
 
 from __future__ import annotations

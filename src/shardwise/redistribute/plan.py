@@ -1,7 +1,7 @@
 """`plan(src, dst)`: the steps from one layout to another. Pure and cached; no tensor, no rank.
 
-The order is: shrink (local slices), reduce (partials), move (one gather or exchange over just the axes
-that must talk), and last make partial. Each step goes from a `Layout` to a `Layout`.
+The order is: shrink (local slices), reduce (partials), move (one gather or exchange over just the
+axes that must talk), and last make partial. Each step goes from a `Layout` to a `Layout`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 
+from ..engine import check_reducible
 from ..errors import MeshError
 from ..geometry import Box, box_numel, chunk_cuts, contains, intersect, intervals
 from ..mesh import Coord, Topology
-from ..placement import Shard
+from ..placement import Partial, Shard
 from ..spec import DTensorSpec
 from .layout import DimMap, Layout
 
@@ -25,9 +26,12 @@ Routes = dict[Coord, tuple[Coord, ...]]
 
 @dataclass(frozen=True)
 class Step:
-    """One collective or local move. `kind` is slice, all_reduce, reduce_scatter, all_gather, exchange
-    or make_partial. `routes` says from whom each member of an exchange receives, for every coordinate
-    on the axes of `span`, the other axes at 0."""
+    """One collective or local move.
+
+    `kind` is slice, all_reduce, reduce_scatter, all_gather, exchange or make_partial. `routes` says
+    from whom each member of an exchange receives, for every coordinate on the axes of `span`, the
+    other axes at 0.
+    """
 
     kind: str
     src: Layout
@@ -71,8 +75,12 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
     """The steps that take a tensor laid out as `src` to `dst`."""
     if src.topology is not dst.topology:
         raise MeshError(
-            f"redistribute: from {src} to {dst}: the meshes differ. Both layouts must be on one mesh."
+            f"redistribute: from {src} to {dst}: the meshes differ. "
+            "Both layouts must be on one mesh."
         )
+    for place in (*src.placements, *dst.placements):
+        if isinstance(place, Partial):
+            check_reducible(place.reduce_op, src.dtype)
     return tuple(_steps(src, dst))
 
 
@@ -143,7 +151,7 @@ def _shrink(now: Layout, goal: Layout) -> Iterator[Step]:
 
 
 def _reduce(now: Layout, goal: Layout, dst: DTensorSpec, reduced: set[int]) -> Iterator[Step]:
-    """Reductions, last axis first; those that end in a shard scatter, the others go out together."""
+    """Reductions, last axis first; those that end in a shard scatter, the others go together."""
     pending = dict(now.partial)
     waiting: list[int] = []
     for axis in sorted(reduced, reverse=True):
@@ -164,7 +172,7 @@ def _reduce(now: Layout, goal: Layout, dst: DTensorSpec, reduced: set[int]) -> I
 
 
 def _spread(now: Layout, goal: Layout) -> Iterator[Step]:
-    """From a shard to a pending reduction nothing moves: each rank pads its piece with the identity."""
+    """From a shard to a pending reduction nothing moves: ranks pad with the identity."""
     have = dict(now.partial)
     for axis, op in goal.partial:
         if have.get(axis) == op or op == "avg":
@@ -180,7 +188,7 @@ def _spread(now: Layout, goal: Layout) -> Iterator[Step]:
 
 
 def _joined(topology: Topology, held: DimMap, axis: int) -> DimMap | None:
-    """The map in which the members along `axis` all hold what they hold together, if one interval."""
+    """The map in which each member along `axis` holds what all hold, if one interval."""
     rest = tuple(a for a in held.axes if a != axis)
     table = []
     for coord in topology.group_coords((0,) * topology.ndim, rest):
@@ -243,7 +251,7 @@ def _move(now: Layout, goal: Layout) -> Step:
 
 
 def _sources(now: Layout, goal: Layout, coord: Coord, axes: list[int]) -> tuple[Coord, ...] | None:
-    """The members that together hold what `coord` needs, each piece from the nearest; None if short."""
+    """The nearest members that together hold what `coord` needs; None if there are none."""
     need = goal.box(coord)
     missing = box_numel(need)
     taken: set[Box] = set()
