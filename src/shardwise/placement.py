@@ -111,7 +111,7 @@ class Partial(Placement):
     _all: ClassVar[dict[str, Partial]] = {}
 
     def __new__(cls, reduce_op: str = "sum") -> Partial:
-        found = cls._all.get(reduce_op)
+        found = cls._all.get(reduce_op) if isinstance(reduce_op, str) else None
         if found is None:
             raise LayoutError(_unknown_reduce_op(reduce_op))
         return found

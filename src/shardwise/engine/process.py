@@ -6,8 +6,8 @@ does. Metadata is known to every rank: a collective that would carry nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -31,11 +31,12 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class ProcessEngine:
-    """Collectives over process groups: those of the mesh, or made when first needed."""
+    """Collectives over the process groups that exist: those of the mesh's axes, and the world.
 
-    def __init__(self) -> None:
-        self._of_axes: dict[tuple[object, ...], dist.ProcessGroup] = {}
-        self._of_ranks: dict[tuple[object, ...], dist.ProcessGroup] = {}
+    No group is ever made here. `dist.new_group` needs every rank of the world, also those outside
+    the mesh (or, with local synchronization, ranks that have made equally many groups before): a
+    deadlock otherwise. What no one group serves goes lane by lane, one after another.
+    """
 
     def all_reduce(self, hop: Hop, local: Locals, op: str) -> list[torch.Tensor]:
         if not hop.targets:
@@ -46,32 +47,37 @@ class ProcessEngine:
         if not _backends_reduce(value.dtype, op):
             (parts,) = self.all_gather(hop, local, lambda *_: tuple(value.shape))
             return [reduce_list(parts, op)]
-        group = self._group(hop)
         total = _to_wire(value, op)
         if total.data_ptr() == value.data_ptr():
             total = total.clone()
-        dist.all_reduce(total, _wire_op(value.dtype, op), group=group)
-        return [_from_wire(total, value.dtype, op, dist.get_world_size(group))]
+        for lane in _lanes(hop):
+            dist.all_reduce(total, _wire_op(value.dtype, op), group=_group(hop.topology, lane))
+        return [_from_wire(total, value.dtype, op, len(hop.members(hop.targets[0])))]
 
     def all_gather(self, hop: Hop, local: Locals, shape: Shape) -> list[list[torch.Tensor]]:
         if not hop.targets:
             return []
         (here,) = hop.targets
-        group, members = self._group(hop), hop.members(here)
-        shapes = [_known(shape(member, here)) for member in members]
+        shapes = [_known(shape(member, here)) for member in hop.members(here)]
         width = max(map(prod, shapes))
         if width == 0:
             return [[local[0].new_empty(each) for each in shapes]]
-        sent = _padded(_as_bytes(local[0]), width * local[0].element_size())
-        gathered = sent.new_empty(len(members) * sent.numel())
-        dist.all_gather_into_tensor(gathered, sent, group=group)
-        rows = gathered.view(len(members), sent.numel())
-        order = _order(hop, members, group)
+        rows = _padded(_as_bytes(local[0]), width * local[0].element_size())
+        for lane in reversed(_lanes(hop)):  # inner axes first, so that rows end in group order
+            group = _group(hop.topology, lane)
+            order = _order(hop.topology, hop.topology.group_coords(here, lane), group)
+            gathered = rows.new_empty(len(order) * rows.numel())
+            dist.all_gather_single(gathered, rows, group=group)
+            rows = gathered.view(len(order), -1)
+            if order != sorted(order):
+                rows = rows[order]
+            rows = rows.view(-1)
         dtype = local[0].dtype
+        parts = rows.view(len(shapes), -1)
         return [
             [
-                rows[index, : _nbytes(each, dtype)].view(dtype).view(each)
-                for index, each in zip(order, shapes, strict=True)
+                part[: _nbytes(each, dtype)].view(dtype).view(each)
+                for part, each in zip(parts, shapes, strict=True)
             ]
         ]
 
@@ -82,21 +88,22 @@ class ProcessEngine:
             return []
         (here,) = hop.targets
         value, mine = local[0], _known(shape(here, here))
-        if not _backends_reduce(value.dtype, op):
+        lanes = _lanes(hop)
+        if len(lanes) != 1 or not _backends_reduce(value.dtype, op):
             (parts,) = self.exchange(hop, local, shape, cut)
             return [reduce_list([part for part in parts if part is not None], op)]
-        group, members = self._group(hop), hop.members(here)
+        group, members = _group(hop.topology, lanes[0]), hop.members(here)
         width = max(prod(_known(shape(here, member))) for member in members)
         if width == 0:
             return [value.new_empty(mine)]
         wire = _to_wire(value, op)
         sent = wire.new_zeros((len(members), width))
-        for index, member in zip(_order(hop, members, group), members, strict=True):
+        for index, member in zip(_order(hop.topology, members, group), members, strict=True):
             part = cut(wire, here, member)
             sent[index, : part.numel()] = part.reshape(-1)
         total = wire.new_empty(width)
         kind = _wire_op(value.dtype, op)
-        dist.reduce_scatter_tensor(total, sent.view(-1), kind, group=group)
+        dist.reduce_scatter_single(total, sent.view(-1), kind, group=group)
         return [_from_wire(total[: prod(mine)].view(mine), value.dtype, op, len(members))]
 
     def exchange(
@@ -105,65 +112,108 @@ class ProcessEngine:
         if not hop.targets:
             return []
         (here,) = hop.targets
-        group, members = self._group(hop), hop.members(here)
-        value = local[0]
-        by_rank = sorted(zip(_order(hop, members, group), members, strict=True))
-        leaving = [shape(here, member) for _, member in by_rank]
-        coming = [shape(member, here) for _, member in by_rank]
-        parts = [
-            _as_bytes(cut(value, here, member))
-            for (_, member), size in zip(by_rank, leaving, strict=True)
-            if size is not None
-        ]
-        sent = torch.cat(parts) if parts else value.new_empty(0, dtype=torch.uint8)
-        outgoing = [_nbytes(size, value.dtype) for size in leaving]
-        incoming = [_nbytes(size, value.dtype) for size in coming]
-        received = sent.new_empty(sum(incoming))
-        dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
-        pieces: dict[Coord, torch.Tensor | None] = {}
-        stops = accumulate(incoming)
-        for (_, member), size, count, stop in zip(by_rank, coming, incoming, stops, strict=True):
-            part = received[stop - count : stop]
-            pieces[member] = None if size is None else part.view(value.dtype).view(size)
-        return [[pieces[member] for member in members]]
+        members, value = hop.members(here), local[0]
+        held: Mail = {
+            (here, member): _as_bytes(cut(value, here, member))
+            for member in members
+            if shape(here, member) is not None
+        }
+        post = _Post(hop, here, shape, value)
+        done: tuple[int, ...] = ()
+        for lane in _lanes(hop):
+            held = post.forward(held, lane, done)
+            done += lane
+        pieces: list[torch.Tensor | None] = []
+        for member in members:
+            size = shape(member, here)
+            whole = None if size is None else held[member, here].view(value.dtype).view(size)
+            pieces.append(whole)
+        return [pieces]
 
     def check_equal(self, topology: Topology, digest: int) -> bool:
         if topology.coordinate is None:
             return True
         every = tuple(range(topology.ndim))
-        group = self._group(Hop(topology, every, every, ()))
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+        for lane in _lanes(Hop(topology, every, every, ())):
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=_group(topology, lane))
         return bool(low[0] == -low[1])
 
-    def _group(self, hop: Hop) -> dist.ProcessGroup:
-        """The process group of this rank over the axes of `hop`; made once, by its members."""
-        world = dist.group.WORLD
-        if world is None:
-            raise CommunicationError("torch.distributed is not initialised any more.")
-        key = (world, hop.topology, hop.axes)
-        found = self._of_axes.get(key)
-        if found is None:
-            found = self._of_axes[key] = self._find_group(hop, world)
-        return found
 
-    def _find_group(self, hop: Hop, world: dist.ProcessGroup) -> dist.ProcessGroup:
-        mesh, here = hop.topology.mesh, hop.topology.coordinate
-        assert here is not None and not isinstance(mesh, VirtualMesh)
-        if len(hop.axes) == 1:
-            return mesh.get_group(hop.axes[0])
-        ranks = sorted(hop.topology.rank_of(member) for member in hop.members(here))
-        if ranks == list(range(dist.get_world_size())):
-            return world
-        key = (world, *ranks)
-        if key not in self._of_ranks:
-            self._of_ranks[key] = dist.new_group(ranks, use_local_synchronization=True)
-        return self._of_ranks[key]
+Mail = dict[tuple[Coord, Coord], torch.Tensor]
+"""Bytes on their way, by sender and receiver."""
 
 
-def _order(hop: Hop, members: Sequence[Coord], group: dist.ProcessGroup) -> list[int]:
+@dataclass(frozen=True)
+class _Post:
+    """Brings mail nearer to its receivers, one lane of axes at a time; all sizes are known."""
+
+    hop: Hop
+    here: Coord
+    shape: Shape
+    like: torch.Tensor
+
+    def forward(self, held: Mail, lane: tuple[int, ...], done: tuple[int, ...]) -> Mail:
+        """Give each peer along `lane` the mail of receivers that stand where it does on `lane`."""
+        topology = self.hop.topology
+        group = _group(topology, lane)
+        peers = list(topology.group_coords(self.here, lane))
+        by_rank = [
+            peer for _, peer in sorted(zip(_order(topology, peers, group), peers, strict=True))
+        ]
+        leaving = [self._mail(self.here, peer, lane, done) for peer in by_rank]
+        coming = [self._mail(peer, self.here, lane, done) for peer in by_rank]
+        empty = self.like.new_empty(0, dtype=torch.uint8)
+        sent = torch.cat([empty, *(held[label] for labels in leaving for label in labels)])
+        outgoing = [sum(map(self._nbytes, labels)) for labels in leaving]
+        incoming = [sum(map(self._nbytes, labels)) for labels in coming]
+        received = sent.new_empty(sum(incoming))
+        dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
+        arrived: Mail = {}
+        start = 0
+        for label in (label for labels in coming for label in labels):
+            stop = start + self._nbytes(label)
+            arrived[label] = received[start:stop]
+            start = stop
+        return arrived
+
+    def _mail(
+        self, src: Coord, dst: Coord, lane: tuple[int, ...], done: tuple[int, ...]
+    ) -> list[tuple[Coord, Coord]]:
+        """What `src` forwards to `dst`: mail that has come to `src` along the axes in `done`."""
+        topology = self.hop.topology
+        ahead = [axis for axis in self.hop.axes if axis not in done and axis not in lane]
+        return [
+            (sender, receiver)
+            for sender in topology.group_coords(src, done)
+            for receiver in topology.group_coords(dst, ahead)
+            if self.shape(sender, receiver) is not None
+        ]
+
+    def _nbytes(self, label: tuple[Coord, Coord]) -> int:
+        return _nbytes(self.shape(*label), self.like.dtype)
+
+
+def _lanes(hop: Hop) -> list[tuple[int, ...]]:
+    """The axes of `hop` in parts that one existing process group serves each."""
+    shape = hop.topology.shape
+    axes = tuple(axis for axis in hop.axes if shape[axis] > 1)
+    if len(axes) > 1 and prod(shape[axis] for axis in axes) == dist.get_world_size():
+        return [axes]
+    return [(axis,) for axis in axes]
+
+
+def _group(topology: Topology, lane: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise CommunicationError("torch.distributed is not initialised any more.")
+    assert not isinstance(topology.mesh, VirtualMesh)
+    return topology.mesh.get_group(lane[0]) if len(lane) == 1 else world
+
+
+def _order(topology: Topology, members: Iterable[Coord], group: dist.ProcessGroup) -> list[int]:
     """The rank in `group` of each member: groups are in order of rank, whatever the mesh's is."""
-    return [dist.get_group_rank(group, hop.topology.rank_of(member)) for member in members]
+    return [dist.get_group_rank(group, topology.rank_of(member)) for member in members]
 
 
 def _known(shape: tuple[int, ...] | None) -> tuple[int, ...]:

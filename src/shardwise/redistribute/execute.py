@@ -118,9 +118,13 @@ def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
         if held != wanted:
             result.fill_(identity(made[0][1], value.dtype))
         _narrow(result, relative(held, wanted)).copy_(value)
-        for axis, op in made:
-            if coord[axis] and op != "avg" and axis not in sharded:
+        outer_is_identity = False
+        for axis, op in step.dst.partial:
+            # Below an identity the inner axes reduce to it: its own value on 0, theirs elsewhere.
+            new = (axis, op) in made and axis not in sharded
+            if coord[axis] and op != "avg" and (new or outer_is_identity):
                 result.fill_(identity(op, value.dtype))
+                outer_is_identity = True
         parts.append(result)
     return parts
 

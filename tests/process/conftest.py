@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from .harness import ProcessPool
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Callable[[int], ProcessPool]]:
+    """`processes(n)` is a pool of n gloo processes, started when first used."""
+    pools: dict[int, ProcessPool] = {}
+
+    def pool(world: int) -> ProcessPool:
+        return pools.setdefault(world, ProcessPool(world))
+
+    yield pool
+    for each in pools.values():
+        each.stop()
