@@ -1,0 +1,28 @@
+"""Every use of a private PyTorch API, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["OpOverload", "decomposition", "disabled_torch_function", "make_wrapper"]
+
+OpOverload = torch._ops.OpOverload
+"""The class of operators as `__torch_dispatch__` gets them; it has no public name."""
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+"""Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__` directly."""
+
+make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
+"""Makes a tensor with a shape and no storage: there is no public constructor of this kind."""
+
+
+def decomposition(op: Any) -> Callable[..., Any] | None:
+    """PyTorch's own decomposition of an operator into others, if it has one."""
+    if op._can_decompose():
+        return op.decompose  # type: ignore[no-any-return]
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(op)

@@ -1,0 +1,261 @@
+"""From an operator and a key to a plan: which of rule, form, decomposition or fallback serves a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import policy
+from ._torch import OpOverload, decomposition
+from .deferred import DeferredPlan, defer, is_deferred, write_through
+from .errors import LayoutError, MeshError, RuleError
+from .infer import Unknown, infer
+from .listops import run_list
+from .outs import out_form
+from .plans import CallPlan, FormPlan, Plan, filled
+from .propagate import Decision, decide
+from .random import is_random, random_form
+from .replicated import fallback_form
+from .rules import Call, Operand, family_of
+from .spec import DTensorSpec, default_placements
+
+__all__ = ["FORMS", "Entry", "Form", "build", "register_form"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function of DTensors in place of an operator: always, or when no row fits as it is."""
+
+    run: Callable[..., Any]
+    always: bool = False
+
+
+FORMS: dict[str, Form] = {}
+
+
+def register_form(*names: str, always: bool = False) -> Callable[[Any], Any]:
+    """Register a distributed form of operators, by name or name and overload."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            FORMS[name] = Form(run, always)
+        return run
+
+    return register
+
+
+def _form_of(op: OpOverload) -> Form | None:
+    name = op._schema.name.split("::")[-1]
+    return FORMS.get(f"{name}.{op._overloadname or 'default'}") or FORMS.get(name)
+
+
+class Entry:
+    """What is known of an operator before it is called, and the plans of its calls."""
+
+    __slots__ = (
+        "by_type",
+        "family",
+        "form",
+        "has_views",
+        "is_list",
+        "is_view",
+        "kw_by_type",
+        "op",
+        "outs",
+        "plans",
+        "written",
+    )
+
+    def __init__(self, op: OpOverload) -> None:
+        arguments = op._schema.arguments
+        self.op = op
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.family = family_of(op)
+        self.form = _form_of(op)
+        # Numbers enter the key by their type alone: a plan passes them on as they come.
+        numbers = [_is_number(str(argument.type)) for argument in arguments]
+        self.by_type = tuple(numbers)
+        self.kw_by_type = frozenset(
+            argument.name for argument, by in zip(arguments, numbers, strict=True) if by
+        )
+        writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.outs = tuple(a.name for a in writes if a.is_out)
+        self.written = next((i for i, a in enumerate(arguments) if a in writes and not a.is_out), None)
+        returns = op._schema.returns
+        self.is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in returns
+        ) or op._schema.name in ("aten::reshape", "aten::contiguous")
+        self.has_views = self.is_view or self.written is not None
+        name = op._schema.name.split("::")[-1]
+        self.is_list = name.startswith(("_foreach_", "_fused_")) and self.form is None
+
+    def run_view(
+        self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """A view of a deferred view is deferred; a write into one goes through to its base."""
+        first = operands[0]
+        if self.written is not None:
+            target = args[self.written]
+            if is_deferred(target):
+                return write_through(self.op, self.family, target, args, kwargs)
+        elif isinstance(plan, DeferredPlan) or (is_deferred(first) and isinstance(plan, CallPlan)):
+            return defer(self.op, plan, first, args, kwargs)
+        return plan.run(operands, args, kwargs)
+
+    def run_list(self, dispatch: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return run_list(self, dispatch, args, kwargs)
+
+
+def _is_number(kind: str) -> bool:
+    return kind in ("number", "Scalar", "float", "Optional[number]", "Optional[float]", "Tensor")
+
+
+def build(
+    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """The plan of a call."""
+    op = entry.op
+    specs = tuple(operand._spec for operand in operands)
+    _one_mesh(op, operands)
+    if torch.Tag.inplace_view in op.tags:
+        raise LayoutError(
+            f"{op}: changing the shape of a DTensor in place is not supported. "
+            f"Use the form that returns a new tensor."
+        )
+    if entry.outs:
+        return FormPlan(out_form(entry.op, entry.outs))
+    if entry.form is not None and entry.form.always:
+        return FormPlan(entry.form.run)
+    if is_random(op):
+        return FormPlan(random_form(op))
+    if all(spec.is_replicated() for spec in specs):
+        return _replicated(entry, specs, args, kwargs)
+    if entry.family is None:
+        if entry.form is not None:
+            return FormPlan(entry.form.run)
+        return _without_rule(entry, specs, args, kwargs)
+    return _by_rule(entry, specs, args, kwargs)
+
+
+def _one_mesh(op: OpOverload, operands: Sequence[Any]) -> None:
+    meshes = {operand._spec.topology for operand in operands}
+    if len(meshes) > 1:
+        given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
+        raise MeshError(
+            f"{op}: the operands are on different meshes: {given}.\n"
+            "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
+        )
+
+
+def _spots(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
+    """The positions of the operands, if all are arguments by themselves."""
+    if any(isinstance(v, (torch.Tensor, list, tuple)) for v in kwargs.values()):
+        return None
+    spots = []
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            spots.append(index)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return None
+    return spots
+
+
+def _replicated(
+    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """Everything is replicated: the call is the operator's own."""
+    try:
+        metas, structure = infer(entry.op, args, kwargs, specs)
+    except Unknown:
+        return FormPlan(fallback_form(entry.op))
+    mesh = specs[0].topology
+    whole = default_placements(mesh)
+    outputs = tuple(DTensorSpec._intern(mesh, whole, meta, None) for meta in metas)
+    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure)
+
+
+def _call_plan(
+    entry: Entry,
+    specs: tuple[DTensorSpec, ...],
+    decision: Decision,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    structure: Any,
+    **local: Any,
+) -> CallPlan:
+    fits = decision.fits(specs)
+    return CallPlan(
+        entry.op,
+        specs,
+        decision.inputs,
+        decision.outputs,
+        spots=_spots(args, kwargs),
+        structure=structure,
+        written=None if entry.written is None else _operand_at(args, entry.written),
+        aliases=entry.is_view and fits,
+        **local,
+    )
+
+
+def _operand_at(args: Sequence[Any], position: int) -> int:
+    """The operand index of the tensor argument at `position`."""
+    count = 0
+    for value in args[:position]:
+        if isinstance(value, torch.Tensor):
+            count += 1
+        elif isinstance(value, (list, tuple)):
+            count += sum(isinstance(v, torch.Tensor) for v in value)
+    return count
+
+
+def _by_rule(
+    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    assert entry.family is not None
+    metas, structure = infer(entry.op, args, kwargs, specs)
+    symbols = iter([Operand(index) for index in range(len(specs))])
+    call = Call(entry.op, *filled(args, kwargs, symbols), specs=specs, results=metas)
+    rule = entry.family(call)
+    if len(rule.inputs) != len(specs) or len(rule.outputs) != len(metas):
+        raise RuleError(
+            f"{entry.op}: the rule {rule} is for {len(rule.inputs)} operands and "
+            f"{len(rule.outputs)} results, but the call has {len(specs)} and {len(metas)}."
+        )
+    written = None if entry.written is None else _operand_at(args, entry.written)
+    decision = decide(rule, call, written)
+    fits = decision.fits(specs)
+    if not fits and entry.form is not None:
+        return FormPlan(entry.form.run)
+    plan = _call_plan(
+        entry,
+        specs,
+        decision,
+        args,
+        kwargs,
+        structure,
+        local=rule.local,
+        shape_arg=rule.shape_arg,
+    )
+    return DeferredPlan(plan) if entry.is_view and not fits else plan
+
+
+_noticed: set[object] = set()
+
+
+def _without_rule(
+    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
+    found = decomposition(entry.op)
+    if found is not None and not (entry.written is not None) and not entry.is_view:
+        return FormPlan(found)
+    if found is not None and entry.op._can_decompose():
+        return FormPlan(found)
+    policy.on_fallback(entry.op, _noticed)
+    if entry.is_view:
+        return DeferredPlan(FormPlan(fallback_form(entry.op)))
+    return FormPlan(fallback_form(entry.op))
+

@@ -1,0 +1,34 @@
+"""What a change of placement on one axis costs: a pure function, the same answer on every rank."""
+
+from __future__ import annotations
+
+from .placement import Placement
+
+__all__ = ["LATENCY_BYTES", "debt", "move_cost", "recut_cost"]
+
+LATENCY_BYTES = 20_000
+"""What starting a collective costs, as the bytes that could be moved in that time."""
+
+
+def move_cost(src: Placement, dst: Placement, count: int, nbytes: int) -> int:
+    """The price, in bytes, of moving a local tensor of `nbytes` from `src` to `dst` on `count` ranks."""
+    if src is dst or src.is_replicate() or count == 1:
+        return 0
+    if src.is_partial():
+        once = (count - 1) * nbytes // count
+        return LATENCY_BYTES + (once if dst.is_shard() else 2 * once)
+    if dst.is_shard():
+        return LATENCY_BYTES + (count - 1) * nbytes // count
+    if dst.is_partial("sum"):
+        return 0
+    return LATENCY_BYTES + (count - 1) * nbytes
+
+
+def debt(place: Placement, count: int, nbytes: int) -> int:
+    """What a result that is left partial will cost whoever needs it."""
+    return (count - 1) * nbytes // count if place.is_partial() else 0
+
+
+def recut_cost(count: int, nbytes: int) -> int:
+    """The price of cutting a sharded dim in other places."""
+    return LATENCY_BYTES + (count - 1) * nbytes // count

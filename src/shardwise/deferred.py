@@ -1,0 +1,198 @@
+"""Deferred views: views whose elements live on other ranks than their base's.
+
+`x[3]` of a sharded dim, or a `view` that regroups shards, cannot share memory with `x`. Such a view holds its base
+and how it was made. It is made real when it is read, and again after the base was written; a write into
+it goes through to whoever holds the elements. So a write is never lost and a read is never stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._torch import OpOverload, make_wrapper
+from .engine import identity
+from .geometry import is_dense
+from .plain import full_local
+from .plans import Plan, stamp, wrote
+from .rules.pointwise import pointwise
+from .spec import DTensorSpec
+from .wrapper import Locals, Wrapper, share_cell, wrap
+
+__all__ = ["DeferredPlan", "DeferredView", "defer", "is_deferred", "write_through"]
+
+_SAME_ORDER = frozenset(
+    "aten::view aten::_unsafe_view aten::reshape aten::squeeze aten::unsqueeze aten::detach "
+    "aten::alias aten::flatten".split()
+)
+"""Views with the elements of their base in the order of their base."""
+_OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
+
+
+class DeferredPlan(Plan):
+    """The plan of a view that must move its operand: running it gives the value, not an alias."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Plan) -> None:
+        self.value = value
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self.value.run(operands, args, kwargs)
+
+
+class DeferredView:
+    """Mixed into the public class: local tensors are made from the base when they are asked for."""
+
+    _base: Any
+    _how: tuple[OpOverload, Plan, tuple[Any, ...], dict[str, Any], int | None]
+    _spec: DTensorSpec
+    _seen: tuple[object, ...] | None
+    _value: Locals
+
+    @property
+    def _locals(self) -> Locals:
+        now = stamp(root_of(self))
+        if self._seen != now:
+            _, plan, args, kwargs, place = self._how
+            made = plan.run((self._base,), (self._base, *args), kwargs)
+            made = made if place is None else made[place]
+            self._value, self._seen = made._locals, now
+        return self._value
+
+
+def is_deferred(tensor: object) -> bool:
+    """Whether a tensor is a deferred view."""
+    return isinstance(tensor, DeferredView)
+
+
+def root_of(view: Any) -> Any:
+    """The tensor at the bottom of a chain of deferred views: the one that has memory."""
+    while isinstance(view, DeferredView):
+        view = view._base
+    return view
+
+
+def defer(
+    op: OpOverload, plan: Plan, base: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """A view of `base` that is made real when it is read."""
+    inner = plan.value if isinstance(plan, DeferredPlan) else plan
+    shared = share_cell(root_of(base))
+    outs = getattr(inner, "_outs", None)
+    if outs is None:  # the layout is known only when the value is
+        value = inner.run((base,), args, kwargs)
+        made = _view(value._spec, shared)
+        made._seen, made._value = stamp(root_of(base)), value._locals
+        made._base, made._how = base, (op, inner, tuple(args[1:]), kwargs, None)
+        return made
+    views = []
+    several = isinstance(inner._shape, tuple)  # type: ignore[attr-defined]
+    for place, spec in enumerate(outs):
+        made = _view(spec, shared)
+        made._base = base
+        made._how = (op, _Unaliased(inner), tuple(args[1:]), kwargs, place if several else None)
+        views.append(made)
+    return views if several else views[0]
+
+
+class _Unaliased(Plan):
+    """A plan run for its value: the result shares no version cell."""
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._plan.run(operands, args, kwargs)
+
+
+def _view(spec: DTensorSpec, cell: list[int]) -> Any:
+    shape, stride, dtype = spec.meta
+    kind = Wrapper.deferred  # type: ignore[attr-defined]
+    device = torch.device(spec.topology.device_type)
+    made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
+    made._spec, made._cell, made._memo, made._seen = spec, cell, None, None  # type: ignore
+    return made
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def write_through(
+    op: OpOverload, family: object, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run an in-place operator on a deferred view: its base changes, the view sees it when next read."""
+    made_by = target._how[0]._schema.name
+    if made_by in _SAME_ORDER and family is pointwise:
+        base = target._base
+        op(base, *[_as_base(value, target, base) for value in args[1:]], **kwargs)
+        return target
+    if op._schema.name in _OVERWRITES:
+        local = tuple(
+            torch.empty(target._spec.local_shape(c), dtype=target.dtype, device=target.device)
+            for c in target._spec.slots
+        )
+    else:
+        local = tuple(part.clone() for part in target._locals)
+    value = wrap(target._spec, local)
+    op(value, *args[1:], **kwargs)
+    _store(target, full_local(value))
+    return target
+
+
+def _as_base(value: Any, view: Any, base: Any) -> Any:
+    """An operand that broadcasts into the view, shaped so that it goes with the base."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    if value.numel() == 1:
+        return value.reshape(())
+    return value.expand(view.shape).reshape(base.shape)
+
+
+def _store(view: Any, value: torch.Tensor) -> None:
+    """Put the elements of a view where they live: every rank writes those in its box."""
+    root = root_of(view)
+    spec = root._spec
+    if not is_dense(spec.meta.shape, spec.meta.stride):
+        raise NotImplementedError(f"a write through a view of a tensor with strides {spec.stride}")
+    address = _addresses(view, spec).to(value.device)
+    order = sorted(range(spec.ndim), key=lambda d: -spec.stride[d])
+    index: list[torch.Tensor] = [address] * spec.ndim
+    for dim in order:
+        size, stride = spec.meta.shape[dim], max(spec.stride[dim], 1)
+        index[dim] = (address // stride) % size if size > 1 else torch.zeros_like(address)
+    for coord, local in zip(spec.slots, root._locals, strict=True):
+        here = torch.ones_like(address, dtype=torch.bool)
+        places = []
+        for dim, (start, stop) in enumerate(spec.box(coord)):
+            here &= (index[dim] >= start) & (index[dim] < stop)
+            places.append(index[dim] - start)
+        new = value[here]
+        for axis in spec.sums:
+            if coord[axis]:
+                new = torch.full_like(new, identity(spec.placements[axis].reduce_op, new.dtype))
+        local[tuple(place[here] for place in places)] = new.to(local.dtype)
+    wrote(root)
+
+
+def _addresses(view: Any, spec: DTensorSpec) -> torch.Tensor:
+    """For each element of a view the place in the root's memory, as one device would lay it out."""
+    chain = []
+    while isinstance(view, DeferredView):
+        chain.append(view._how)
+        view = view._base
+    shape, stride, _ = spec.meta
+    meta: Any = torch.empty_strided(shape, stride, device="meta")
+    for op, _, args, kwargs, place in reversed(chain):
+        meta = op(meta, *args, **kwargs)
+        meta = meta if place is None else meta[place]
+    address = torch.full(tuple(meta.shape), meta.storage_offset())
+    for dim, (size, step) in enumerate(zip(meta.shape, meta.stride(), strict=True)):
+        ones = [1] * meta.ndim
+        ones[dim] = size
+        address = address + (torch.arange(size) * step).view(ones)
+    return address

@@ -1,0 +1,160 @@
+"""Where a call arrives: build its key, find its plan, run it.
+
+The warm path is `dispatch`: one key, one lookup, one `plan.run`. Everything else happens once per key.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import policy
+from ._torch import OpOverload
+from .build import Entry, build
+from .engine import engine_of
+from .errors import PlainTensorError
+from .plain import adopt, digest
+from .plans import Plan
+from .wrapper import Plain, Wrapper
+
+__all__ = ["clear", "dispatch", "stats"]
+
+_MOST_PLANS = 32768
+
+_entries: dict[OpOverload, Entry] = {}
+_lock = threading.Lock()
+_counts = {"hits": 0, "misses": 0}
+
+
+def stats() -> dict[str, int]:
+    """How many operators and plans are cached, and how many plans were built."""
+    plans = sum(len(entry.plans) for entry in _entries.values())
+    return {"operators": len(_entries), "plans": plans, "built": _counts["misses"]}
+
+
+def clear() -> None:
+    """Forget all plans."""
+    with _lock:
+        _entries.clear()
+        _counts["misses"] = 0
+
+
+def _entry(op: OpOverload) -> Entry:
+    with _lock:
+        return _entries.setdefault(op, Entry(op))
+
+
+def dispatch(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Run an operator on DTensors."""
+    entry = _entries.get(op) or _entry(op)
+    public = Wrapper.public
+    operands: list[Any] = []
+    key: list[Any] = []
+    plain = False
+    for value, by_type in zip(args, entry.by_type, strict=False):
+        kind = type(value)
+        if kind is public:
+            operands.append(value)
+            key.append(value._spec)
+        elif by_type and (kind is float or kind is int):
+            key.append(kind)
+        elif isinstance(value, torch.Tensor):
+            operands.append(value)
+            plain |= not isinstance(value, Wrapper)
+            key.append(getattr(value, "_spec", None))
+        elif kind is list or kind is tuple:
+            plain |= _add_list(value, operands, key)
+        else:
+            key.append(value)
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            if isinstance(value, torch.Tensor):
+                operands.append(value)
+                plain |= not isinstance(value, Wrapper)
+                key.append(getattr(value, "_spec", None))
+            elif isinstance(value, (list, tuple)):
+                plain |= _add_list(value, operands, key)
+            elif name in entry.kw_by_type and type(value) in (int, float):
+                key.append(type(value))
+            else:
+                key.append(value)
+    else:
+        kwargs = {}
+    if plain and not entry.is_list:
+        operands = _adopted(entry, operands, key)
+    if entry.is_list:
+        return entry.run_list(dispatch, args, kwargs)
+    found = entry.plans.get(tuple(key))
+    if found is None:
+        found = _build(entry, tuple(key), operands, args, kwargs, plain)
+    elif plain and policy.current().plain == "check_always":
+        _check_plain(entry, operands)
+    if entry.has_views:
+        return entry.run_view(found, operands, args, kwargs)
+    return found.run(operands, args, kwargs)
+
+
+def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> bool:
+    plain = False
+    key.append(len(values))
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            operands.append(value)
+            plain |= not isinstance(value, Wrapper)
+            key.append(getattr(value, "_spec", None))
+        else:
+            key.append(value)
+    return plain
+
+
+def _adopted(entry: Entry, operands: list[Any], key: list[Any]) -> list[Any]:
+    """Plain tensors made operands: they count as replicated on the mesh of the others."""
+    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
+    for operand in operands:
+        if not isinstance(operand, Wrapper):
+            policy.on_plain(entry.op, tuple(operand.shape))
+    adopted = [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
+    key.append("plain")
+    key.extend(o._spec for o in adopted if isinstance(o, Plain))
+    return adopted
+
+
+def _build(
+    entry: Entry,
+    key: tuple[Any, ...],
+    operands: list[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    plain: bool,
+) -> Plan:
+    made = build(entry, operands, args, kwargs)
+    if plain and policy.current().plain in ("check", "check_always"):
+        _check_plain(entry, operands)
+    with _lock:
+        if len(entry.plans) >= _MOST_PLANS:
+            entry.plans.clear()
+        entry.plans[key] = made
+        _counts["misses"] += 1
+    return made
+
+
+def _check_plain(entry: Entry, operands: Sequence[Any]) -> None:
+    """An error, on every rank, if a plain operand is not equal on all ranks."""
+    for operand in operands:
+        if not isinstance(operand, Plain):
+            continue
+        value, topology = operand._locals[0], operand._spec.topology
+        if value.ndim == 0 or topology.virtual:
+            continue
+        if not engine_of(topology).check_equal(topology, digest(value)):
+            raise PlainTensorError(
+                f"{entry.op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is mixed "
+                "with DTensors, but it is not equal on all ranks. A plain tensor counts as replicated.\n"
+                "If each rank has its own part of a batch, say so: "
+                "DTensor.from_local(tensor, mesh, [Shard(0)]). If it is one value for all, use "
+                "distribute_tensor(tensor, mesh, [Replicate()]), which takes the first rank's."
+            )

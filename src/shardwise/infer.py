@@ -1,0 +1,72 @@
+"""What a call returns: shapes, strides and dtypes, from PyTorch's own kernels on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .plans import filled
+from .spec import DTensorSpec, TensorMeta
+
+__all__ = ["Unknown", "infer"]
+
+Structure = int | None | tuple[int | None, ...]
+
+
+class Unknown(Exception):
+    """The results of a call cannot be known before it runs."""
+
+
+_DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def infer(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], specs: Sequence[DTensorSpec]
+) -> tuple[list[TensorMeta], Structure]:
+    """The metas of the results, and how they are returned: alone, as a tuple, or not at all.
+
+    Errors in shapes and dtypes are PyTorch's own, and come before anything is moved.
+    """
+    if any(tag in op.tags for tag in _DYNAMIC):
+        raise Unknown
+    metas = iter(
+        [
+            torch.empty_strided(spec.meta.shape, spec.meta.stride, dtype=spec.dtype, device="meta")
+            for spec in specs
+        ]
+    )
+    given, named = filled(args, kwargs, metas)
+    if named.get("device") is not None:
+        named["device"] = torch.device("meta")
+    try:
+        made = op(*given, **named)
+    except NotImplementedError as error:
+        raise Unknown from error
+    return _listed(made)
+
+
+def _listed(made: Any) -> tuple[list[TensorMeta], Structure]:
+    if isinstance(made, torch.Tensor):
+        return [meta_of(made)], 0
+    if made is None:
+        return [], None
+    if not isinstance(made, (list, tuple)):
+        raise Unknown
+    metas: list[TensorMeta] = []
+    places: list[int | None] = []
+    for value in made:
+        if isinstance(value, torch.Tensor):
+            places.append(len(metas))
+            metas.append(meta_of(value))
+        elif value is None:
+            places.append(None)
+        else:
+            raise Unknown
+    return metas, tuple(places)
+
+
+def meta_of(value: torch.Tensor) -> TensorMeta:
+    """Shape, stride and dtype of a tensor."""
+    return TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)

@@ -1,0 +1,58 @@
+"""`out=` forms: the functional operator's result, written into the tensor that was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._torch import OpOverload
+from .errors import LayoutError
+
+__all__ = ["functional_of", "out_form"]
+
+
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments but the `out` ones."""
+
+    def signature(overload: OpOverload) -> list[tuple[str, str]]:
+        return [
+            (argument.name, str(argument.type))
+            for argument in overload._schema.arguments
+            if not argument.is_out
+        ]
+
+    packet = op._overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        if not any(a.is_out for a in other._schema.arguments) and signature(other) == signature(op):
+            return other  # type: ignore[no-any-return]
+    return None
+
+
+def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
+    """Compute without `out`, then write into it; it keeps its layout."""
+    functional = functional_of(op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if functional is None:
+            raise LayoutError(f"{op}: there is no form of this operator without out=.")
+        targets = [kwargs.pop(name) for name in outs]
+        made = functional(*args, **kwargs)
+        results = [made] if isinstance(made, torch.Tensor) else list(made)
+        for target, result in zip(targets, results, strict=True):
+            if target.shape != result.shape:
+                raise LayoutError(
+                    f"{op}: out has shape {list(target.shape)}, but the result has shape "
+                    f"{list(result.shape)}. A DTensor is not resized: give an out of that shape."
+                )
+            if not torch.can_cast(result.dtype, target.dtype):
+                raise RuntimeError(
+                    f"result type {result.dtype} can't be cast to the desired output type "
+                    f"{target.dtype}"
+                )
+            target.copy_(result)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return run

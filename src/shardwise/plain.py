@@ -1,0 +1,50 @@
+"""Plain tensors among DTensors: they count as replicated, and their gradients are plain and whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .mesh import Topology
+from .plans import moved
+from .spec import DTensorSpec, TensorMeta, default_placements
+from .wrapper import Plain, Wrapper
+
+__all__ = ["adopt", "digest", "full_local"]
+
+_HOOKED = "_shardwise_grad_is_plain"
+
+
+def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
+    """A plain tensor as an operand on `mesh`."""
+    meta = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
+    spec = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
+    if value.requires_grad and not hasattr(value, _HOOKED):
+        setattr(value, _HOOKED, True)
+        value.register_hook(full_local)
+    return Plain(spec, value)
+
+
+def full_local(value: torch.Tensor) -> torch.Tensor:
+    """The whole value as a plain tensor."""
+    if not isinstance(value, Wrapper):
+        return value
+    spec: Any = value._spec
+    whole = moved(value, spec.with_placements(default_placements(spec.topology)))
+    return whole[0]
+
+
+_CHUNK = 1 << 20
+
+
+def digest(value: torch.Tensor) -> int:
+    """A number that depends on every byte of a tensor and on where it stands."""
+    raw = value.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, raw.numel(), _CHUNK):
+        part = raw[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=part.device)
+        weight = (place * 2654435761 + 97531) % 2147483647
+        total = (total + int((part * weight).sum())) % (1 << 61)
+    return total

@@ -1,0 +1,334 @@
+"""Plans: the finished recipe of a call. Built once per key, run many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import policy
+from .mesh import Coord, Topology
+from .redistribute import plan as steps_of
+from .redistribute import run_steps
+from .rules import Local, Site
+from .spec import DTensorSpec
+from .wrapper import Locals, Wrapper, share_cell, wrap
+
+__all__ = ["CallPlan", "ListPlan", "Move", "Plan", "moved"]
+
+
+class Plan:
+    """A recipe: `run` takes the operands, and the arguments they are in."""
+
+    __slots__ = ()
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+Move = tuple[int, DTensorSpec]
+
+
+def stamp(tensor: Any) -> tuple[object, ...]:
+    """What changes when the tensor is written, through the dispatcher or through its local tensors."""
+    cell = tensor._cell
+    seen = tuple(None if t.is_inference() else t._version for t in tensor._locals)
+    return (0 if cell is None else cell[0], seen)
+
+
+def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
+    """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next user."""
+    src = tensor._spec
+    if src is spec:
+        return tuple(t.clone() for t in tensor._locals) if fresh else tensor._locals
+    steps = steps_of(src, spec)
+    if fresh or not src.sums:
+        return run_steps(steps, tensor._locals, spec.meta.stride, fresh=fresh)
+    memo, now = tensor._memo, stamp(tensor)
+    if memo is None:
+        memo = tensor._memo = {}
+    found = memo.get(spec)
+    if found is None or found[0] != now:
+        found = memo[spec] = (now, run_steps(steps, tensor._locals, spec.meta.stride))
+    return found[1]
+
+
+def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:
+    """What each move does, for a notice."""
+    texts = []
+    for operand, dst in moves:
+        src = specs[operand]
+        steps = [step for step in steps_of(src, dst) if not step.is_local]
+        if steps:
+            kinds = ", ".join(
+                f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
+                for step in steps
+            )
+            texts.append(f"operand {operand} from {src.layout_text()} to {dst.layout_text()} ({kinds})")
+    return texts
+
+
+def wrote(tensor: Any) -> None:
+    """Tell everyone who shares the tensor's memory that it was written."""
+    if tensor._cell is not None:
+        tensor._cell[0] += 1
+    tensor._memo = None
+
+
+def filled(
+    args: Sequence[Any], kwargs: dict[str, Any], values: Iterator[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with each tensor, in order, replaced by the next of `values`."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return next(values)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return [next(values) if isinstance(v, torch.Tensor) else v for v in value]
+        return value
+
+    return [fill(value) for value in args], {name: fill(v) for name, v in kwargs.items()}
+
+
+class CallPlan(Plan):
+    """Move some operands, run the operator once per coordinate held here, wrap the results."""
+
+    __slots__ = (
+        "_aliases",
+        "_call",
+        "_calls",
+        "_local",
+        "_moves",
+        "_notice",
+        "_op",
+        "_outs",
+        "_picks",
+        "_rewrites",
+        "_shape",
+        "_sites",
+        "_spots",
+        "_written",
+    )
+
+    def __init__(
+        self,
+        op: Any,
+        specs: Sequence[DTensorSpec],
+        inputs: Sequence[DTensorSpec],
+        outputs: Sequence[DTensorSpec],
+        *,
+        spots: Sequence[int] | None,
+        structure: Sequence[int | None] | int | None,
+        written: int | None = None,
+        aliases: bool = False,
+        local: Local | None = None,
+        shape_arg: int | None = None,
+    ) -> None:
+        self._op = op
+        self._call = op._op
+        self._spots = None if spots is None else tuple(spots)
+        self._shape = structure
+        self._written = written
+        self._aliases = aliases
+        self._local = local
+        self._outs = tuple(outputs)
+        self._moves = tuple(
+            (i, dst) for i, (src, dst) in enumerate(zip(specs, inputs, strict=True)) if src is not dst
+        )
+        self._notice = describe_moves(self._moves, specs)
+        topology = inputs[0].topology
+        axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
+        coords = topology.coords_here(sorted(axes))
+        self._calls = tuple(tuple(spec.slot(coord) for spec in inputs) for coord in coords)
+        self._sites = tuple(Site(coord, tuple(inputs), self._outs) for coord in coords)
+        self._rewrites = _shape_rewrites(shape_arg, self._sites)
+        self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._notice:
+            policy.on_moves(self._op, self._notice)
+        local = [operand._locals for operand in operands]
+        written = self._written
+        for index, spec in self._moves:
+            local[index] = moved(operands[index], spec, fresh=index == written)
+        results = [self._one(index, local, args, kwargs) for index in range(len(self._calls))]
+        if written is not None:
+            return self._write_back(operands[written], local[written])
+        return self._wrapped(results, operands)
+
+    def _one(
+        self, index: int, local: list[Locals], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        picked = self._calls[index]
+        if self._spots is not None:
+            given = list(args)
+            for spot, tensors, slot in zip(self._spots, local, picked, strict=True):
+                given[spot] = tensors[slot]
+        else:
+            values = iter([tensors[slot] for tensors, slot in zip(local, picked, strict=True)])
+            given, kwargs = filled(args, kwargs, values)
+        if self._rewrites is not None:
+            given[self._rewrites[0]] = self._rewrites[1][index]
+        if self._local is not None:
+            return self._local(self._op, tuple(given), kwargs, self._sites[index])
+        return self._call(*given, **kwargs)
+
+    def _write_back(self, target: Any, local: Locals) -> Any:
+        """The written operand holds the result; if it was moved, the result is moved back into it."""
+        for index, spec in self._moves:
+            if index == self._written:
+                steps = steps_of(spec, target._spec)
+                for mine, new in zip(
+                    target._locals, run_steps(steps, local, spec.meta.stride), strict=True
+                ):
+                    mine.copy_(new)
+        wrote(target)
+        return target
+
+    def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
+        cell = share_cell(operands[0]) if self._aliases else None
+        shape = self._shape
+        if isinstance(shape, int):
+            picks = self._picks[0]
+            return wrap(self._outs[0], tuple([results[i] for i in picks]), cell)
+        if shape is None:
+            return None
+        wrapped = []
+        for place in shape:
+            if place is None:
+                wrapped.append(None)
+                continue
+            spec = self._outs[place]
+            at = len(wrapped)
+            local = tuple(results[i][at] for i in self._picks[place])
+            wrapped.append(wrap(spec, local, cell))
+        return wrapped if self._op._schema.returns[0].type.kind() == "ListType" else tuple(wrapped)
+
+
+def _shape_rewrites(
+    shape_arg: int | None, sites: Sequence[Site]
+) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    if shape_arg is None:
+        return None
+    return shape_arg, tuple(site.out_shapes[0] for site in sites)
+
+
+def _picks(topology: Topology, coords: Sequence[Coord], spec: DTensorSpec) -> tuple[int, ...]:
+    """Which call gives each local tensor of a result."""
+    if not topology.virtual:
+        return tuple(range(len(coords)))
+    where = {coord: index for index, coord in enumerate(coords)}
+    return tuple(where[coord] for coord in spec.slots)
+
+
+class Element:
+    """One element of a list operator: its operands' layouts and where its local tensors are."""
+
+    __slots__ = ("inputs", "moves", "operands", "outputs")
+
+    def __init__(
+        self,
+        operands: Sequence[int],
+        inputs: Sequence[DTensorSpec],
+        outputs: Sequence[DTensorSpec],
+        specs: Sequence[DTensorSpec],
+    ) -> None:
+        self.operands = tuple(operands)
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.moves = tuple(
+            (operand, dst)
+            for operand, src, dst in zip(operands, specs, inputs, strict=True)
+            if src is not dst
+        )
+
+    def slots(self, coord: Coord) -> list[int] | None:
+        """Where the local tensors for `coord` are stored; None if another coordinate stands for it."""
+        topology = self.inputs[0].topology
+        axes = {axis for spec in (*self.inputs, *self.outputs) for axis in spec.slot_axes}
+        if topology.virtual and any(c and a not in axes for a, c in enumerate(coord)):
+            return None
+        return [spec.slot(coord) for spec in self.inputs]
+
+
+class ListPlan(Plan):
+    """A list operator (`_foreach_*`, `_fused_*`): one local call on the local tensors of all elements."""
+
+    __slots__ = ("_build", "_elements", "_notice", "_op", "_returns", "_sites", "_written")
+
+    def __init__(
+        self,
+        op: Any,
+        elements: Sequence[Element],
+        specs: Sequence[DTensorSpec],
+        *,
+        written: frozenset[int],
+        returns: bool,
+        build: Callable[..., tuple[list[Any], dict[str, Any]]],
+    ) -> None:
+        self._op = op
+        self._elements = tuple(elements)
+        self._written = written
+        self._returns = returns
+        self._build = build
+        self._notice = describe_moves([m for e in elements for m in e.moves], specs)
+        axes = {a for e in elements for spec in (*e.inputs, *e.outputs) for a in spec.slot_axes}
+        coords = elements[0].inputs[0].topology.coords_here(sorted(axes))
+        self._sites = tuple(
+            tuple((index, slots) for index, e in enumerate(elements) if (slots := e.slots(coord)))
+            for coord in coords
+        )
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._notice:
+            policy.on_moves(self._op, self._notice)
+        local = [operand._locals for operand in operands]
+        for element in self._elements:
+            for index, spec in element.moves:
+                local[index] = moved(operands[index], spec, fresh=index in self._written)
+        results: list[list[Any]] = [[] for _ in self._elements]
+        for site in self._sites:
+            chosen = {
+                operand: local[operand][slot]
+                for index, slots in site
+                for operand, slot in zip(self._elements[index].operands, slots, strict=True)
+            }
+            given, named = self._build(args, kwargs, [index for index, _ in site], chosen)
+            made = self._op._op(*given, **named)
+            if self._returns:
+                for (index, _), value in zip(site, made, strict=True):
+                    results[index].append(value)
+        if self._returns:
+            return [
+                wrap(element.outputs[0], tuple(made))
+                for element, made in zip(self._elements, results, strict=True)
+            ]
+        self._write_back(operands, local)
+        return None
+
+    def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
+        for element in self._elements:
+            for index, spec in element.moves:
+                if index in self._written:
+                    steps = steps_of(spec, operands[index]._spec)
+                    back = run_steps(steps, local[index], spec.meta.stride)
+                    for mine, new in zip(operands[index]._locals, back, strict=True):
+                        mine.copy_(new)
+        for index in self._written:
+            wrote(operands[index])
+
+
+class FormPlan(Plan):
+    """A distributed form, a decomposition or another function of DTensors in place of the operator."""
+
+    __slots__ = ("_form",)
+
+    def __init__(self, form: Callable[..., Any]) -> None:
+        self._form = form
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._form(*args, **kwargs)
+
+
+__all__ += ["Element", "FormPlan", "Wrapper"]

@@ -1,0 +1,96 @@
+"""Random numbers that do not depend on the layout: every rank draws the global tensor, keeps its box.
+
+The result equals plain PyTorch's with the same seed, whatever the mesh and the placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._torch import OpOverload
+from .engine import engine_of
+from .errors import CommunicationError
+from .mesh import AnyMesh, Topology, VirtualMesh
+from .plain import digest, full_local
+from .plans import filled
+from .replicated import laid_out, mesh_of, store, tensors_in, written_in
+from .wrapper import Wrapper
+
+__all__ = ["is_random", "manual_seed", "random_form"]
+
+_FILLS = frozenset(
+    f"aten::{name}_"
+    for name in "uniform normal exponential log_normal cauchy geometric random bernoulli".split()
+)
+"""In-place operators that overwrite their tensor with random numbers without reading it."""
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags or op._schema.name in _FILLS
+
+
+def random_form(op: OpOverload) -> Callable[..., Any]:
+    """`op` drawn whole, as one device would, and laid out as its first operand is."""
+    checked: set[Topology] = set()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(tensors_in(args, kwargs))
+        mesh = mesh_of(op, tensors)
+        if mesh not in checked:
+            _check_generators(op, mesh, kwargs.get("generator"))
+            checked.add(mesh)
+        written = written_in(op, args)
+        whole = []
+        for tensor in tensors:
+            mine = isinstance(tensor, Wrapper) and any(tensor is w for w in written)
+            if mine and op._schema.name in _FILLS:
+                shape, stride, dtype = tensor._spec.meta
+                like = tensor._spec.topology.device_type
+                whole.append(torch.empty_strided(shape, stride, dtype=dtype, device=like))
+            else:
+                full = full_local(tensor)
+                whole.append(full.clone() if mine else full)
+        given, named = filled(args, kwargs, iter(whole))
+        made = op(*given, **named)
+        for tensor, full in zip(tensors, whole, strict=True):
+            if isinstance(tensor, Wrapper) and any(tensor is w for w in written):
+                store(tensor, full)
+        if written:
+            return written[0]
+        like_spec = next(t._spec for t in tensors if isinstance(t, Wrapper))
+        if isinstance(made, torch.Tensor):
+            return laid_out(made, mesh, like_spec)
+        return tuple(laid_out(value, mesh, like_spec) for value in made)
+
+    return run
+
+
+def _check_generators(op: OpOverload, mesh: Topology, generator: torch.Generator | None) -> None:
+    """An error, on every rank, if the ranks would draw different numbers."""
+    if mesh.virtual:
+        return
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    if not engine_of(mesh).check_equal(mesh, digest(state)):
+        raise CommunicationError(
+            f"{op}: the ranks of mesh {mesh} have different random states, so that replicas would differ. "
+            "Call shardwise.manual_seed(seed, mesh) or torch.manual_seed with one seed on every rank."
+        )
+
+
+def manual_seed(seed: int, device_mesh: AnyMesh | None = None) -> None:
+    """Seed PyTorch's generators, with the first rank's seed on every rank.
+
+    >>> manual_seed(0)
+    """
+    if device_mesh is not None and not isinstance(device_mesh, VirtualMesh) and dist.is_initialized():
+        shared = torch.tensor([seed], dtype=torch.int64, device=device_mesh.device_type)
+        for axis in range(device_mesh.ndim):
+            group = device_mesh.get_group(axis)
+            dist.broadcast(shared, dist.get_global_rank(group, 0), group=group)
+        seed = int(shared.item())
+    torch.manual_seed(seed)

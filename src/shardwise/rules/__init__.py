@@ -1,0 +1,26 @@
+"""Rules: what layouts an operator may run in on one mesh axis."""
+
+from .call import Call, Family, Operand
+from .notation import notation, parse
+from .rule import Along, Dims, Link, Local, Row, Rule, Scaled, Site, along, dims_of
+from .table import TABLE, family_of
+
+__all__ = [
+    "TABLE",
+    "Along",
+    "Call",
+    "Dims",
+    "Family",
+    "Link",
+    "Local",
+    "Operand",
+    "Row",
+    "Rule",
+    "Scaled",
+    "Site",
+    "along",
+    "dims_of",
+    "family_of",
+    "notation",
+    "parse",
+]

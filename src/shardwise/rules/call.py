@@ -1,0 +1,80 @@
+"""A call as a rule sees it: the operator, its operands' specs, its other arguments, its results' metas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..spec import DTensorSpec, TensorMeta
+from .rule import Rule
+
+__all__ = ["Call", "Family", "Operand"]
+
+
+class Operand(int):
+    """Stands in for a tensor among the arguments: its index among the operands."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"operand {int(self)}"
+
+
+class Call:
+    """An operator call with its tensors replaced by specs."""
+
+    __slots__ = ("args", "kwargs", "op", "results", "specs", "values")
+
+    def __init__(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        specs: Sequence[DTensorSpec],
+        results: Sequence[TensorMeta],
+    ) -> None:
+        self.op = op
+        self.args = tuple(args)
+        self.kwargs = kwargs
+        self.specs = tuple(specs)
+        self.results = tuple(results)
+        self.values = self._bound()
+
+    def _bound(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for index, argument in enumerate(self.op._schema.arguments):
+            if index < len(self.args):
+                values[argument.name] = self.args[index]
+            elif argument.name in self.kwargs:
+                values[argument.name] = self.kwargs[argument.name]
+            else:
+                values[argument.name] = argument.default_value
+        return values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by name, with the operator's default if it was not given."""
+        return self.values.get(name, default)
+
+    def position(self, name: str) -> int:
+        """Where an argument stands in the operator's signature."""
+        names = [argument.name for argument in self.op._schema.arguments]
+        return names.index(name)
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        """The global shape of an operand."""
+        return self.specs[operand].meta.shape
+
+    def present(self) -> list[int]:
+        """Which of the operator's tensor arguments were given, by their index among them."""
+        tensors = [a.name for a in self.op._schema.arguments if "Tensor" in str(a.type)]
+        return [i for i, name in enumerate(tensors) if isinstance(self.values[name], Operand)]
+
+    @property
+    def name(self) -> str:
+        return str(self.op)
+
+
+Family = Callable[[Call], Rule]
+"""From a call to its rule."""

@@ -1,0 +1,45 @@
+"""Factories that take a tensor as an example: they read its layout, never its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..geometry import stride_like
+from .call import Call
+from .rule import Rule, Site, along
+
+__all__ = ["like", "new"]
+
+
+def like(call: Call) -> Rule:
+    """A tensor of the example's shape, in its layout; Replicate where the example is partial."""
+    shape = call.results[0].shape
+    dims = along([f"i{dim}" for dim in range(len(shape))])
+    sizes = {f"i{dim}": size for dim, size in enumerate(shape)}
+    return Rule((dims,), (dims,), sizes, reduce=None, ignores=True)
+
+
+def new(call: Call) -> Rule:
+    """A tensor of any shape: in the example's layout if it has the example's shape, else replicated."""
+    shape = call.results[0].shape
+    same = tuple(shape) == tuple(call.shape(0))
+    dims = along([f"i{dim}" if same else None for dim in range(len(shape))])
+    example = dims if same else (None,) * len(call.shape(0))
+    sizes = {f"i{dim}": size for dim, size in enumerate(shape)} if same else {}
+    strided = call.op._schema.name == "aten::new_empty_strided"
+    return Rule(
+        (example,),
+        (dims,),
+        sizes,
+        reduce=None,
+        ignores=True,
+        shape_arg=None if strided else 1,
+        local=_new_strided if strided else None,
+    )
+
+
+def _new_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """Local strides with the order of dims that was asked for."""
+    shape, stride = site.out_shapes[0], args[2]
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    return op(args[0], shape, stride_like(shape, order), **kwargs)

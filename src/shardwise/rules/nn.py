@@ -1,0 +1,187 @@
+"""Normalisation, embedding and losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import LayoutError
+from .call import Call, Operand
+from .pointwise import broadcast_dims, pointwise
+from .rule import Dims, Rule, Site, along
+
+__all__ = [
+    "embedding",
+    "embedding_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "loss",
+    "loss_backward",
+    "nll_backward",
+    "nll_forward",
+]
+
+_MEAN, _SUM = 1, 2
+
+
+def _lead(call: Call, operand: int) -> tuple[Dims, Dims, dict[str, int]]:
+    """Dims of the input and of its statistics: those before the normalised ones are free."""
+    shape = call.shape(operand)
+    inner = len(call.get("normalized_shape"))
+    lead: list[str | None] = [f"i{dim}" for dim in range(len(shape) - inner)]
+    sizes = {f"i{dim}": size for dim, size in enumerate(shape[: len(shape) - inner])}
+    whole = along([*lead, *[None] * inner])
+    return whole, (None,) * inner, sizes
+
+
+def layer_norm(call: Call) -> Rule:
+    """`"... n!, n!, n! -> ... n!, ... _, ... _"`"""
+    whole, inner, sizes = _lead(call, 0)
+    params = (inner,) * (len(call.specs) - 1)
+    return Rule((whole, *params), (whole,) * len(call.results), sizes, reduce=None)
+
+
+def layer_norm_backward(call: Call) -> Rule:
+    """Gradients of the parameters sum over the free dims."""
+    whole, inner, sizes = _lead(call, 1)
+    params = (inner,) * (len(call.specs) - 4)
+    kinds: tuple[Dims, ...] = (whole, inner, inner)
+    outputs = tuple(
+        dims for dims, asked in zip(kinds, call.get("output_mask"), strict=True) if asked
+    )
+    return Rule((whole, whole, whole, whole, *params), outputs, sizes)
+
+
+# --- embedding -------------------------------------------------------------------------------
+
+
+def embedding(call: Call) -> Rule:
+    """`"v h, ... -> ... h"`; with v sharded each rank looks up the rows it has, and the sum is pending."""
+    rows, width = call.shape(0)
+    index = [f"i{dim}" for dim in range(len(call.shape(1)))]
+    sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(1))}
+    return Rule(
+        (along(["v", "h"]), along(index)),
+        (along([*index, "h"]),),
+        {**sizes, "v": rows, "h": width},
+        linear=((0,),),
+        local=_embedding_local,
+    )
+
+
+def _embedding_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    (start, stop), _ = site.box(0)
+    rows = site.inputs[0].meta.shape[0]
+    weight, index = args[0], args[1]
+    if (start, stop) == (0, rows):
+        return op(weight, index, *args[2:], **kwargs)
+    if index.device.type == "cpu" and index.numel() and not 0 <= index.min() <= index.max() < rows:
+        raise IndexError("index out of range in self")
+    here = (index >= start) & (index < stop)
+    if stop == start:
+        return weight.new_zeros((*index.shape, weight.shape[1]))
+    found = op(weight, torch.where(here, index - start, 0))
+    return found.masked_fill_(~here.unsqueeze(-1), 0)
+
+
+def embedding_backward(call: Call) -> Rule:
+    """Rows of the gradient added up by index."""
+    shape = call.shape(1)
+    if call.get("scale_grad_by_freq"):
+        index: list[str | None] = [None] * len(shape)
+    else:
+        index = [f"i{dim}" for dim in range(len(shape))]
+    sizes = {f"i{dim}": size for dim, size in enumerate(shape) if index[dim] is not None}
+    return Rule(
+        (along([*index, "h"]), along(index)),
+        (along([None, "h"]),),
+        {**sizes, "h": call.results[0].shape[1]},
+        linear=((0,),),
+    )
+
+
+# --- losses ----------------------------------------------------------------------------------
+
+
+def _sum_over(call: Call, count: int) -> Any:
+    """A local call that sums and divides by the number of all elements: the mean's part of a shard."""
+    at = call.position("reduction")
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        given = list(args)
+        if at < len(given):
+            given[at] = _SUM
+        else:
+            kwargs = {**kwargs, "reduction": _SUM}
+        return op(*given, **kwargs) / count
+
+    return local
+
+
+def loss(call: Call) -> Rule:
+    """A pointwise loss with its reduction; the mean is over all elements of all shards."""
+    reduction = call.get("reduction")
+    if reduction not in (_MEAN, _SUM):
+        return pointwise(call)
+    shape = torch.broadcast_shapes(*(spec.meta.shape for spec in call.specs))
+    rule = Rule(
+        inputs=tuple(broadcast_dims(spec.meta.shape, shape) for spec in call.specs),
+        outputs=((),),
+        sizes={f"i{dim}": size for dim, size in enumerate(shape)},
+    )
+    if reduction == _SUM:
+        return rule
+    return replace(rule, local=_sum_over(call, prod(shape)))
+
+
+def loss_backward(call: Call) -> Rule:
+    """The gradient of a pointwise loss."""
+    out = call.results[0].shape
+    shape = torch.broadcast_shapes(*(spec.meta.shape for spec in call.specs[1:]))
+    if tuple(shape) != tuple(out):
+        raise LayoutError(f"{call.name}: operands of different shapes: {shape} and {list(out)}.")
+    rule = replace(
+        pointwise(call),
+        inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
+        linear=((0,),),
+        passes=(),
+    )
+    if call.get("reduction") != _MEAN:
+        return rule
+    return replace(rule, local=_sum_over(call, prod(shape)))
+
+
+def _nll_dims(call: Call, operand: int) -> tuple[list[str | None], list[str | None], dict[str, int]]:
+    """Dims of the input and the target: the class dim is needed whole, all others are free."""
+    shape = call.shape(operand)
+    classes = 0 if len(shape) == 1 else 1
+    dims: list[str | None] = [None if d == classes else f"i{d}" for d in range(len(shape))]
+    sizes = {f"i{d}": size for d, size in enumerate(shape) if d != classes}
+    return dims, [dim for dim in dims if dim is not None], sizes
+
+
+def nll_forward(call: Call) -> Rule:
+    """`"n c!, n, c! -> n, ()"`; the mean is a form, for it divides by the weight of all targets."""
+    dims, target, sizes = _nll_dims(call, 0)
+    weight = ((None,),) if isinstance(call.get("weight"), Operand) else ()
+    if call.get("reduction") == _MEAN:
+        sizes = {}
+    out = along(target) if call.get("reduction") == 0 else ()
+    return Rule((along(dims), along(target), *weight), (out, ()), sizes)
+
+
+def nll_backward(call: Call) -> Rule:
+    """The gradient by the class dim; the total weight is that of all targets."""
+    dims, target, sizes = _nll_dims(call, 1)
+    grad = along(target) if len(call.shape(0)) else ()
+    weight = ((None,),) if isinstance(call.get("weight"), Operand) else ()
+    return Rule(
+        (grad, along(dims), along(target), *weight, ()),
+        (along(dims),),
+        sizes,
+        reduce=None,
+        linear=((0,),),
+    )

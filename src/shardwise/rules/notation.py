@@ -1,0 +1,222 @@
+"""The little language of rules: `"m k, k n -> m n"`.
+
+Operands are separated by commas, dims by spaces. A name is a factor; `k!` is needed whole; `_` is a dim of
+size 1 or without meaning; `(a b)` is a dim made of two factors, outer first; `...` stands for any number
+of dims; `[m]` is a dim that may be missing or of size 1 (broadcast).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..errors import RuleError
+from .call import Call, Family
+from .rule import Along, Dims, Rule, Scaled
+
+__all__ = ["Pattern", "notation", "parse"]
+
+
+@dataclass(frozen=True)
+class DimPattern:
+    """One dim of a pattern: its factors, outer first; none for `_`."""
+
+    factors: tuple[str, ...]
+    whole: bool = False
+    optional: bool = False
+    ellipsis: bool = False
+
+
+Pattern = tuple[DimPattern, ...]
+
+_TOKEN = re.compile(r"\s*(\.\.\.|\([^()]*\)|\[[^\[\]]*\]|[A-Za-z][A-Za-z0-9]*!?|_)")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*")
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
+    """The patterns of operands and results.
+
+    >>> parse("m k k n")
+    Traceback (most recent call last):
+    shardwise.errors.RuleError: rule 'm k k n': there is no '->' between operands and results. \
+Write for example 'm k, k n -> m n'.
+    """
+    if text.count("->") != 1:
+        problem = "there is no '->'" if "->" not in text else "there is more than one '->'"
+        raise RuleError(
+            f"rule {text!r}: {problem} between operands and results. "
+            "Write for example 'm k, k n -> m n'."
+        )
+    left, right = text.split("->")
+    inputs = tuple(_operand(text, part) for part in left.split(","))
+    outputs = tuple(_operand(text, part) for part in right.split(","))
+    _check_names(text, inputs, outputs)
+    return inputs, outputs
+
+
+def _operand(rule: str, text: str) -> Pattern:
+    dims: list[DimPattern] = []
+    rest = text.strip()
+    if rest == "()":
+        return ()
+    if not rest:
+        raise RuleError(f"rule {rule!r}: an operand is empty. Write '()' for a 0-d tensor.")
+    while rest:
+        match = _TOKEN.match(rest)
+        if match is None:
+            raise RuleError(
+                f"rule {rule!r}: cannot read {rest!r}. A dim is a name like 'm', 'k!' (needed "
+                "whole), '_', '(a b)', '[m]' or '...'."
+            )
+        dims.append(_dim(rule, match.group(1)))
+        rest = rest[match.end() :].strip()
+    if sum(dim.ellipsis for dim in dims) > 1:
+        raise RuleError(f"rule {rule!r}: an operand has '...' twice.")
+    return tuple(dims)
+
+
+def _dim(rule: str, token: str) -> DimPattern:
+    if token == "...":
+        return DimPattern((), ellipsis=True)
+    if token == "_":
+        return DimPattern(())
+    if token[0] in "([":
+        names = tuple(token[1:-1].split())
+        if not names or not all(_NAME.fullmatch(name) for name in names):
+            raise RuleError(f"rule {rule!r}: {token!r} must hold names separated by spaces.")
+        return DimPattern(names, optional=token[0] == "[")
+    return DimPattern((token.rstrip("!"),), whole=token.endswith("!"))
+
+
+def _check_names(rule: str, inputs: Sequence[Pattern], outputs: Sequence[Pattern]) -> None:
+    known = {name for pattern in inputs for dim in pattern for name in dim.factors}
+    dots = any(dim.ellipsis for pattern in inputs for dim in pattern)
+    for pattern in outputs:
+        for dim in pattern:
+            for name in dim.factors:
+                if name not in known:
+                    raise RuleError(
+                        f"rule {rule!r}: the result has {name!r}, which no operand has. "
+                        f"Operands have {', '.join(sorted(known)) or 'no names'}."
+                    )
+            if dim.ellipsis and not dots:
+                raise RuleError(f"rule {rule!r}: the result has '...', which no operand has.")
+
+
+def notation(
+    text: str,
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    added: Sequence[int] = (),
+    reduce: str | None = "sum",
+) -> Family:
+    """A family written in index notation.
+
+    `linear` are sets of operands that may hold pending sums together; `added` are operands that
+    are added to the result, so that they count once.
+    """
+    inputs, outputs = parse(text)
+
+    def family(call: Call) -> Rule:
+        given = call.present()
+        if len(given) != len(call.specs) or (given and given[-1] >= len(inputs)):
+            raise RuleError(
+                f"{call.name}: the rule {text!r} is for {len(inputs)} operands, but the call has "
+                f"{len(call.specs)}."
+            )
+        used = [inputs[index] for index in given]
+        rank = _ellipsis_rank(call, used)
+        sizes: dict[str, int] = {}
+        patterns = [_expand(pattern, rank) for pattern in used]
+        for operand, pattern in enumerate(patterns):
+            _bind(call, text, operand, pattern, sizes)
+        whole = {name for p in patterns for dim in p if dim.whole for name in dim.factors}
+        return Rule(
+            inputs=tuple(
+                _dims(pattern, call.shape(operand), sizes, whole)
+                for operand, pattern in enumerate(patterns)
+            ),
+            outputs=tuple(
+                _dims(_expand(pattern, rank), result.shape, sizes, whole)
+                for pattern, result in zip(outputs, call.results, strict=True)
+            ),
+            sizes={name: size for name, size in sizes.items() if name not in whole},
+            reduce=reduce,
+            added=frozenset(given.index(index) for index in added if index in given),
+            linear=tuple(
+                kept
+                for each in linear
+                if (kept := tuple(given.index(index) for index in each if index in given))
+            ),
+        )
+
+    return family
+
+
+def _ellipsis_rank(call: Call, inputs: Sequence[Pattern]) -> int:
+    rank = 0
+    for operand, pattern in enumerate(inputs):
+        if any(dim.ellipsis for dim in pattern):
+            rank = max(rank, len(call.shape(operand)) - (len(pattern) - 1))
+    return rank
+
+
+def _expand(pattern: Pattern, rank: int) -> Pattern:
+    """The pattern with `...` replaced by one factor per dim."""
+    dims: list[DimPattern] = []
+    for dim in pattern:
+        if dim.ellipsis:
+            dims.extend(DimPattern((f"i{index}",), optional=True) for index in range(rank))
+        else:
+            dims.append(dim)
+    return tuple(dims)
+
+
+def _fitted(pattern: Pattern, ndim: int) -> Pattern | None:
+    """The pattern without as many leading optional dims as the tensor lacks."""
+    missing = len(pattern) - ndim
+    if missing < 0 or not all(dim.optional for dim in pattern[:missing]):
+        return None
+    return pattern[missing:]
+
+
+def _bind(
+    call: Call, text: str, operand: int, pattern: Pattern, sizes: dict[str, int]
+) -> None:
+    """Learn the sizes of the factors from an operand's shape."""
+    shape = call.shape(operand)
+    dims = _fitted(pattern, len(shape))
+    if dims is None:
+        raise RuleError(
+            f"{call.name}: operand {operand} has shape {list(shape)}, which does not fit rule {text!r}."
+        )
+    for dim, size in zip(dims, shape, strict=True):
+        if len(dim.factors) == 1:
+            name = dim.factors[0]
+            known = sizes.get(name)
+            if known is None or (known == 1 and dim.optional):
+                sizes[name] = size
+            elif known != size and not (dim.optional and size == 1):
+                raise RuleError(
+                    f"{call.name}: {name!r} is {known} in one operand and {size} in operand "
+                    f"{operand} of rule {text!r}."
+                )
+
+
+def _dims(
+    pattern: Pattern, shape: Sequence[int], sizes: dict[str, int], whole: set[str]
+) -> Dims:
+    dims: list[Along | None] = []
+    for dim, size in zip(_fitted(pattern, len(shape)) or pattern, shape, strict=True):
+        name = dim.factors[0] if dim.factors else None
+        if name is None or name in whole or (dim.optional and size != sizes.get(name)):
+            dims.append(None)
+            continue
+        block = 1
+        for inner in dim.factors[1:]:
+            block *= sizes[inner]
+        dims.append(Along(name, Scaled(block) if block > 1 else None))
+    return tuple(dims)

@@ -1,0 +1,129 @@
+"""Pointwise operators: every dim of the result is a factor, operands broadcast into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .call import Call, Operand
+from .rule import Along, Dims, Rule
+
+__all__ = ["broadcast_dims", "pointwise"]
+
+# Which operands may hold pending sums together. A number in place of an operand counts as given.
+_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
+    "add": ((0, 1),),
+    "sub": ((0, 1),),
+    "rsub": ((0, 1),),
+    "mul": ((0,), (1,)),
+    "div": ((0,),),
+    "true_divide": ((0,),),
+    "neg": ((0,),),
+    "negative": ((0,),),
+    "positive": ((0,),),
+    "clone": ((0,),),
+    "copy": ((0, 1),),
+    "zero": ((0,),),
+    "where": ((1, 2),),
+    "lerp": ((0, 1),),
+    "addcmul": ((0, 1), (0, 2)),
+    "addcdiv": ((0, 1),),
+    "deg2rad": ((0,),),
+    "rad2deg": ((0,),),
+    "detach": ((0,),),
+    "alias": ((0,),),
+    "lift_fresh": ((0,),),
+    "conj_physical": ((0,),),
+    "conj": ((0,),),
+    "_conj": ((0,),),
+    "real": ((0,),),
+    "imag": ((0,),),
+    "_to_copy": ((0,),),
+}
+_UP = (
+    "relu relu6 exp exp2 expm1 sigmoid tanh sqrt log log2 log10 log1p atan asinh sinh erf ceil floor "
+    "round trunc hardtanh softplus leaky_relu clone detach alias lift_fresh positive deg2rad rad2deg "
+    "cbrt hardsigmoid"
+).split()
+_DOWN = ("neg", "negative", "erfc")
+_JOINT = {"maximum": "max", "minimum": "min"}
+_AFFINE = ("add", "sub", "rsub")  # a number added to a pending sum would be added on every rank
+
+
+def broadcast_dims(shape: Sequence[int], out: Sequence[int]) -> Dims:
+    """The factors of an operand that broadcasts into `out`: none where its size is 1 and theirs is not."""
+    lead = len(out) - len(shape)
+    return tuple(
+        Along(f"i{lead + dim}") if size == out[lead + dim] else None
+        for dim, size in enumerate(shape)
+    )
+
+
+def pointwise(call: Call) -> Rule:
+    """The rule of a pointwise call."""
+    shapes = [result.shape for result in call.results] or [call.shape(0)]
+    out = max(shapes, key=len)
+    name = base_name(call)
+    return Rule(
+        inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
+        outputs=tuple(broadcast_dims(shape, out) for shape in shapes),
+        sizes={f"i{dim}": size for dim, size in enumerate(out)},
+        reduce=None,
+        linear=_linear(call, name),
+        passes=_passes(call, name),
+    )
+
+
+def base_name(call: Call) -> str:
+    """The operator's name without namespace, overload and the underscore of in-place forms."""
+    name = call.op._schema.name.split("::")[-1].removeprefix("_foreach_")
+    return name.rstrip("_") if not name.endswith("__") else name
+
+
+def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
+    if name == "_to_copy" and not _cast_is_linear(call):
+        return ()
+    if name in ("div", "true_divide") and call.get("rounding_mode") is not None:
+        return ()
+    groups = _LINEAR.get(name, ())
+    if name.endswith("_backward"):
+        groups = ((0,),)  # a backward is linear in the incoming gradient
+    given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
+    if name in _AFFINE and len(given) < 2:
+        return ()
+    if any(spec.dtype is torch.bool for spec in call.specs) and name != "where":
+        return ()
+    found = []
+    for group in groups:
+        kept = tuple(given.index(index) for index in group if index in given)
+        if len(kept) == len(group):
+            found.append(kept)
+    return tuple(found)
+
+
+def _cast_is_linear(call: Call) -> bool:
+    src, dst = call.specs[0].dtype, call.results[0].dtype
+    if src is dst:
+        return True
+    return src is not torch.bool and (dst.is_floating_point or dst.is_complex)
+
+
+def _passes(call: Call, name: str) -> tuple[tuple[tuple[int, ...], str, str], ...]:
+    """Pending maxima and minima through monotone functions."""
+    if name == "_to_copy" and call.results[0].dtype is call.specs[0].dtype:
+        return (((0,), "max", "max"), ((0,), "min", "min"))
+    if len(call.specs) == 1 and not any(isinstance(v, Operand) for v in call.args[1:]):
+        if name in _UP and not _negative_slope(call, name):
+            return (((0,), "max", "max"), ((0,), "min", "min"))
+        if name in _DOWN:
+            return (((0,), "max", "min"), ((0,), "min", "max"))
+    if len(call.specs) == 2 and name in _JOINT:
+        return (((0, 1), _JOINT[name], _JOINT[name]),)
+    return ()
+
+
+def _negative_slope(call: Call, name: str) -> bool:
+    """Whether an argument of a monotone function may turn it around."""
+    return name in ("leaky_relu", "softplus", "hardtanh") and len(call.args) > 1
+

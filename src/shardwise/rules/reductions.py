@@ -1,0 +1,112 @@
+"""Reductions over dims, and operators that need one dim whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..engine import identity
+from .call import Call, Family
+from .rule import Dims, Rule, Site, along
+
+__all__ = ["dimwise", "mean", "reduced_dims", "reduction"]
+
+
+def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
+    """The dims a call reduces: all of them if none are named."""
+    ndim = len(call.shape(0))
+    dim = call.get(name)
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return tuple(range(ndim))
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
+    return tuple(d % ndim for d in dims) if ndim else ()
+
+
+def _kept(ndim: int, dims: Sequence[int], keepdim: bool) -> list[str | None]:
+    names: list[str | None] = []
+    for dim in range(ndim):
+        if dim not in dims:
+            names.append(f"i{dim}")
+        elif keepdim:
+            names.append(None)
+    return names
+
+
+def reduction(kind: str, *, linear: bool = False, local: Any = None) -> Family:
+    """Reduce some dims: sharding one of them leaves a pending reduction of `kind`."""
+
+    def family(call: Call) -> Rule:
+        shape = call.shape(0)
+        dims = reduced_dims(call)
+        out = along(_kept(len(shape), dims, bool(call.get("keepdim", False))))
+        partial = ("max", "min")
+        return Rule(
+            inputs=(along([f"i{dim}" for dim in range(len(shape))]),),
+            outputs=(out,) * len(call.results),
+            sizes={f"i{dim}": size for dim, size in enumerate(shape)},
+            reduce=kind,
+            linear=((0,),) if linear and call.specs[0].dtype is not torch.bool else (),
+            passes=(((0,), kind, kind),) if kind in partial else (),
+            local=local,
+        )
+
+    return family
+
+
+def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """amax and its like: PyTorch refuses an empty dim, but an empty shard has an identity element."""
+    if args[0].numel():
+        return op(*args, **kwargs)
+    kind = "min" if "min" in op._schema.name or "all" in op._schema.name else "max"
+    return args[0].new_full(site.out_shapes[0], identity(kind, args[0].dtype))
+
+
+def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """The part of the mean that this shard gives: its sum over the number of all elements."""
+    if site.inputs[0].local_shape(site.coord) == tuple(site.inputs[0].meta.shape):
+        return op(*args, **kwargs)
+    dims = args[1] if len(args) > 1 else None
+    shape = site.inputs[0].meta.shape
+    every = range(len(shape)) if dims is None or dims == [] else dims
+    count = prod(shape[dim] for dim in ([every] if isinstance(every, int) else every))
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    dtype = kwargs.get("dtype")
+    total = torch.sum(args[0], dim=list(every) or None, keepdim=keepdim, dtype=dtype)
+    return total / count
+
+
+mean = reduction("sum", linear=True, local=mean_local)
+
+
+def dimwise(*names: str, results: str = "same", linear: Sequence[Sequence[int]] = ()) -> Family:
+    """An operator that needs the named dims whole and works on every other dim apart.
+
+    All operands have the shape of the first, or none of its dims; results have it too.
+    """
+
+    def family(call: Call) -> Rule:
+        shape = call.shape(0)
+        dims = tuple(d for name in names or ("dim",) for d in reduced_dims(call, name))
+        keepdim = bool(call.get("keepdim", False))
+        free: list[str | None] = [None if d in dims else f"i{d}" for d in range(len(shape))]
+        outputs: list[Dims] = []
+        for result in call.results:
+            if len(result.shape) == len(shape):
+                outputs.append(along(free))
+            else:
+                outputs.append(along(_kept(len(shape), dims, keepdim)))
+        return Rule(
+            inputs=tuple(
+                along(free) if len(spec.meta.shape) == len(shape) else (None,) * spec.ndim
+                for spec in call.specs
+            ),
+            outputs=tuple(outputs),
+            sizes={f"i{d}": size for d, size in enumerate(shape) if d not in dims},
+            reduce=None,
+            linear=tuple(map(tuple, linear)),
+        )
+
+    return family

@@ -1,0 +1,142 @@
+"""The one page: which family or notation each operator follows.
+
+A key is an operator's name, or name and overload where overloads differ. In-place, `out=`, `_copy` and
+foreach forms are derived from these and never written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import creation, nn, views
+from .call import Family
+from .notation import notation
+from .pointwise import pointwise
+from .reductions import dimwise, extreme_local, mean, reduction
+
+__all__ = ["TABLE", "family_of"]
+
+_total = reduction("sum", linear=True)
+_count = reduction("sum")
+_largest = reduction("max", local=extreme_local)
+_smallest = reduction("min", local=extreme_local)
+_each = ((0,), (1,))
+
+TABLE: dict[str, Family] = {
+    # matrix products
+    "mm": notation("m k, k n -> m n", linear=_each),
+    "bmm": notation("b m k, b k n -> b m n", linear=_each),
+    "mv": notation("m k, k -> m", linear=_each),
+    "dot": notation("k, k -> ()", linear=_each),
+    "vdot": notation("k, k -> ()", linear=_each),
+    "ger": notation("m, n -> m n", linear=_each),
+    "addmm": notation("[m] [n], m k, k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
+    "addmv": notation("[m], m k, k -> m", linear=((0, 1), (0, 2)), added=(0,)),
+    "addr": notation("[m] [n], m, n -> m n", linear=((0, 1), (0, 2))),
+    "baddbmm": notation(
+        "[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)
+    ),
+    "addbmm": notation("[m] [n], b m k, b k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
+    "linear": notation("... k, n k, n -> ... n", linear=((0, 2), (1, 2)), added=(2,)),
+    # reductions
+    "sum": _total,
+    "nansum": _count,
+    "count_nonzero": _count,
+    "mean": mean,
+    "prod": reduction("product"),
+    "amax": _largest,
+    "amin": _smallest,
+    "max.default": _largest,
+    "min.default": _smallest,
+    "any": reduction("max"),
+    "all": reduction("min"),
+    # one dim whole, the others apart
+    **dict.fromkeys(
+        (
+            "max.dim min.dim argmax argmin median.dim nanmedian.dim mode kthvalue sort topk cumsum "
+            "cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
+            "_softmax_backward_data _log_softmax_backward_data _safe_softmax var std var_mean "
+            "std_mean linalg_vector_norm aminmax flip renorm"
+        ).split(),
+        dimwise("dim"),
+    ),
+    # pointwise, though not tagged so
+    **dict.fromkeys(
+        (
+            "copy fill zero detach alias lift_fresh lift_fresh_copy _to_copy _conj _conj_physical "
+            "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
+            "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
+            "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
+            "glu_jvp logit_backward isin.Tensor_Scalar"
+        ).split(),
+        pointwise,
+    ),
+    # views
+    "view": views.view,
+    "_unsafe_view": views.view,
+    "reshape": views.view,
+    "permute": views.permute,
+    "transpose": views.transpose,
+    "t": views.transpose,
+    "unsqueeze": views.unsqueeze,
+    "squeeze": views.squeeze,
+    "expand": views.expand,
+    "slice": views.slice_tensor,
+    "split": views.split,
+    "split_with_sizes": views.split,
+    "slice_scatter": views.slice_scatter,
+    "slice_backward": views.slice_backward,
+    "select_scatter": views.select_scatter,
+    "select_backward": views.select_backward,
+    "cat": views.cat,
+    "stack": views.stack,
+    # factories by example
+    **dict.fromkeys("empty_like zeros_like ones_like full_like".split(), creation.like),
+    **dict.fromkeys(
+        "new_empty new_zeros new_ones new_full new_empty_strided".split(), creation.new
+    ),
+    # networks
+    "native_layer_norm": nn.layer_norm,
+    "native_layer_norm_backward": nn.layer_norm_backward,
+    "embedding": nn.embedding,
+    "embedding_dense_backward": nn.embedding_backward,
+    **dict.fromkeys(
+        (
+            "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
+            "binary_cross_entropy_with_logits soft_margin_loss"
+        ).split(),
+        nn.loss,
+    ),
+    **dict.fromkeys(
+        (
+            "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+            "binary_cross_entropy_backward soft_margin_loss_backward"
+        ).split(),
+        nn.loss_backward,
+    ),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nn.nll_forward),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nn.nll_backward),
+}
+
+
+def family_of(op: torch._ops.OpOverload) -> Family | None:
+    """The family of an operator or of the operator it is a form of; None if it has no rule."""
+    namespace, name = op._schema.name.split("::")
+    if namespace not in ("aten", "prims"):
+        return TABLE.get(f"{namespace}::{name}.{op._overloadname}") or TABLE.get(
+            f"{namespace}::{name}"
+        )
+    for base in (name, name.removesuffix("_"), name.removesuffix("_copy")):
+        found = TABLE.get(f"{base}.{_functional(op._overloadname)}") or TABLE.get(base)
+        if found is not None:
+            return found
+    return pointwise if torch.Tag.pointwise in op.tags else None
+
+
+def _functional(overload: str) -> str:
+    """The overload of the functional form: `dim_max` is the out form of `dim`."""
+    if overload in ("out", ""):
+        return "default"
+    for suffix in ("_out", "_max", "_min"):
+        overload = overload.removesuffix(suffix)
+    return overload

@@ -1,0 +1,380 @@
+"""Views, slices and their backwards: the factors come from the shapes, the cuts follow by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm, prod
+from typing import Any
+
+import torch
+
+from ..geometry import Cuts, Interval, chunk_cuts, intervals
+from .call import Call
+from .rule import Along, Dims, Rule, Scaled, Site, along
+
+__all__ = [
+    "Window",
+    "cat",
+    "expand",
+    "permute",
+    "select_backward",
+    "select_scatter",
+    "slice_backward",
+    "slice_scatter",
+    "slice_tensor",
+    "split",
+    "squeeze",
+    "stack",
+    "transpose",
+    "unsqueeze",
+    "view",
+]
+
+aten = torch.ops.aten
+
+
+def _names(ndim: int) -> list[str | None]:
+    return [f"i{dim}" for dim in range(ndim)]
+
+
+def _sizes(shape: Sequence[int]) -> dict[str, int]:
+    return {f"i{dim}": size for dim, size in enumerate(shape)}
+
+
+# --- view and reshape -----------------------------------------------------------------------
+
+
+def view(call: Call) -> Rule:
+    """Regroup dims: `"(a b) c -> a (b c)"`, with the factors computed from the two shapes."""
+    ins, outs, sizes = regroup(call.shape(0), call.results[0].shape)
+    return Rule((ins,), (outs,), sizes, reduce=None, linear=((0,),), passes=_PASSES, shape_arg=1)
+
+
+_PASSES = tuple(((0,), op, op) for op in ("max", "min", "product"))
+
+
+def regroup(src: Sequence[int], dst: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
+    """Which dims of two shapes with the same elements walk along a common factor."""
+    ins: list[Along | None] = [None] * len(src)
+    outs: list[Along | None] = [None] * len(dst)
+    sizes: dict[str, int] = {}
+    if prod(src) == 0:
+        for dim, (a, b) in enumerate(zip(src, dst, strict=False)):
+            if a != b:
+                break
+            ins[dim] = outs[dim] = Along(f"i{dim}")
+            sizes[f"i{dim}"] = a
+        return tuple(ins), tuple(outs), sizes
+    a = [dim for dim, size in enumerate(src) if size != 1]
+    b = [dim for dim, size in enumerate(dst) if size != 1]
+    i = j = 0
+    while i < len(a):
+        i0, j0 = i, j
+        left, right = src[a[i]], dst[b[j]]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * src[a[i]], i + 1
+            else:
+                right, j = right * dst[b[j]], j + 1
+        inner_in, inner_out = left // src[a[i0]], left // dst[b[j0]]
+        block = lcm(inner_in, inner_out)
+        name = f"i{a[i0]}"
+        sizes[name] = left // block
+        ins[a[i0]] = Along(name, _scaled(block // inner_in))
+        outs[b[j0]] = Along(name, _scaled(block // inner_out))
+    return tuple(ins), tuple(outs), sizes
+
+
+def _scaled(block: int) -> Scaled | None:
+    return Scaled(block) if block > 1 else None
+
+
+# --- dims in another order, more or fewer of them ----------------------------------------------
+
+
+def _reordered(call: Call, names: Sequence[str | None]) -> Rule:
+    shape = call.shape(0)
+    return Rule(
+        (along(_names(len(shape))),),
+        (along(names),),
+        _sizes(shape),
+        reduce=None,
+        linear=((0,),),
+        passes=_PASSES,
+    )
+
+
+def permute(call: Call) -> Rule:
+    """Dims in another order."""
+    ndim = len(call.shape(0))
+    return _reordered(call, [f"i{dim % ndim}" for dim in call.get("dims")])
+
+
+def transpose(call: Call) -> Rule:
+    """Two dims exchanged; `t` exchanges the only two."""
+    ndim = len(call.shape(0))
+    names = _names(ndim)
+    if ndim:
+        a, b = call.get("dim0", 0) % ndim, call.get("dim1", ndim - 1) % ndim
+        names[a], names[b] = names[b], names[a]
+    return _reordered(call, names)
+
+
+def unsqueeze(call: Call) -> Rule:
+    """A new dim of size 1."""
+    ndim = len(call.shape(0))
+    names = _names(ndim)
+    names.insert(call.get("dim") % (ndim + 1), None)
+    return _reordered(call, names)
+
+
+def squeeze(call: Call) -> Rule:
+    """Without some dims of size 1; a sharded one must be whole before it can go."""
+    shape = call.shape(0)
+    dim = call.get("dim")
+    named = range(len(shape)) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
+    gone = {d % len(shape) for d in named if shape[d] == 1} if shape else set()
+    rule = _reordered(call, [f"i{d}" for d in range(len(shape)) if d not in gone])
+    ins = tuple(None if d in gone else at for d, at in enumerate(rule.inputs[0]))
+    return replace(rule, inputs=(ins,), sizes={f"i{d}": n for d, n in enumerate(shape) if d not in gone})
+
+
+def expand(call: Call) -> Rule:
+    """Dims of size 1 made larger; they have no factor, for every rank has all of them."""
+    shape, out = call.shape(0), call.results[0].shape
+    lead = len(out) - len(shape)
+    names: list[str | None] = [None] * lead
+    names += [f"i{dim}" if size == out[lead + dim] else None for dim, size in enumerate(shape)]
+    rule = _reordered(call, names)
+    ins = along(names[lead:])
+    sizes = {name: size for name, size in _sizes(shape).items() if name in names}
+    return replace(rule, inputs=(ins,), sizes=sizes, shape_arg=1)
+
+
+# --- slices ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Window:
+    """The positions start, start+step, ... below stop of a dim: what a slice keeps."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def to_factor(self, cuts: Cuts) -> Cuts | None:
+        return None
+
+    def from_factor(self, cuts: Cuts, counts: tuple[int, ...]) -> Cuts:
+        return tuple(self._count(piece) for piece in intervals(cuts))
+
+    def _count(self, piece: Interval) -> int:
+        first, last = self.within(piece)
+        return len(range(first, last, self.step))
+
+    def within(self, piece: Interval) -> Interval:
+        """The first position of the window in `piece`, and where the window or the piece ends."""
+        behind = max(0, piece[0] - self.start)
+        first = self.start + -(-behind // self.step) * self.step
+        last = min(piece[1], self.stop)
+        return (first, last) if first < last else (piece[0], piece[0])
+
+    def local(self, piece: Interval) -> Interval:
+        """Start and end of the local slice of a rank that holds `piece`."""
+        first, last = self.within(piece)
+        return first - piece[0], last - piece[0]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The inverse of a window: a dim of `size` in which the factor's elements are spread out.
+
+    It is cut where `torch.chunk` would cut it if that leaves every element with its rank.
+    """
+
+    window: Window
+    size: int
+
+    def to_factor(self, cuts: Cuts) -> Cuts | None:
+        return None
+
+    def from_factor(self, cuts: Cuts, counts: tuple[int, ...]) -> Cuts:
+        window, total = self.window, sum(cuts)
+        wanted = [start for start, _ in intervals(chunk_cuts(self.size, counts))]
+        ends = []
+        for want, (start, _) in zip(wanted, intervals(cuts), strict=True):
+            low = window.start + (start - 1) * window.step + 1 if start else 0
+            high = window.start + start * window.step if start < total else self.size
+            ends.append(min(max(want, low), high))
+        ends = [0, *ends[1:], self.size]
+        return tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _window(call: Call, size: int) -> Window:
+    start, stop = call.get("start"), call.get("end")
+    first, last, _ = slice(start, stop).indices(size)
+    return Window(first, max(first, last), call.get("step", 1))
+
+
+def slice_tensor(call: Call) -> Rule:
+    """A slice: on a sharded dim each rank keeps what it has of it, in place."""
+    shape = call.shape(0)
+    dim = call.get("dim", 0) % len(shape)
+    window = _window(call, shape[dim])
+    rule = _reordered(call, _names(len(shape)))
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        start, end = window.local(site.box(0)[dim])
+        return op(args[0], dim, start, end, window.step)
+
+    return replace(rule, outputs=(_linked(shape, dim, window),), local=local)
+
+
+def _linked(shape: Sequence[int], dim: int, link: Window | Spread) -> Dims:
+    return tuple(Along(f"i{d}", link if d == dim else None) for d in range(len(shape)))
+
+
+def split(call: Call) -> Rule:
+    """Consecutive slices of one dim, as many as there are results."""
+    shape = call.shape(0)
+    dim = call.get("dim", 0) % len(shape)
+    windows, start = [], 0
+    for result in call.results:
+        windows.append(Window(start, start + result.shape[dim]))
+        start += result.shape[dim]
+    rule = _reordered(call, _names(len(shape)))
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        piece = site.box(0)[dim]
+        return [aten.slice(args[0], dim, *window.local(piece)) for window in windows]
+
+    return replace(
+        rule, outputs=tuple(_linked(shape, dim, window) for window in windows), local=local
+    )
+
+
+def slice_scatter(call: Call) -> Rule:
+    """A copy with a slice replaced; the source is cut as the slice is."""
+    shape = call.shape(0)
+    dim = call.get("dim", 0) % len(shape)
+    window = _window(call, shape[dim])
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        start, end = window.local(site.box(0)[dim])
+        return op(args[0], args[1], dim, start, end, window.step)
+
+    whole = along(_names(len(shape)))
+    return Rule(
+        (whole, _linked(shape, dim, window)),
+        (whole,),
+        _sizes(shape),
+        reduce=None,
+        linear=((0, 1),),
+        local=local,
+    )
+
+
+def slice_backward(call: Call) -> Rule:
+    """Zeros with the gradient in the place of the slice."""
+    shape = call.shape(0)
+    sizes = call.get("input_sizes")
+    dim = call.get("dim") % len(shape)
+    window = _window(call, sizes[dim])
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        start, end = window.local(site.out_boxes[0][dim])
+        return op(args[0], site.out_shapes[0], dim, start, end, window.step)
+
+    return Rule(
+        (along(_names(len(shape))),),
+        (_linked(shape, dim, Spread(window, sizes[dim])),),
+        _sizes(shape),
+        reduce=None,
+        linear=((0,),),
+        local=local,
+    )
+
+
+def _without(names: Sequence[str | None], dim: int) -> list[str | None]:
+    return [name for d, name in enumerate(names) if d != dim]
+
+
+def select_backward(call: Call) -> Rule:
+    """Zeros with the gradient in one place of a dim that the result has whole."""
+    ndim = len(call.get("input_sizes"))
+    dim = call.get("dim") % ndim
+    names = _names(ndim)
+    names[dim] = None
+    shape = call.results[0].shape
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        return op(args[0], site.out_shapes[0], dim, args[3])
+
+    return Rule(
+        (along(_without(names, dim)),),
+        (along(names),),
+        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
+        reduce=None,
+        linear=((0,),),
+        local=local,
+    )
+
+
+def select_scatter(call: Call) -> Rule:
+    """A copy with one place of a dim replaced; only the rank that holds the place changes it."""
+    shape = call.shape(0)
+    dim, index = call.get("dim") % len(shape), call.get("index") % max(shape[call.get("dim")], 1)
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        start, stop = site.box(0)[dim]
+        if not start <= index < stop:
+            return args[0].clone()
+        return op(args[0], args[1], dim, index - start)
+
+    names = _names(len(shape))
+    return Rule(
+        (along(names), along(_without(names, dim))),
+        (along(names),),
+        _sizes(shape),
+        reduce=None,
+        linear=((0, 1),),
+        local=local,
+    )
+
+
+# --- joining ---------------------------------------------------------------------------------
+
+
+def cat(call: Call) -> Rule:
+    """Tensors one after another along a dim that must be whole."""
+    out = call.results[0].shape
+    dim = call.get("dim", 0) % len(out)
+    names = _names(len(out))
+    names[dim] = None
+    return Rule(
+        tuple(
+            along(names) if len(spec.meta.shape) == len(out) else (None,) * spec.ndim
+            for spec in call.specs
+        ),
+        (along(names),),
+        {f"i{d}": size for d, size in enumerate(out) if d != dim},
+        reduce=None,
+        linear=(tuple(range(len(call.specs))),),
+    )
+
+
+def stack(call: Call) -> Rule:
+    """Tensors of one shape along a new dim."""
+    out = call.results[0].shape
+    dim = call.get("dim", 0) % len(out)
+    names = _names(len(out))
+    names[dim] = None
+    return Rule(
+        (along(_without(names, dim)),) * len(call.specs),
+        (along(names),),
+        {f"i{d}": size for d, size in enumerate(out) if d != dim},
+        reduce=None,
+        linear=(tuple(range(len(call.specs))),),
+    )
