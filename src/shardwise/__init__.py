@@ -1,9 +1,45 @@
-"""Shardwise: a distributed tensor for PyTorch."""
+"""Shardwise: a distributed tensor for PyTorch.
 
-from .mesh import DeviceMesh, VirtualMesh, init_device_mesh
+Write a program for one device; Shardwise runs it on a mesh of devices and gives the single-device
+answer.
+"""
+
+from . import forms  # registers the distributed forms
+from .autograd import keep_partial_grads
+from .factories import arange, empty, full, ones, rand, randn, zeros
+from .mesh import DeviceMesh, init_device_mesh
 from .per_rank import PerRank, is_first_rank, per_rank
 from .placement import Partial, Placement, Replicate, Shard
 from .policy import communication, implicit_replication, plain_tensors
 from .random import manual_seed
 from .spec import DTensorSpec, TensorMeta
-from .tensor import DTensor, distribute_tensor, keep_partial_grads
+from .tensor import DTensor, distribute_tensor
+
+__all__ = [
+    "DTensor",
+    "DTensorSpec",
+    "DeviceMesh",
+    "Partial",
+    "PerRank",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "TensorMeta",
+    "arange",
+    "communication",
+    "distribute_tensor",
+    "empty",
+    "forms",
+    "full",
+    "implicit_replication",
+    "init_device_mesh",
+    "is_first_rank",
+    "keep_partial_grads",
+    "manual_seed",
+    "ones",
+    "per_rank",
+    "plain_tensors",
+    "rand",
+    "randn",
+    "zeros",
+]

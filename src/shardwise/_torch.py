@@ -12,8 +12,9 @@ __all__ = ["OpOverload", "decomposition", "disabled_torch_function", "make_wrapp
 OpOverload = torch._ops.OpOverload
 """The class of operators as `__torch_dispatch__` gets them; it has no public name."""
 
-disabled_torch_function = torch._C._disabled_torch_function_impl
-"""Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__` directly."""
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+"""Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__`
+directly."""
 
 make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 """Makes a tensor with a shape and no storage: there is no public constructor of this kind."""

@@ -1,4 +1,5 @@
-"""From an operator and a key to a plan: which of rule, form, decomposition or fallback serves a call."""
+"""From an operator and a key to a plan: which of rule, form, decomposition or fallback serves a
+call."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .outs import out_form
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
 from .random import is_random, random_form
-from .replicated import fallback_form
+from .replicated import as_form, fallback_form
 from .rules import Call, Operand, family_of
 from .spec import DTensorSpec, default_placements
 
@@ -27,21 +28,27 @@ __all__ = ["FORMS", "Entry", "Form", "build", "register_form"]
 
 @dataclass(frozen=True)
 class Form:
-    """A function of DTensors in place of an operator: always, or when no row fits as it is."""
+    """A function of DTensors in place of an operator: always, or when no row fits as it is.
+
+    `when` says for which calls there is such a form.
+    """
 
     run: Callable[..., Any]
     always: bool = False
+    when: Callable[[Call], bool] = lambda call: True
 
 
 FORMS: dict[str, Form] = {}
 
 
-def register_form(*names: str, always: bool = False) -> Callable[[Any], Any]:
+def register_form(
+    *names: str, always: bool = False, when: Callable[[Call], bool] = lambda call: True
+) -> Callable[[Any], Any]:
     """Register a distributed form of operators, by name or name and overload."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always)
+            FORMS[name] = Form(run, always, when)
         return run
 
     return register
@@ -83,7 +90,9 @@ class Entry:
         )
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         self.outs = tuple(a.name for a in writes if a.is_out)
-        self.written = next((i for i, a in enumerate(arguments) if a in writes and not a.is_out), None)
+        self.written = next(
+            (i for i, a in enumerate(arguments) if a in writes and not a.is_out), None
+        )
         returns = op._schema.returns
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
@@ -227,7 +236,7 @@ def _by_rule(
     written = None if entry.written is None else _operand_at(args, entry.written)
     decision = decide(rule, call, written)
     fits = decision.fits(specs)
-    if not fits and entry.form is not None:
+    if not fits and entry.form is not None and entry.form.when(call):
         return FormPlan(entry.form.run)
     plan = _call_plan(
         entry,
@@ -251,11 +260,10 @@ def _without_rule(
     """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
     found = decomposition(entry.op)
     if found is not None and not (entry.written is not None) and not entry.is_view:
-        return FormPlan(found)
+        return FormPlan(as_form(found))
     if found is not None and entry.op._can_decompose():
         return FormPlan(found)
     policy.on_fallback(entry.op, _noticed)
     if entry.is_view:
         return DeferredPlan(FormPlan(fallback_form(entry.op)))
     return FormPlan(fallback_form(entry.op))
-

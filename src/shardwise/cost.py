@@ -11,7 +11,8 @@ LATENCY_BYTES = 20_000
 
 
 def move_cost(src: Placement, dst: Placement, count: int, nbytes: int) -> int:
-    """The price, in bytes, of moving a local tensor of `nbytes` from `src` to `dst` on `count` ranks."""
+    """The price, in bytes, of moving a local tensor of `nbytes` from `src` to `dst` on `count`
+    ranks."""
     if src is dst or src.is_replicate() or count == 1:
         return 0
     if src.is_partial():

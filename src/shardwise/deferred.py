@@ -1,7 +1,9 @@
 """Deferred views: views whose elements live on other ranks than their base's.
 
-`x[3]` of a sharded dim, or a `view` that regroups shards, cannot share memory with `x`. Such a view holds its base
-and how it was made. It is made real when it is read, and again after the base was written; a write into
+`x[3]` of a sharded dim, or a `view` that regroups shards, cannot share memory with `x`. Such a
+view holds its base
+and how it was made. It is made real when it is read, and again after the base was written; a write
+into
 it goes through to whoever holds the elements. So a write is never lost and a read is never stale.
 """
 
@@ -24,8 +26,16 @@ from .wrapper import Locals, Wrapper, share_cell, wrap
 __all__ = ["DeferredPlan", "DeferredView", "defer", "is_deferred", "write_through"]
 
 _SAME_ORDER = frozenset(
-    "aten::view aten::_unsafe_view aten::reshape aten::squeeze aten::unsqueeze aten::detach "
-    "aten::alias aten::flatten".split()
+    [
+        "aten::view",
+        "aten::_unsafe_view",
+        "aten::reshape",
+        "aten::squeeze",
+        "aten::unsqueeze",
+        "aten::detach",
+        "aten::alias",
+        "aten::flatten",
+    ]
 )
 """Views with the elements of their base in the order of their base."""
 _OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
@@ -46,7 +56,7 @@ class DeferredPlan(Plan):
 class DeferredView:
     """Mixed into the public class: local tensors are made from the base when they are asked for."""
 
-    _base: Any
+    _of: Any
     _how: tuple[OpOverload, Plan, tuple[Any, ...], dict[str, Any], int | None]
     _spec: DTensorSpec
     _seen: tuple[object, ...] | None
@@ -57,7 +67,7 @@ class DeferredView:
         now = stamp(root_of(self))
         if self._seen != now:
             _, plan, args, kwargs, place = self._how
-            made = plan.run((self._base,), (self._base, *args), kwargs)
+            made = plan.run((self._of,), (self._of, *args), kwargs)
             made = made if place is None else made[place]
             self._value, self._seen = made._locals, now
         return self._value
@@ -71,7 +81,7 @@ def is_deferred(tensor: object) -> bool:
 def root_of(view: Any) -> Any:
     """The tensor at the bottom of a chain of deferred views: the one that has memory."""
     while isinstance(view, DeferredView):
-        view = view._base
+        view = view._of
     return view
 
 
@@ -86,13 +96,13 @@ def defer(
         value = inner.run((base,), args, kwargs)
         made = _view(value._spec, shared)
         made._seen, made._value = stamp(root_of(base)), value._locals
-        made._base, made._how = base, (op, inner, tuple(args[1:]), kwargs, None)
+        made._of, made._how = base, (op, inner, tuple(args[1:]), kwargs, None)
         return made
     views = []
     several = isinstance(inner._shape, tuple)  # type: ignore[attr-defined]
     for place, spec in enumerate(outs):
         made = _view(spec, shared)
-        made._base = base
+        made._of = base
         made._how = (op, _Unaliased(inner), tuple(args[1:]), kwargs, place if several else None)
         views.append(made)
     return views if several else views[0]
@@ -125,10 +135,11 @@ def _view(spec: DTensorSpec, cell: list[int]) -> Any:
 def write_through(
     op: OpOverload, family: object, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an in-place operator on a deferred view: its base changes, the view sees it when next read."""
+    """Run an in-place operator on a deferred view: its base changes, the view sees it when next
+    read."""
     made_by = target._how[0]._schema.name
     if made_by in _SAME_ORDER and family is pointwise:
-        base = target._base
+        base = target._of
         op(base, *[_as_base(value, target, base) for value in args[1:]], **kwargs)
         return target
     if op._schema.name in _OVERWRITES:
@@ -184,7 +195,7 @@ def _addresses(view: Any, spec: DTensorSpec) -> torch.Tensor:
     chain = []
     while isinstance(view, DeferredView):
         chain.append(view._how)
-        view = view._base
+        view = view._of
     shape, stride, _ = spec.meta
     meta: Any = torch.empty_strided(shape, stride, device="meta")
     for op, _, args, kwargs, place in reversed(chain):

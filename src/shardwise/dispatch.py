@@ -1,6 +1,7 @@
 """Where a call arrives: build its key, find its plan, run it.
 
-The warm path is `dispatch`: one key, one lookup, one `plan.run`. Everything else happens once per key.
+The warm path is `dispatch`: one key, one lookup, one `plan.run`. Everything else happens once per
+key.
 """
 
 from __future__ import annotations
@@ -152,8 +153,9 @@ def _check_plain(entry: Entry, operands: Sequence[Any]) -> None:
             continue
         if not engine_of(topology).check_equal(topology, digest(value)):
             raise PlainTensorError(
-                f"{entry.op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is mixed "
-                "with DTensors, but it is not equal on all ranks. A plain tensor counts as replicated.\n"
+                f"{entry.op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is "
+                "mixed with DTensors, but it is not equal on all ranks. A plain tensor counts as "
+                "replicated.\n"
                 "If each rank has its own part of a batch, say so: "
                 "DTensor.from_local(tensor, mesh, [Shard(0)]). If it is one value for all, use "
                 "distribute_tensor(tensor, mesh, [Replicate()]), which takes the first rank's."

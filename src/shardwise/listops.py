@@ -24,7 +24,8 @@ _NOT_POINTWISE = ("norm", "max", "powsum")
 
 
 class _Listing:
-    """Which operand stands where: a list argument has one per element, a single tensor serves all."""
+    """Which operand stands where: a list argument has one per element, a single tensor serves
+    all."""
 
     __slots__ = ("length", "lists", "shared", "tensors")
 
@@ -60,17 +61,16 @@ def run_list(entry: Any, dispatch: Any, args: Sequence[Any], kwargs: dict[str, A
     results: list[Any] = [None] * listing.length
     for mesh, indices in meshes.items():
         given, named = _chosen(args, kwargs, indices, listing, None)
-        if mesh is None:
-            made = entry.op(*given, **named)
-        else:
-            made = _run_on(entry, mesh, given, named)
+        made = entry.op(*given, **named) if mesh is None else _run_on(entry, mesh, given, named)
         for index, value in zip(indices, made or (), strict=False):
             results[index] = value
     return results if entry.op._schema.returns else None
 
 
 def _mesh(listing: _Listing, index: int) -> Topology | None:
-    specs = [t._spec for i in listing.operands(index) if isinstance(t := listing.tensors[i], Wrapper)]
+    specs = [
+        t._spec for i in listing.operands(index) if isinstance(t := listing.tensors[i], Wrapper)
+    ]
     return specs[0].topology if specs else None
 
 
@@ -148,7 +148,7 @@ def _build(
         if isinstance(operands[i], Wrapper)
     )
 
-    listing.tensors = []  # the plan outlives the call: it keeps where operands stand, not the operands
+    listing.tensors = []  # the plan outlives the call: it keeps where operands stand, no more
 
     def build(
         args: Sequence[Any], kwargs: dict[str, Any], indices: Sequence[int], local: Any

@@ -1,6 +1,7 @@
 """`PerRank`: what a local tensor is in a virtual mesh, where this process is every rank.
 
-It maps every call over the ranks, each with its own autograd. Code written for one rank's local tensor
+It maps every call over the ranks, each with its own autograd. Code written for one rank's local
+tensor
 runs on it unchanged. It has a shape if all ranks agree on one; a Python number can be had
 from it only if all ranks agree on it.
 """
@@ -80,12 +81,15 @@ class PerRank:
     def __len__(self) -> int:
         return int(self._agreed("len()", [len(part) for part in self.parts]))
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        mapped(lambda part, k, v: part.__setitem__(k, v), self, key, value)
+
     def _agreed(self, what: str, values: list[Any]) -> Any:
         if any(value != values[0] for value in values):
             raise LayoutError(
                 f"{what} of a local tensor that differs between ranks: {values}. "
-                "This process is every rank, so there is no single answer. Use parts for all of them, "
-                "or make a DTensor with DTensor.from_local and ask that."
+                "This process is every rank, so there is no single answer. Use parts for all of "
+                "them, or make a DTensor with DTensor.from_local and ask that."
             )
         return values[0]
 
@@ -156,19 +160,42 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow matmul rmatmul neg pos abs "
-    "and or xor invert eq ne lt le gt ge getitem iadd isub imul itruediv"
-).split():
+for _name in [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "rpow",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "pos",
+    "abs",
+    "and",
+    "or",
+    "xor",
+    "invert",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "getitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+]:
     setattr(PerRank, f"__{_name}__", _operator(f"__{_name}__"))
 PerRank.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def _setitem(self: PerRank, key: Any, value: Any) -> None:
-    mapped(lambda part, k, v: part.__setitem__(k, v), self, key, value)
-
-
-PerRank.__setitem__ = _setitem  # type: ignore[attr-defined]
 
 
 def per_rank(device_mesh: AnyMesh, fn: Callable[[Coord], Any]) -> Any:

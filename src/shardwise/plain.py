@@ -1,4 +1,5 @@
-"""Plain tensors among DTensors: they count as replicated, and their gradients are plain and whole."""
+"""Plain tensors among DTensors: they count as replicated, and their gradients are plain and
+whole."""
 
 from __future__ import annotations
 

@@ -31,14 +31,16 @@ Move = tuple[int, DTensorSpec]
 
 
 def stamp(tensor: Any) -> tuple[object, ...]:
-    """What changes when the tensor is written, through the dispatcher or through its local tensors."""
+    """What changes when the tensor is written, through the dispatcher or through its local
+    tensors."""
     cell = tensor._cell
     seen = tuple(None if t.is_inference() else t._version for t in tensor._locals)
     return (0 if cell is None else cell[0], seen)
 
 
 def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
-    """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next user."""
+    """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next
+    user."""
     src = tensor._spec
     if src is spec:
         return tuple(t.clone() for t in tensor._locals) if fresh else tensor._locals
@@ -51,7 +53,8 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
     found = memo.get(spec)
     if found is None or found[0] != now:
         found = memo[spec] = (now, run_steps(steps, tensor._locals, spec.meta.stride))
-    return found[1]
+    local: Locals = found[1]
+    return local
 
 
 def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:
@@ -65,7 +68,9 @@ def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[
                 f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
                 for step in steps
             )
-            texts.append(f"operand {operand} from {src.layout_text()} to {dst.layout_text()} ({kinds})")
+            texts.append(
+                f"operand {operand} from {src.layout_text()} to {dst.layout_text()} ({kinds})"
+            )
     return texts
 
 
@@ -134,7 +139,9 @@ class CallPlan(Plan):
         self._local = local
         self._outs = tuple(outputs)
         self._moves = tuple(
-            (i, dst) for i, (src, dst) in enumerate(zip(specs, inputs, strict=True)) if src is not dst
+            (i, dst)
+            for i, (src, dst) in enumerate(zip(specs, inputs, strict=True))
+            if src is not dst
         )
         self._notice = describe_moves(self._moves, specs)
         topology = inputs[0].topology
@@ -175,7 +182,8 @@ class CallPlan(Plan):
         return self._call(*given, **kwargs)
 
     def _write_back(self, target: Any, local: Locals) -> Any:
-        """The written operand holds the result; if it was moved, the result is moved back into it."""
+        """The written operand holds the result; if it was moved, the result is moved back into
+        it."""
         for index, spec in self._moves:
             if index == self._written:
                 steps = steps_of(spec, target._spec)
@@ -194,7 +202,7 @@ class CallPlan(Plan):
             return wrap(self._outs[0], tuple([results[i] for i in picks]), cell)
         if shape is None:
             return None
-        wrapped = []
+        wrapped: list[Any] = []
         for place in shape:
             if place is None:
                 wrapped.append(None)
@@ -244,7 +252,8 @@ class Element:
         )
 
     def slots(self, coord: Coord) -> list[int] | None:
-        """Where the local tensors for `coord` are stored; None if another coordinate stands for it."""
+        """Where the local tensors for `coord` are stored; None if another coordinate stands for
+        it."""
         topology = self.inputs[0].topology
         axes = {axis for spec in (*self.inputs, *self.outputs) for axis in spec.slot_axes}
         if topology.virtual and any(c and a not in axes for a, c in enumerate(coord)):
@@ -253,7 +262,8 @@ class Element:
 
 
 class ListPlan(Plan):
-    """A list operator (`_foreach_*`, `_fused_*`): one local call on the local tensors of all elements."""
+    """A list operator (`_foreach_*`, `_fused_*`): one local call on the local tensors of all
+    elements."""
 
     __slots__ = ("_build", "_elements", "_notice", "_op", "_returns", "_sites", "_written")
 
@@ -320,7 +330,8 @@ class ListPlan(Plan):
 
 
 class FormPlan(Plan):
-    """A distributed form, a decomposition or another function of DTensors in place of the operator."""
+    """A distributed form, a decomposition or another function of DTensors in place of the
+    operator."""
 
     __slots__ = ("_form",)
 

@@ -1,6 +1,7 @@
 """Policies: what may happen without being written down.
 
-Three settings, each of the calling thread, each a context manager: implicit communication, the replicate
+Three settings, each of the calling thread, each a context manager: implicit communication, the
+replicate
 fallback of operators without a rule, and plain tensors among DTensors.
 """
 
@@ -90,7 +91,8 @@ def communication(mode: str, *, fallback: str | None = None) -> Iterator[None]:
 def plain_tensors(mode: str) -> Iterator[None]:
     """How plain tensors among DTensors are treated: they count as replicated.
 
-    "check" compares them over the ranks when a call is first seen, "check_always" every time, "trust" never,
+    "check" compares them over the ranks when a call is first seen, "check_always" every time,
+    "trust" never,
     and "error" refuses them.
     """
     with _set(replace(_state.policy, plain=_checked("plain_tensors", mode, _PLAIN))):

@@ -1,6 +1,7 @@
 """From a rule and the operands' specs to the layouts in which a call runs.
 
-Axes are decided one after another, outer to inner. On each axis a row that fits the operands as they are is
+Axes are decided one after another, outer to inner. On each axis a row that fits the operands as
+they are is
 taken; otherwise every row is priced and the cheapest wins. No rank, clock or set order enters.
 """
 
@@ -75,19 +76,14 @@ def _by_example(rule: Rule, call: Call) -> Decision:
     for place in example.placements:
         places.append(place if same and place.is_shard() else Replicate())
     cuts = example.cuts if same and example.is_sharded() else None
-    outputs = tuple(
-        DTensorSpec(example.topology, places, meta, cuts=cuts) for meta in call.results
-    )
+    outputs = tuple(DTensorSpec(example.topology, places, meta, cuts=cuts) for meta in call.results)
     return Decision(call.specs, outputs)
 
 
-def _leaders(
-    rule: Rule, specs: tuple[DTensorSpec, ...], written: int | None
-) -> dict[str, _Leader]:
-    """For each factor the layout of the largest operand that shards it; a written one comes first."""
-    order = sorted(
-        range(len(specs)), key=lambda i: (i != written, -prod(specs[i].meta.shape), i)
-    )
+def _leaders(rule: Rule, specs: tuple[DTensorSpec, ...], written: int | None) -> dict[str, _Leader]:
+    """For each factor the layout of the largest operand that shards it; a written one comes
+    first."""
+    order = sorted(range(len(specs)), key=lambda i: (i != written, -prod(specs[i].meta.shape), i))
     leaders: dict[str, _Leader] = {}
     for index in order:
         spec = specs[index]
@@ -168,7 +164,9 @@ def _price(
         if not _fits(rule, specs, leaders, axis, row, operand):
             have, want = spec.placements[axis], row.inputs[operand]
             nbytes = sizes[operand] // count if have.is_shard() else sizes[operand]
-            total += recut_cost(count, nbytes) if have is want else move_cost(have, want, count, nbytes)
+            total += (
+                recut_cost(count, nbytes) if have is want else move_cost(have, want, count, nbytes)
+            )
     for place, nbytes in zip(row.outputs, results, strict=True):
         if not any(p.is_partial() for p in (s.placements[axis] for s in specs)):
             total += debt(place, count, nbytes)

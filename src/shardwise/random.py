@@ -1,4 +1,5 @@
-"""Random numbers that do not depend on the layout: every rank draws the global tensor, keeps its box.
+"""Random numbers that do not depend on the layout: every rank draws the global tensor, keeps its
+box.
 
 The result equals plain PyTorch's with the same seed, whatever the mesh and the placements.
 """
@@ -24,7 +25,16 @@ __all__ = ["is_random", "manual_seed", "random_form"]
 
 _FILLS = frozenset(
     f"aten::{name}_"
-    for name in "uniform normal exponential log_normal cauchy geometric random bernoulli".split()
+    for name in [
+        "uniform",
+        "normal",
+        "exponential",
+        "log_normal",
+        "cauchy",
+        "geometric",
+        "random",
+        "bernoulli",
+    ]
 )
 """In-place operators that overwrite their tensor with random numbers without reading it."""
 
@@ -39,7 +49,7 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
     checked: set[Topology] = set()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = list(tensors_in(args, kwargs))
+        tensors: list[Any] = list(tensors_in(args, kwargs))
         mesh = mesh_of(op, tensors)
         if mesh not in checked:
             _check_generators(op, mesh, kwargs.get("generator"))
@@ -77,8 +87,9 @@ def _check_generators(op: OpOverload, mesh: Topology, generator: torch.Generator
     state = torch.get_rng_state() if generator is None else generator.get_state()
     if not engine_of(mesh).check_equal(mesh, digest(state)):
         raise CommunicationError(
-            f"{op}: the ranks of mesh {mesh} have different random states, so that replicas would differ. "
-            "Call shardwise.manual_seed(seed, mesh) or torch.manual_seed with one seed on every rank."
+            f"{op}: the ranks of mesh {mesh} have different random states, so that replicas "
+            "would differ. Call shardwise.manual_seed(seed, mesh), or torch.manual_seed with one "
+            "seed on every rank."
         )
 
 
@@ -87,7 +98,11 @@ def manual_seed(seed: int, device_mesh: AnyMesh | None = None) -> None:
 
     >>> manual_seed(0)
     """
-    if device_mesh is not None and not isinstance(device_mesh, VirtualMesh) and dist.is_initialized():
+    if (
+        device_mesh is not None
+        and not isinstance(device_mesh, VirtualMesh)
+        and dist.is_initialized()
+    ):
         shared = torch.tensor([seed], dtype=torch.int64, device=device_mesh.device_type)
         for axis in range(device_mesh.ndim):
             group = device_mesh.get_group(axis)

@@ -18,7 +18,7 @@ from .redistribute import run_steps
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper, wrap
 
-__all__ = ["fallback_form", "laid_out", "mesh_of", "tensors_in", "written_in"]
+__all__ = ["as_form", "fallback_form", "laid_out", "mesh_of", "tensors_in", "written_in"]
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -40,7 +40,7 @@ def mesh_of(op: object, tensors: Sequence[torch.Tensor]) -> Topology:
 
 def written_in(op: OpOverload, args: Sequence[Any]) -> list[Any]:
     """The tensors among the positional arguments that the operator writes into."""
-    found = []
+    found: list[Any] = []
     for value, argument in zip(args, op._schema.arguments, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.extend(value if isinstance(value, (list, tuple)) else [value])
@@ -48,7 +48,8 @@ def written_in(op: OpOverload, args: Sequence[Any]) -> list[Any]:
 
 
 def laid_out(value: torch.Tensor, mesh: Topology, like: DTensorSpec | None = None) -> Any:
-    """A whole tensor as a DTensor: in the shards of `like` if it has the same shape, else replicated."""
+    """A whole tensor as a DTensor: in the shards of `like` if it has the same shape, else
+    replicated."""
     meta = meta_of(value)
     whole = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
     if like is None or tuple(like.meta.shape) != meta.shape or not like.is_sharded():
@@ -92,7 +93,19 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
     return run
 
 
+def as_form(decomposed: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition whose results are DTensors even where it made a plain tensor on the way."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mesh = mesh_of(decomposed, list(tensors_in(args, kwargs)))
+        return _wrapped(decomposed(*args, **kwargs), mesh)
+
+    return run
+
+
 def _wrapped(made: Any, mesh: Topology) -> Any:
+    if isinstance(made, Wrapper):
+        return made
     if isinstance(made, torch.Tensor):
         return laid_out(made, mesh)
     if isinstance(made, (list, tuple)):

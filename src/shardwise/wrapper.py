@@ -17,8 +17,10 @@ Locals = tuple[torch.Tensor, ...]
 class Wrapper(torch.Tensor):
     """What the dispatcher knows of a DTensor.
 
-    `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is the version
-    cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a partial.
+    `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is
+    the version
+    cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
+    partial.
     """
 
     _spec: DTensorSpec

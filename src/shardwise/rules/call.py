@@ -1,4 +1,5 @@
-"""A call as a rule sees it: the operator, its operands' specs, its other arguments, its results' metas."""
+"""A call as a rule sees it: the operator, its operands' specs, its other arguments, its results'
+metas."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def like(call: Call) -> Rule:
 
 
 def new(call: Call) -> Rule:
-    """A tensor of any shape: in the example's layout if it has the example's shape, else replicated."""
+    """A tensor of any shape: in the example's layout if it has the example's shape, else
+    replicated."""
     shape = call.results[0].shape
     same = tuple(shape) == tuple(call.shape(0))
     dims = along([f"i{dim}" if same else None for dim in range(len(shape))])

@@ -59,7 +59,8 @@ def layer_norm_backward(call: Call) -> Rule:
 
 
 def embedding(call: Call) -> Rule:
-    """`"v h, ... -> ... h"`; with v sharded each rank looks up the rows it has, and the sum is pending."""
+    """`"v h, ... -> ... h"`; with v sharded each rank looks up the rows it has, and the sum is
+    pending."""
     rows, width = call.shape(0)
     index = [f"i{dim}" for dim in range(len(call.shape(1)))]
     sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(1))}
@@ -107,7 +108,8 @@ def embedding_backward(call: Call) -> Rule:
 
 
 def _sum_over(call: Call, count: int) -> Any:
-    """A local call that sums and divides by the number of all elements: the mean's part of a shard."""
+    """A local call that sums and divides by the number of all elements: the mean's part of a
+    shard."""
     at = call.position("reduction")
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -154,7 +156,9 @@ def loss_backward(call: Call) -> Rule:
     return replace(rule, local=_sum_over(call, prod(shape)))
 
 
-def _nll_dims(call: Call, operand: int) -> tuple[list[str | None], list[str | None], dict[str, int]]:
+def _nll_dims(
+    call: Call, operand: int
+) -> tuple[list[str | None], list[str | None], dict[str, int]]:
     """Dims of the input and the target: the class dim is needed whole, all others are free."""
     shape = call.shape(operand)
     classes = 0 if len(shape) == 1 else 1

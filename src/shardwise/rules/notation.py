@@ -1,7 +1,9 @@
 """The little language of rules: `"m k, k n -> m n"`.
 
-Operands are separated by commas, dims by spaces. A name is a factor; `k!` is needed whole; `_` is a dim of
-size 1 or without meaning; `(a b)` is a dim made of two factors, outer first; `...` stands for any number
+Operands are separated by commas, dims by spaces. A name is a factor; `k!` is needed whole; `_` is
+a dim of
+size 1 or without meaning; `(a b)` is a dim made of two factors, outer first; `...` stands for any
+number
 of dims; `[m]` is a dim that may be missing or of size 1 (broadcast).
 """
 
@@ -131,8 +133,9 @@ def notation(
         rank = _ellipsis_rank(call, used)
         sizes: dict[str, int] = {}
         patterns = [_expand(pattern, rank) for pattern in used]
-        for operand, pattern in enumerate(patterns):
-            _bind(call, text, operand, pattern, sizes)
+        for optional in (False, True):
+            for operand, pattern in enumerate(patterns):
+                _bind(call, text, operand, pattern, sizes, optional)
         whole = {name for p in patterns for dim in p if dim.whole for name in dim.factors}
         return Rule(
             inputs=tuple(
@@ -184,20 +187,21 @@ def _fitted(pattern: Pattern, ndim: int) -> Pattern | None:
 
 
 def _bind(
-    call: Call, text: str, operand: int, pattern: Pattern, sizes: dict[str, int]
+    call: Call, text: str, operand: int, pattern: Pattern, sizes: dict[str, int], optional: bool
 ) -> None:
-    """Learn the sizes of the factors from an operand's shape."""
+    """Learn the sizes of the factors from an operand's dims that are, or are not, optional."""
     shape = call.shape(operand)
     dims = _fitted(pattern, len(shape))
     if dims is None:
         raise RuleError(
-            f"{call.name}: operand {operand} has shape {list(shape)}, which does not fit rule {text!r}."
+            f"{call.name}: operand {operand} has shape {list(shape)}, which does not fit "
+            f"rule {text!r}."
         )
     for dim, size in zip(dims, shape, strict=True):
-        if len(dim.factors) == 1:
+        if len(dim.factors) == 1 and dim.optional == optional:
             name = dim.factors[0]
             known = sizes.get(name)
-            if known is None or (known == 1 and dim.optional):
+            if known is None or (known == 1 and optional):
                 sizes[name] = size
             elif known != size and not (dim.optional and size == 1):
                 raise RuleError(
@@ -206,9 +210,7 @@ def _bind(
                 )
 
 
-def _dims(
-    pattern: Pattern, shape: Sequence[int], sizes: dict[str, int], whole: set[str]
-) -> Dims:
+def _dims(pattern: Pattern, shape: Sequence[int], sizes: dict[str, int], whole: set[str]) -> Dims:
     dims: list[Along | None] = []
     for dim, size in zip(_fitted(pattern, len(shape)) or pattern, shape, strict=True):
         name = dim.factors[0] if dim.factors else None

@@ -41,18 +41,48 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "imag": ((0,),),
     "_to_copy": ((0,),),
 }
-_UP = (
-    "relu relu6 exp exp2 expm1 sigmoid tanh sqrt log log2 log10 log1p atan asinh sinh erf ceil floor "
-    "round trunc hardtanh softplus leaky_relu clone detach alias lift_fresh positive deg2rad rad2deg "
-    "cbrt hardsigmoid"
-).split()
+_UP = [
+    "relu",
+    "relu6",
+    "exp",
+    "exp2",
+    "expm1",
+    "sigmoid",
+    "tanh",
+    "sqrt",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "atan",
+    "asinh",
+    "sinh",
+    "erf",
+    "ceil",
+    "floor",
+    "round",
+    "trunc",
+    "hardtanh",
+    "softplus",
+    "leaky_relu",
+    "clone",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "positive",
+    "deg2rad",
+    "rad2deg",
+    "cbrt",
+    "hardsigmoid",
+]
 _DOWN = ("neg", "negative", "erfc")
 _JOINT = {"maximum": "max", "minimum": "min"}
 _AFFINE = ("add", "sub", "rsub")  # a number added to a pending sum would be added on every rank
 
 
 def broadcast_dims(shape: Sequence[int], out: Sequence[int]) -> Dims:
-    """The factors of an operand that broadcasts into `out`: none where its size is 1 and theirs is not."""
+    """The factors of an operand that broadcasts into `out`: none where its size is 1 and theirs is
+    not."""
     lead = len(out) - len(shape)
     return tuple(
         Along(f"i{lead + dim}") if size == out[lead + dim] else None
@@ -126,4 +156,3 @@ def _passes(call: Call, name: str) -> tuple[tuple[tuple[int, ...], str, str], ..
 def _negative_slope(call: Call, name: str) -> bool:
     """Whether an argument of a monotone function may turn it around."""
     return name in ("leaky_relu", "softplus", "hardtanh") and len(call.args) > 1
-

@@ -57,7 +57,8 @@ def reduction(kind: str, *, linear: bool = False, local: Any = None) -> Family:
 
 
 def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """amax and its like: PyTorch refuses an empty dim, but an empty shard has an identity element."""
+    """amax and its like: PyTorch refuses an empty dim, but an empty shard has an identity
+    element."""
     if args[0].numel():
         return op(*args, **kwargs)
     kind = "min" if "min" in op._schema.name or "all" in op._schema.name else "max"

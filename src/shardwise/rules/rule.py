@@ -1,6 +1,7 @@
 """A rule: what layouts one call may run in on one mesh axis. A row is one such choice.
 
-Every dim of every operand and result names the *factor* it walks along, or nothing if it is needed whole.
+Every dim of every operand and result names the *factor* it walks along, or nothing if it is needed
+whole.
 Sharding a factor shards every dim that walks along it; results that do not have the factor become
 partial. So the factors, with the traits that say where partial values may pass, generate all rows.
 """
@@ -76,7 +77,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a local call runs: its coordinate, and the layouts and boxes of operands and results."""
+    """Where a local call runs: its coordinate, and the layouts and boxes of operands and
+    results."""
 
     coord: Coord
     inputs: tuple[DTensorSpec, ...]
@@ -110,9 +112,11 @@ class Rule:
 
     `reduce` is the pending reduction of results that lack a sharded factor (None: not allowed).
     `added` are operands that count once per result, so they must be partial where the result is.
-    `linear` are sets of operands that may hold pending sums or averages together. `passes` are triples
+    `linear` are sets of operands that may hold pending sums or averages together. `passes` are
+    triples
     (operands, op, op of the results) for other pending reductions. `shape_arg` is the argument to
-    be replaced by the local shape of the first result; `local` replaces the local call. With `ignores`
+    be replaced by the local shape of the first result; `local` replaces the local call. With
+    `ignores`
     the call does not read its operands, so that they never move.
     """
 

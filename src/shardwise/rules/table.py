@@ -1,6 +1,7 @@
 """The one page: which family or notation each operator follows.
 
-A key is an operator's name, or name and overload where overloads differ. In-place, `out=`, `_copy` and
+A key is an operator's name, or name and overload where overloads differ. In-place, `out=`, `_copy`
+and
 foreach forms are derived from these and never written.
 """
 
@@ -22,6 +23,11 @@ _largest = reduction("max", local=extreme_local)
 _smallest = reduction("min", local=extreme_local)
 _each = ((0,), (1,))
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 TABLE: dict[str, Family] = {
     # matrix products
     "mm": notation("m k, k n -> m n", linear=_each),
@@ -33,9 +39,7 @@ TABLE: dict[str, Family] = {
     "addmm": notation("[m] [n], m k, k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addmv": notation("[m], m k, k -> m", linear=((0, 1), (0, 2)), added=(0,)),
     "addr": notation("[m] [n], m, n -> m n", linear=((0, 1), (0, 2))),
-    "baddbmm": notation(
-        "[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)
-    ),
+    "baddbmm": notation("[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addbmm": notation("[m] [n], b m k, b k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
     "linear": notation("... k, n k, n -> ... n", linear=((0, 2), (1, 2)), added=(2,)),
     # reductions
@@ -52,23 +56,23 @@ TABLE: dict[str, Family] = {
     "all": reduction("min"),
     # one dim whole, the others apart
     **dict.fromkeys(
-        (
-            "max.dim min.dim argmax argmin median.dim nanmedian.dim mode kthvalue sort topk cumsum "
-            "cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
+        _names(
+            "max.dim min.dim argmax argmin median.dim nanmedian.dim mode kthvalue sort topk "
+            "cumsum cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
             "_softmax_backward_data _log_softmax_backward_data _safe_softmax var std var_mean "
             "std_mean linalg_vector_norm aminmax flip renorm"
-        ).split(),
+        ),
         dimwise("dim"),
     ),
     # pointwise, though not tagged so
     **dict.fromkeys(
-        (
+        _names(
             "copy fill zero detach alias lift_fresh lift_fresh_copy _to_copy _conj _conj_physical "
             "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
             "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
-            "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
-            "glu_jvp logit_backward isin.Tensor_Scalar"
-        ).split(),
+            "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward glu_jvp "
+            "logit_backward isin.Tensor_Scalar"
+        ),
         pointwise,
     ),
     # views
@@ -81,6 +85,8 @@ TABLE: dict[str, Family] = {
     "unsqueeze": views.unsqueeze,
     "squeeze": views.squeeze,
     "expand": views.expand,
+    "select": views.select,
+    "unbind": views.unbind,
     "slice": views.slice_tensor,
     "split": views.split,
     "split_with_sizes": views.split,
@@ -91,9 +97,9 @@ TABLE: dict[str, Family] = {
     "cat": views.cat,
     "stack": views.stack,
     # factories by example
-    **dict.fromkeys("empty_like zeros_like ones_like full_like".split(), creation.like),
+    **dict.fromkeys(_names("empty_like zeros_like ones_like full_like"), creation.like),
     **dict.fromkeys(
-        "new_empty new_zeros new_ones new_full new_empty_strided".split(), creation.new
+        _names("new_empty new_zeros new_ones new_full new_empty_strided"), creation.new
     ),
     # networks
     "native_layer_norm": nn.layer_norm,
@@ -101,17 +107,17 @@ TABLE: dict[str, Family] = {
     "embedding": nn.embedding,
     "embedding_dense_backward": nn.embedding_backward,
     **dict.fromkeys(
-        (
+        _names(
             "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
             "binary_cross_entropy_with_logits soft_margin_loss"
-        ).split(),
+        ),
         nn.loss,
     ),
     **dict.fromkeys(
-        (
+        _names(
             "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
             "binary_cross_entropy_backward soft_margin_loss_backward"
-        ).split(),
+        ),
         nn.loss_backward,
     ),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nn.nll_forward),

@@ -1,9 +1,11 @@
-"""Views, slices and their backwards: the factors come from the shapes, the cuts follow by arithmetic."""
+"""Views, slices and their backwards: the factors come from the shapes, the cuts follow by
+arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import lcm, prod
 from typing import Any
 
@@ -18,6 +20,7 @@ __all__ = [
     "cat",
     "expand",
     "permute",
+    "select",
     "select_backward",
     "select_scatter",
     "slice_backward",
@@ -27,6 +30,7 @@ __all__ = [
     "squeeze",
     "stack",
     "transpose",
+    "unbind",
     "unsqueeze",
     "view",
 ]
@@ -60,11 +64,11 @@ def regroup(src: Sequence[int], dst: Sequence[int]) -> tuple[Dims, Dims, dict[st
     outs: list[Along | None] = [None] * len(dst)
     sizes: dict[str, int] = {}
     if prod(src) == 0:
-        for dim, (a, b) in enumerate(zip(src, dst, strict=False)):
-            if a != b:
+        for dim, (size, other) in enumerate(zip(src, dst, strict=False)):
+            if size != other:
                 break
             ins[dim] = outs[dim] = Along(f"i{dim}")
-            sizes[f"i{dim}"] = a
+            sizes[f"i{dim}"] = size
         return tuple(ins), tuple(outs), sizes
     a = [dim for dim, size in enumerate(src) if size != 1]
     b = [dim for dim, size in enumerate(dst) if size != 1]
@@ -138,7 +142,9 @@ def squeeze(call: Call) -> Rule:
     gone = {d % len(shape) for d in named if shape[d] == 1} if shape else set()
     rule = _reordered(call, [f"i{d}" for d in range(len(shape)) if d not in gone])
     ins = tuple(None if d in gone else at for d, at in enumerate(rule.inputs[0]))
-    return replace(rule, inputs=(ins,), sizes={f"i{d}": n for d, n in enumerate(shape) if d not in gone})
+    return replace(
+        rule, inputs=(ins,), sizes={f"i{d}": n for d, n in enumerate(shape) if d not in gone}
+    )
 
 
 def expand(call: Call) -> Rule:
@@ -209,7 +215,7 @@ class Spread:
             high = window.start + start * window.step if start < total else self.size
             ends.append(min(max(want, low), high))
         ends = [0, *ends[1:], self.size]
-        return tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(ends))
 
 
 def _window(call: Call, size: int) -> Window:
@@ -294,6 +300,32 @@ def slice_backward(call: Call) -> Rule:
         reduce=None,
         linear=((0,),),
         local=local,
+    )
+
+
+def select(call: Call) -> Rule:
+    """One place of a dim that must be whole, without the dim."""
+    shape = call.shape(0)
+    dim = call.get("dim") % len(shape)
+    return _dropped(call, dim)
+
+
+def unbind(call: Call) -> Rule:
+    """Every place of a dim that must be whole."""
+    return _dropped(call, call.get("dim", 0) % len(call.shape(0)))
+
+
+def _dropped(call: Call, dim: int) -> Rule:
+    shape = call.shape(0)
+    names = _names(len(shape))
+    names[dim] = None
+    return Rule(
+        (along(names),),
+        (along(_without(names, dim)),) * len(call.results),
+        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
+        reduce=None,
+        linear=((0,),),
+        passes=_PASSES,
     )
 
 

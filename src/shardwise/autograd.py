@@ -1,0 +1,154 @@
+"""Autograd functions: ways in, out and between layouts, and the gradients of leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .errors import LayoutError, MeshError
+from .placement import Partial, Placement, Replicate
+from .plans import moved
+from .spec import DTensorSpec, TensorMeta, default_placements
+from .wrapper import Wrapper, share_cell, wrap
+
+__all__ = [
+    "FromLocal",
+    "Redistribute",
+    "ToLocal",
+    "WholeLocal",
+    "keep_partial_grads",
+    "not_partial",
+    "watch_leaf",
+]
+
+requires_grad: Any = torch.Tensor.requires_grad
+"""The attribute as autograd has it; `DTensor` wraps it to learn of new leaves."""
+_WATCHED = "_watched"
+
+
+def not_partial(spec: DTensorSpec) -> tuple[Placement, ...]:
+    return tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+
+
+class Redistribute(torch.autograd.Function):
+    """The backward of a redistribution is a redistribution."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, target: DTensorSpec) -> Any:
+        src = value._spec
+        ctx.spec = src
+        if src is target:
+            return wrap(src, value._locals, share_cell(value))
+        return wrap(target, moved(value, target, fresh=True))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        back = DTensorSpec._intern(
+            ctx.spec.topology, not_partial(ctx.spec), grad._spec.meta, ctx.spec.cuts
+        )
+        return Redistribute.apply(grad, back), None
+
+
+class WholeLocal(torch.autograd.Function):
+    """From a replicated DTensor to a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Any:
+        ctx.spec = value._spec
+        if not value._locals:
+            raise MeshError(f"full_tensor: this rank is not in mesh {value._spec.topology}.")
+        return value._locals[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return wrap(_spec_like(ctx.spec, grad), (grad,))
+
+
+def _spec_like(spec: DTensorSpec, value: torch.Tensor) -> DTensorSpec:
+    meta = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
+    return DTensorSpec._intern(spec.topology, spec.placements, meta, spec.cuts)
+
+
+class ToLocal(torch.autograd.Function):
+    """From a DTensor to its local tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
+        ctx.spec = grad_spec
+        return tuple(part.view_as(part) for part in value._locals)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return wrap(ctx.spec, tuple(grads)), None
+
+
+class FromLocal(torch.autograd.Function):
+    """From local tensors to a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: DTensorSpec, *parts: torch.Tensor) -> Any:
+        ctx.spec = spec
+        return wrap(spec, tuple(part.view_as(part) for part in parts))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        spec: DTensorSpec = ctx.spec
+        back = DTensorSpec._intern(spec.topology, not_partial(spec), grad._spec.meta, spec.cuts)
+        whole = wrap(back, moved(grad, back))
+        scale = 1
+        for axis, place in enumerate(spec.placements):
+            if place.is_partial("avg"):
+                scale *= spec.topology.shape[axis]
+            elif isinstance(place, Partial) and place.reduce_op not in ("sum", "avg"):
+                raise LayoutError(
+                    f"the gradient of local tensors that make up a {place!r} is not defined. "
+                    "Reduce with redistribute before going on."
+                )
+        parts = [whole._locals[back.slot(coord)] / scale for coord in spec.slots]
+        return None, *parts
+
+
+class _Grads:
+    keep_partial = False
+
+
+@contextmanager
+def keep_partial_grads() -> Iterator[None]:
+    """Leave the gradients of leaves partial, so that they accumulate without communication.
+
+    Redistribute them when they are needed: `p.grad = p.grad.redistribute(placements=p.placements)`.
+    """
+    before, _Grads.keep_partial = _Grads.keep_partial, True
+    try:
+        yield
+    finally:
+        _Grads.keep_partial = before
+
+
+def watch_leaf(tensor: Any) -> None:
+    """See to it that the gradient of a leaf arrives in the leaf's own layout."""
+    if tensor.is_leaf and requires_grad.__get__(tensor) and not hasattr(tensor, _WATCHED):
+        setattr(tensor, _WATCHED, True)
+        tensor.register_hook(_LikeLeaf(tensor._spec))
+
+
+class _LikeLeaf:
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, grad: Any) -> Any:
+        if not isinstance(grad, Wrapper):
+            mesh = self.spec.topology
+            meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
+            grad = wrap(DTensorSpec(mesh, default_placements(mesh), meta), (grad,))
+        if _Grads.keep_partial and grad._spec.sums:
+            return grad
+        target = DTensorSpec._intern(
+            self.spec.topology, not_partial(self.spec), grad._spec.meta, self.spec.cuts
+        )
+        return grad if grad._spec is target else Redistribute.apply(grad, target)

@@ -1,0 +1,295 @@
+"""Whole tensors and local tensors made DTensors, and local tensors of DTensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .autograd import FromLocal, ToLocal, not_partial
+from .engine import engine_of
+from .errors import LayoutError, MeshError
+from .geometry import contiguous_stride, stride_like
+from .mesh import AnyMesh, Coord, Topology, topology
+from .per_rank import PerRank
+from .placement import Partial, Placement, Shard
+from .plain import digest
+from .plans import moved
+from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from .wrapper import Wrapper, wrap
+
+__all__ = ["distribute", "from_local", "to_local"]
+
+
+def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
+    spec = tensor._spec
+    if grad_placements is not None:
+        places = checked_placements("to_local", spec.topology, grad_placements, tensor.ndim)
+        grad_spec = spec.with_placements(places)
+    else:
+        grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
+        _say_assumption(tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        grad_spec = _with_slots(spec, grad_spec)
+        parts = ToLocal.apply(tensor, grad_spec)
+    else:
+        parts = tensor._locals
+    if spec.topology.virtual:
+        return PerRank(spec.topology, spec.slot_axes, parts)
+    if not parts:
+        raise MeshError(f"to_local: this rank is not in mesh {spec.topology}.")
+    return parts[0]
+
+
+def _with_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorSpec:
+    if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
+        raise LayoutError(
+            f"to_local: grad_placements {list(grad_spec.placements)} vary over other axes than the "
+            f"placements {list(spec.placements)}, which a virtual mesh cannot follow. "
+            "Redistribute to a sharded or partial layout before to_local."
+        )
+    return grad_spec
+
+
+_said: set[str] = set()
+
+
+def _say_assumption(tensor: Any) -> None:
+    replicated = any(place.is_replicate() for place in tensor.placements)
+    if replicated and tensor.requires_grad and torch.is_grad_enabled() and "to_local" not in _said:
+        _said.add("to_local")
+        warnings.warn(
+            "to_local() of a replicated DTensor that requires grad: the gradient of its local "
+            "tensor is taken to be equal on all ranks. If each rank computes a part of it, say so "
+            "with "
+            "grad_placements=[Partial()]. This is said once.",
+            stacklevel=4,
+        )
+
+
+def from_local(
+    local: Any,
+    device_mesh: AnyMesh,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Any:
+    mesh = topology(device_mesh)
+    if isinstance(local, Wrapper) or not isinstance(local, (torch.Tensor, PerRank)):
+        raise LayoutError(
+            f"from_local: a local tensor is needed, but got {type(local).__name__}. "
+            "To change the layout of a DTensor use redistribute."
+        )
+    if isinstance(local, PerRank) and local.mesh is not mesh:
+        raise MeshError(f"from_local: the local tensors are of mesh {local.mesh}, not {mesh}.")
+    sample = local.parts[0] if isinstance(local, PerRank) else local
+    places = checked_placements("from_local", mesh, placements, sample.ndim)
+    _check_dtype(places, sample.dtype)
+    shapes = _local_shapes(local, mesh, run_check)
+    spec = _inferred(mesh, places, shapes, sample, shape, stride)
+    parts = _place_local(local, spec)
+    if run_check and not mesh.virtual:
+        parts = _same_replicas(spec, parts)
+    return FromLocal.apply(spec, *parts)
+
+
+def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
+    for place in places:
+        if place.is_partial("avg") and not (dtype.is_floating_point or dtype.is_complex):
+            raise LayoutError(
+                f"from_local: {place!r} of {dtype}: the average of integers is no integer."
+            )
+
+
+def _place_local(local: Any, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
+    """The local tensors in the order of the spec's slots."""
+    parts = []
+    for coord in spec.slots:
+        part = local.at(coord) if isinstance(local, PerRank) else local
+        if tuple(part.shape) != spec.local_shape(coord):
+            raise LayoutError(
+                f"from_local: the rank at {coord} holds {list(part.shape)}, but {spec} gives it "
+                f"{list(spec.local_shape(coord))}. Use run_check=True to infer the shape from all "
+                "ranks, or give shape= and stride=."
+            )
+        parts.append(part)
+    if spec.topology.virtual and not isinstance(local, PerRank) and len(parts) > 1:
+        parts = [part.clone() for part in parts]  # ranks do not share memory
+    return tuple(parts)
+
+
+def _local_shapes(
+    local: Any, mesh: Topology, run_check: bool
+) -> dict[Coord, tuple[int, ...]] | None:
+    """The local shape of every rank, if it is known here or shall be asked for."""
+    every = mesh.coords_here(range(mesh.ndim))
+    if isinstance(local, PerRank):
+        return {coord: tuple(local.at(coord).shape) for coord in every}
+    if mesh.virtual:
+        return dict.fromkeys(every, tuple(local.shape))
+    if not run_check or mesh.coordinate is None:
+        return None
+    mine = torch.tensor(local.shape, dtype=torch.int64, device=mesh.device_type)
+    spec = DTensorSpec(
+        mesh, [Shard(0)] * mesh.ndim, TensorMeta((len(mesh.ranks) * local.ndim,), (1,), torch.int64)
+    )
+    ndims = _gathered_ndims(mesh, local.ndim)
+    if any(n != local.ndim for n in ndims):
+        raise LayoutError(
+            f"from_local: the ranks hold tensors of different numbers of dims: {ndims}."
+        )
+    rows = moved(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
+    shapes = rows.view(len(mesh.ranks), local.ndim).tolist()
+    return dict(
+        zip(mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim)), map(tuple, shapes), strict=True)
+    )
+
+
+def _gathered_ndims(mesh: Topology, ndim: int) -> list[int]:
+    mine = torch.tensor([ndim], dtype=torch.int64, device=mesh.device_type)
+    meta = TensorMeta((len(mesh.ranks),), (1,), torch.int64)
+    spec = DTensorSpec(mesh, [Shard(0)] * mesh.ndim, meta)
+    whole = moved(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
+    return list(map(int, whole.tolist()))
+
+
+def _inferred(
+    mesh: Topology,
+    places: tuple[Placement, ...],
+    shapes: dict[Coord, tuple[int, ...]] | None,
+    sample: torch.Tensor,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> DTensorSpec:
+    """The spec of local tensors with these shapes."""
+    sizes: list[int] = []
+    cuts: list[tuple[int, ...] | None] = []
+    for dim in range(sample.ndim):
+        axes = [axis for axis, place in enumerate(places) if place.is_shard(dim)]
+        count = 1
+        for axis in axes:
+            count *= mesh.shape[axis]
+        if shapes is None:
+            pieces = (sample.shape[dim],) * count
+        else:
+            pieces = _pieces(mesh, places, shapes, dim, axes)
+        sizes.append(sum(pieces))
+        cuts.append(pieces if axes else None)
+    if shape is not None:
+        if shapes is None or tuple(shape) != tuple(sizes):
+            cuts = [None] * len(sizes)
+        sizes = list(shape)
+    if len(sizes) != sample.ndim:
+        raise LayoutError(
+            f"from_local: shape {sizes} is given for a local tensor of {sample.ndim} dims."
+        )
+    global_stride = tuple(stride) if stride is not None else _global_stride(sample, sizes)
+    meta = TensorMeta(tuple(sizes), global_stride, sample.dtype)
+    return DTensorSpec(mesh, places, meta, cuts=cuts)
+
+
+def _pieces(
+    mesh: Topology,
+    places: tuple[Placement, ...],
+    shapes: dict[Coord, tuple[int, ...]],
+    dim: int,
+    axes: list[int],
+) -> tuple[int, ...]:
+    pieces = []
+    for coord in mesh.group_coords((0,) * mesh.ndim, axes):
+        others = [axis for axis in range(mesh.ndim) if axis not in axes]
+        found = {shapes[member][dim] for member in mesh.group_coords(coord, others)}
+        if len(found) > 1:
+            raise LayoutError(
+                f"from_local: the ranks disagree on the size of dim {dim}: {sorted(found)}, but "
+                f"{list(places)} on {mesh} means that they hold the same. "
+                f"If each holds a part of the dim, use Shard({dim})."
+            )
+        pieces.append(found.pop())
+    return tuple(pieces)
+
+
+def _global_stride(sample: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the global tensor with the local one's order of dims."""
+    if sample.is_contiguous():
+        return contiguous_stride(sizes)
+    order = sorted(range(sample.ndim), key=lambda dim: -sample.stride()[dim])
+    return stride_like(sizes, order)
+
+
+def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """On axes where the ranks shall hold the same, all take the value of the axis's first rank."""
+    axes = [axis for axis, place in enumerate(spec.placements) if place.is_replicate()]
+    if not axes or not parts:
+        return parts
+    places = [Partial("sum") if axis in axes else p for axis, p in enumerate(spec.placements)]
+    first = all(spec.slots[0][axis] == 0 for axis in axes)
+    mine = parts[0].detach() if first else torch.zeros_like(parts[0])
+    as_sum = wrap(DTensorSpec(spec.topology, places, spec.meta, cuts=spec.cuts), (mine,))
+    whole = moved(as_sum, spec)[0]
+    return (parts[0] + (whole - parts[0]).detach() if parts[0].requires_grad else whole,)
+
+
+def distribute(
+    tensor: torch.Tensor,
+    device_mesh: AnyMesh,
+    placements: Sequence[Placement] | None,
+    cuts: Sequence[Sequence[int] | None] | None,
+    source: int | None,
+) -> Any:
+    """A whole tensor laid out on a mesh; all ranks take the value of rank `source` of the mesh."""
+    if isinstance(tensor, Wrapper):
+        raise LayoutError(
+            f"distribute_tensor: the tensor is a DTensor already: {tensor._spec}. Use redistribute."
+        )
+    mesh = topology(device_mesh)
+    places = checked_placements("distribute_tensor", mesh, placements, tensor.ndim)
+    value = tensor.detach().to(mesh.device_type)
+    order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
+    meta = TensorMeta(tuple(value.shape), stride_like(value.shape, order), value.dtype)
+    whole = DTensorSpec(mesh, default_placements(mesh), meta)
+    target = DTensorSpec(mesh, places, meta, cuts=cuts)
+    parts: tuple[torch.Tensor, ...] = (value,) if whole.slots else ()
+    if source is not None and not mesh.virtual:
+        parts = _from_source(whole, parts, source)
+    local = moved(wrap(whole, parts), target, fresh=True)
+    made: Any = wrap(target, local)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _from_source(
+    whole: DTensorSpec, parts: tuple[torch.Tensor, ...], source: int
+) -> tuple[torch.Tensor, ...]:
+    """The value of one rank on every rank of the mesh."""
+    mesh = whole.topology
+    if not 0 <= source < len(mesh.ranks):
+        raise LayoutError(
+            f"distribute_tensor: src_data_rank={source}, but mesh {mesh} has "
+            f"{len(mesh.ranks)} ranks."
+        )
+    if not parts:
+        return parts
+    shape_digest = digest(
+        torch.tensor([parts[0].ndim, *parts[0].shape, hash(str(parts[0].dtype)) % 997])
+    )
+    if not engine_of(mesh).check_equal(mesh, shape_digest):
+        raise LayoutError(
+            f"distribute_tensor: the ranks give tensors of different shape or dtype; this rank "
+            f"gives {parts[0].dtype}{list(parts[0].shape)}. All must give the same shape and "
+            "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
+        )
+    assert mesh.coordinate is not None
+    value = parts[0].contiguous().clone()
+    raw = value.view(-1).view(torch.uint8)
+    coords = list(mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim)))
+    origin = coords[source]
+    for axis in range(mesh.ndim):
+        group = mesh.mesh.get_group(axis)
+        from_coord = (*mesh.coordinate[:axis], origin[axis], *mesh.coordinate[axis + 1 :])
+        if all(mesh.coordinate[later] == origin[later] for later in range(axis + 1, mesh.ndim)):
+            dist.broadcast(raw, mesh.rank_of(from_coord), group=group)
+    return (value,)

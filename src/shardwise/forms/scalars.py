@@ -1,0 +1,34 @@
+"""Python values from DTensors: they are the global value, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..build import register_form
+from ..plain import full_local
+
+__all__ = ["equal", "local_scalar", "same_size"]
+
+
+@register_form("_local_scalar_dense", always=True)
+def local_scalar(x: Any) -> Any:
+    """The number in a tensor of one element; what is pending is reduced first."""
+    return full_local(x).item()
+
+
+@register_form("equal", always=True)
+def equal(a: Any, b: Any) -> bool:
+    """Whether two tensors have the same shape and values."""
+    if a.shape != b.shape:
+        return False
+    if a.numel() == 0:
+        return True
+    return bool(full_local(torch.ops.aten.all.default(torch.ops.aten.eq.Tensor(a, b))).item())
+
+
+@register_form("is_same_size", always=True)
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two tensors have the same shape."""
+    return tuple(a.shape) == tuple(b.shape)

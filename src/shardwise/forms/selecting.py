@@ -1,0 +1,32 @@
+"""Taking one place of a sharded dim: the slice is local, and only it moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..build import register_form
+
+__all__ = ["select", "unbind"]
+
+aten = torch.ops.aten
+
+
+@register_form("select")
+def select(x: Any, dim: int, index: int) -> Any:
+    """A slice of one place, without its dim."""
+    place = index % x.shape[dim]
+    return aten.squeeze.dim(aten.slice.Tensor(x, dim, place, place + 1), dim)
+
+
+@register_form("select_copy")
+def select_copy(x: Any, dim: int, index: int) -> Any:
+    """As `select`, but never an alias."""
+    return select(x, dim, index).clone()
+
+
+@register_form("unbind")
+def unbind(x: Any, dim: int = 0) -> list[Any]:
+    """Every place of a dim."""
+    return [aten.select.int(x, dim, index) for index in range(x.shape[dim])]
