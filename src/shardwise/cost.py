@@ -20,14 +20,14 @@ def move_cost(src: Placement, dst: Placement, count: int, nbytes: int) -> int:
         return LATENCY_BYTES + (once if dst.is_shard() else 2 * once)
     if dst.is_shard():
         return LATENCY_BYTES + (count - 1) * nbytes // count
-    if dst.is_partial("sum"):
-        return 0
+    # A shard made partial moves nothing now, but it makes the tensor whole again, and the reduction
+    # that it puts off moves as much as a gather.
     return LATENCY_BYTES + (count - 1) * nbytes
 
 
 def debt(place: Placement, count: int, nbytes: int) -> int:
     """What a result that is left partial will cost whoever needs it."""
-    return (count - 1) * nbytes // count if place.is_partial() else 0
+    return LATENCY_BYTES + (count - 1) * nbytes // count if place.is_partial() else 0
 
 
 def recut_cost(count: int, nbytes: int) -> int:
