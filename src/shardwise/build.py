@@ -19,7 +19,7 @@ from .outs import out_form
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
 from .random import is_random, random_form
-from .replicated import as_form, fallback_form
+from .replicated import as_form, fallback_form, tensors_in
 from .rules import Call, Operand, family_of
 from .spec import DTensorSpec, default_placements
 
@@ -114,8 +114,8 @@ class Entry:
             return defer(self.op, plan, first, args, kwargs)
         return plan.run(operands, args, kwargs)
 
-    def run_list(self, dispatch: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return run_list(self, dispatch, args, kwargs)
+    def run_list(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return run_list(self, args, kwargs)
 
 
 def _is_number(kind: str) -> bool:
@@ -205,8 +205,23 @@ def _call_plan(
         structure=structure,
         written=None if entry.written is None else _operand_at(args, entry.written),
         aliases=entry.is_view and fits,
+        device=_device(args, kwargs),
+        is_list=_is_list(args, specs),
         **local,
     )
+
+
+def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device of the operands; None if the call names one or has none of its own."""
+    if kwargs.get("device") is not None:
+        return None
+    return next((tensor.device for tensor in tensors_in(args, {})), None)
+
+
+def _is_list(args: Sequence[Any], specs: Sequence[DTensorSpec]) -> bool:
+    """Whether the operands are the list that is the first argument, and nothing else."""
+    first = args[0] if args else None
+    return isinstance(first, (list, tuple)) and len(first) == len(specs) > 0
 
 
 def _operand_at(args: Sequence[Any], position: int) -> int:
@@ -246,7 +261,9 @@ def _by_rule(
         kwargs,
         structure,
         local=rule.local,
+        unless=rule.unless,
         shape_arg=rule.shape_arg,
+        tail=rule.tail,
     )
     return DeferredPlan(plan) if entry.is_view and not fits else plan
 

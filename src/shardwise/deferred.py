@@ -47,6 +47,7 @@ class DeferredPlan(Plan):
     __slots__ = ("value",)
 
     def __init__(self, value: Plan) -> None:
+        super().__init__()
         self.value = value
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -114,6 +115,7 @@ class _Unaliased(Plan):
     __slots__ = ("_plan",)
 
     def __init__(self, plan: Plan) -> None:
+        super().__init__()
         self._plan = plan
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

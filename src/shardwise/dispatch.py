@@ -25,7 +25,8 @@ __all__ = ["clear", "dispatch", "stats"]
 
 _MOST_PLANS = 32768
 
-_entries: dict[OpOverload, Entry] = {}
+_entries: dict[int, Entry] = {}
+"""By the id of the operator, which its entry keeps alive: hashing an operator is a Python call."""
 _lock = threading.Lock()
 _counts = {"hits": 0, "misses": 0}
 
@@ -45,58 +46,76 @@ def clear() -> None:
 
 def _entry(op: OpOverload) -> Entry:
     with _lock:
-        return _entries.setdefault(op, Entry(op))
+        return _entries.setdefault(id(op), Entry(op))
 
 
-def dispatch(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-    """Run an operator on DTensors."""
-    entry = _entries.get(op) or _entry(op)
+def dispatch(
+    cls: type, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    """Run an operator on DTensors: the `__torch_dispatch__` of the public class."""
+    entry = _entries.get(id(op))
+    if entry is None:
+        entry = _entry(op)
     public = Wrapper.public
     operands: list[Any] = []
     key: list[Any] = []
     plain = False
-    for value, by_type in zip(args, entry.by_type, strict=False):
+    for value, by_type in zip(args, entry.by_type):  # noqa: B905  # trailing defaults are left out
         kind = type(value)
         if kind is public:
             operands.append(value)
             key.append(value._spec)
         elif by_type and (kind is float or kind is int):
             key.append(kind)
-        elif isinstance(value, torch.Tensor):
-            operands.append(value)
-            plain |= not isinstance(value, Wrapper)
-            key.append(getattr(value, "_spec", None))
         elif kind is list or kind is tuple:
             plain |= _add_list(value, operands, key)
+        elif isinstance(value, torch.Tensor):
+            plain |= _add_tensor(value, operands, key)
         else:
             key.append(value)
     if kwargs:
-        for name, value in kwargs.items():
-            key.append(name)
-            if isinstance(value, torch.Tensor):
-                operands.append(value)
-                plain |= not isinstance(value, Wrapper)
-                key.append(getattr(value, "_spec", None))
-            elif isinstance(value, (list, tuple)):
-                plain |= _add_list(value, operands, key)
-            elif name in entry.kw_by_type and type(value) in (int, float):
-                key.append(type(value))
-            else:
-                key.append(value)
+        plain |= _add_named(entry, kwargs, operands, key)
     else:
         kwargs = {}
-    if plain and not entry.is_list:
-        operands = _adopted(entry, operands, key)
     if entry.is_list:
-        return entry.run_list(dispatch, args, kwargs)
+        return entry.run_list(args, kwargs)
+    if plain:
+        operands = _adopted(entry, operands, key)
     found = entry.plans.get(tuple(key))
     if found is None:
         found = _build(entry, tuple(key), operands, args, kwargs, plain)
     elif plain and policy.current().plain == "check_always":
         _check_plain(entry, operands)
+    if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
+        return found.quick(operands, args, kwargs)
     if entry.has_views:
         return entry.run_view(found, operands, args, kwargs)
     return found.run(operands, args, kwargs)
+
+
+def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
+    """Add an operand that is a deferred view or a plain tensor; say if it is plain."""
+    operands.append(value)
+    if isinstance(value, Wrapper):
+        key.append(value._spec)
+        return False
+    key.append(None)
+    return True
+
+
+def _add_named(entry: Entry, kwargs: dict[str, Any], operands: list[Any], key: list[Any]) -> bool:
+    plain = False
+    for name, value in kwargs.items():
+        key.append(name)
+        if isinstance(value, torch.Tensor):
+            plain |= _add_tensor(value, operands, key)
+        elif isinstance(value, (list, tuple)):
+            plain |= _add_list(value, operands, key)
+        elif name in entry.kw_by_type and type(value) in (int, float):
+            key.append(type(value))
+        else:
+            key.append(value)
+    return plain
 
 
 def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> bool:
@@ -104,9 +123,7 @@ def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> boo
     key.append(len(values))
     for value in values:
         if isinstance(value, torch.Tensor):
-            operands.append(value)
-            plain |= not isinstance(value, Wrapper)
-            key.append(getattr(value, "_spec", None))
+            plain |= _add_tensor(value, operands, key)
         else:
             key.append(value)
     return plain

@@ -49,7 +49,7 @@ class _Listing:
         return [*own, *self.shared.values()]
 
 
-def run_list(entry: Any, dispatch: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a list operator: elements on different meshes apart, each mesh's with one plan."""
     name = entry.op._schema.name.split("::")[-1].removeprefix("_foreach_")
     if name.rstrip("_") in _NOT_POINTWISE:

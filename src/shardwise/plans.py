@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import policy
+from ._torch import make_wrapper
 from .mesh import Coord, Topology
 from .redistribute import plan as steps_of
 from .redistribute import run_steps
@@ -19,9 +21,17 @@ __all__ = ["CallPlan", "ListPlan", "Move", "Plan", "moved"]
 
 
 class Plan:
-    """A recipe: `run` takes the operands, and the arguments they are in."""
+    """A recipe: `run` takes the operands, and the arguments they are in.
 
-    __slots__ = ()
+    `quick`, if there is one, does the same as `run` for operands that are no deferred views.
+    """
+
+    __slots__ = ("quick",)
+
+    quick: Callable[..., Any] | None
+
+    def __init__(self) -> None:
+        self.quick = None
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -96,6 +106,60 @@ def filled(
     return [fill(value) for value in args], {name: fill(v) for name, v in kwargs.items()}
 
 
+def quick_call(
+    call: Callable[..., Any],
+    count: int,
+    tail: tuple[Any, ...] | None,
+    specs: Sequence[DTensorSpec],
+    several: type | None,
+    device: torch.device,
+    aliases: bool,
+) -> Callable[..., Any]:
+    """A recipe for one local call whose first `count` arguments are the operands.
+
+    With a count of 0 the operands are the list that is the first argument. `several` is the type
+    in which several results are returned.
+    """
+    public = Wrapper.public
+    shape, stride, dtype = specs[0].meta
+    first = specs[0]
+    most = max(count, 1)
+
+    def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        rest = args[most:] if tail is None else tail
+        if count == 1:
+            local = call(operands[0]._locals[0], *rest, **kwargs)
+        elif count == 2:
+            local = call(operands[0]._locals[0], operands[1]._locals[0], *rest, **kwargs)
+        elif count == 0:
+            local = call([operand._locals[0] for operand in operands], *rest, **kwargs)
+        else:
+            local = call(*[operand._locals[0] for operand in operands], *rest, **kwargs)
+        cell = share_cell(operands[0]) if aliases else None
+        if several is None:
+            made: Any = make_wrapper(public, shape, strides=stride, dtype=dtype, device=device)
+            made._spec = first
+            made._locals = (local,)
+            if aliases:
+                made._cell = cell
+            return made
+        return several([wrap(s, (v,), cell) for s, v in zip(specs, local, strict=True)])
+
+    return run
+
+
+def quick_write(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A recipe for one local call that writes into its first operand."""
+
+    def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        count = len(operands)
+        call(*[operand._locals[0] for operand in operands], *args[count:], **kwargs)
+        wrote(operands[0])
+        return operands[0]
+
+    return run
+
+
 class CallPlan(Plan):
     """Move some operands, run the operator once per coordinate held here, wrap the results."""
 
@@ -113,6 +177,7 @@ class CallPlan(Plan):
         "_shape",
         "_sites",
         "_spots",
+        "_tails",
         "_written",
     )
 
@@ -128,15 +193,19 @@ class CallPlan(Plan):
         written: int | None = None,
         aliases: bool = False,
         local: Local | None = None,
+        unless: Callable[[Site], bool] | None = None,
         shape_arg: int | None = None,
+        tail: Callable[[Site], tuple[Any, ...]] | None = None,
+        device: torch.device | None = None,
+        is_list: bool = False,
     ) -> None:
+        super().__init__()
         self._op = op
-        self._call = op._op
+        self._call: Callable[..., Any] = op._op
         self._spots = None if spots is None else tuple(spots)
         self._shape = structure
         self._written = written
         self._aliases = aliases
-        self._local = local
         self._outs = tuple(outputs)
         self._moves = tuple(
             (i, dst)
@@ -149,8 +218,35 @@ class CallPlan(Plan):
         coords = topology.coords_here(sorted(axes))
         self._calls = tuple(tuple(spec.slot(coord) for spec in inputs) for coord in coords)
         self._sites = tuple(Site(coord, tuple(inputs), self._outs) for coord in coords)
+        if local is not None and unless is not None and all(map(unless, self._sites)):
+            local = None
+        self._local = local
         self._rewrites = _shape_rewrites(shape_arg, self._sites)
+        self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
+        if device is not None and len(coords) == 1 and not self._moves:
+            if local is not None:
+                self._call = partial(_at_site, local, op, self._sites[0])
+            self.quick = self._quick(device, is_list)
+
+    def _quick(self, device: torch.device, is_list: bool) -> Callable[..., Any] | None:
+        """The whole recipe as one function, for the common case of one call."""
+        spots = () if is_list else self._spots
+        if spots is None or spots != tuple(range(len(spots))):
+            return None
+        tail = None if self._tails is None else self._tails[0]
+        if self._rewrites is not None:
+            if self._rewrites[0] != len(spots):
+                return None
+            tail = (self._rewrites[1][0],)
+        if self._written is not None:
+            return quick_write(self._call) if self._written == 0 and tail is None else None
+        several = None
+        if not isinstance(self._shape, int):
+            if self._shape is None or None in self._shape:
+                return None
+            several = _returned_type(self._op)
+        return quick_call(self._call, len(spots), tail, self._outs, several, device, self._aliases)
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
@@ -175,11 +271,13 @@ class CallPlan(Plan):
         else:
             values = iter([tensors[slot] for tensors, slot in zip(local, picked, strict=True)])
             given, kwargs = filled(args, kwargs, values)
+        if self._tails is not None:
+            given[len(picked) :] = self._tails[index]
         if self._rewrites is not None:
             given[self._rewrites[0]] = self._rewrites[1][index]
         if self._local is not None:
             return self._local(self._op, tuple(given), kwargs, self._sites[index])
-        return self._call(*given, **kwargs)
+        return self._op._op(*given, **kwargs)
 
     def _write_back(self, target: Any, local: Locals) -> Any:
         """The written operand holds the result; if it was moved, the result is moved back into
@@ -211,7 +309,16 @@ class CallPlan(Plan):
             at = len(wrapped)
             local = tuple(results[i][at] for i in self._picks[place])
             wrapped.append(wrap(spec, local, cell))
-        return wrapped if self._op._schema.returns[0].type.kind() == "ListType" else tuple(wrapped)
+        return _returned_type(self._op)(wrapped)
+
+
+def _returned_type(op: Any) -> type:
+    return list if op._schema.returns[0].type.kind() == "ListType" else tuple
+
+
+def _at_site(local: Local, op: Any, site: Site, *args: Any, **kwargs: Any) -> Any:
+    """A local call that depends on where it runs."""
+    return local(op, args, kwargs, site)
 
 
 def _shape_rewrites(
@@ -277,6 +384,7 @@ class ListPlan(Plan):
         returns: bool,
         build: Callable[..., tuple[list[Any], dict[str, Any]]],
     ) -> None:
+        super().__init__()
         self._op = op
         self._elements = tuple(elements)
         self._written = written
@@ -336,6 +444,7 @@ class FormPlan(Plan):
     __slots__ = ("_form",)
 
     def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
         self._form = form
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -36,11 +36,7 @@ class DTensor(Wrapper):
     30.0
     """
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return dispatch(func, args, kwargs)
+    __torch_dispatch__: Any = classmethod(dispatch)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise TypeError(

@@ -25,8 +25,8 @@ class Wrapper(torch.Tensor):
 
     _spec: DTensorSpec
     _locals: Locals
-    _cell: list[int] | None
-    _memo: dict[DTensorSpec, tuple[Any, Locals]] | None
+    _cell: list[int] | None = None
+    _memo: dict[DTensorSpec, tuple[Any, Locals]] | None = None
     public: ClassVar[type[Wrapper]]
 
     __torch_function__ = disabled_torch_function
@@ -44,8 +44,8 @@ def wrap(spec: DTensorSpec, local: Locals, cell: list[int] | None = None) -> Any
     )
     made._spec = spec  # type: ignore[attr-defined]
     made._locals = local  # type: ignore[attr-defined]
-    made._cell = cell  # type: ignore[attr-defined]
-    made._memo = None  # type: ignore[attr-defined]
+    if cell is not None:
+        made._cell = cell  # type: ignore[attr-defined]
     return made
 
 

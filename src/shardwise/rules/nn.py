@@ -70,6 +70,7 @@ def embedding(call: Call) -> Rule:
         {**sizes, "v": rows, "h": width},
         linear=((0,),),
         local=_embedding_local,
+        unless=lambda site: site.inputs[0].box(site.coord)[0] == (0, rows),
     )
 
 

@@ -35,7 +35,7 @@ def _kept(ndim: int, dims: Sequence[int], keepdim: bool) -> list[str | None]:
     return names
 
 
-def reduction(kind: str, *, linear: bool = False, local: Any = None) -> Family:
+def reduction(kind: str, *, linear: bool = False, local: Any = None, unless: Any = None) -> Family:
     """Reduce some dims: sharding one of them leaves a pending reduction of `kind`."""
 
     def family(call: Call) -> Rule:
@@ -51,9 +51,19 @@ def reduction(kind: str, *, linear: bool = False, local: Any = None) -> Family:
             linear=((0,),) if linear and call.specs[0].dtype is not torch.bool else (),
             passes=(((0,), kind, kind),) if kind in partial else (),
             local=local,
+            unless=unless,
         )
 
     return family
+
+
+def _holds_some(site: Site) -> bool:
+    return prod(site.inputs[0].local_shape(site.coord)) > 0
+
+
+def _is_whole(site: Site) -> bool:
+    """Whether no pending sum comes out: the dims that are reduced are whole."""
+    return not site.outputs[0].sums
 
 
 def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -67,8 +77,6 @@ def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: 
 
 def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The part of the mean that this shard gives: its sum over the number of all elements."""
-    if site.inputs[0].local_shape(site.coord) == tuple(site.inputs[0].meta.shape):
-        return op(*args, **kwargs)
     dims = args[1] if len(args) > 1 else None
     shape = site.inputs[0].meta.shape
     every = range(len(shape)) if dims is None or dims == [] else dims
@@ -79,7 +87,9 @@ def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Sit
     return total / count
 
 
-mean = reduction("sum", linear=True, local=mean_local)
+mean = reduction("sum", linear=True, local=mean_local, unless=_is_whole)
+largest = reduction("max", local=extreme_local, unless=_holds_some)
+smallest = reduction("min", local=extreme_local, unless=_holds_some)
 
 
 def dimwise(*names: str, results: str = "same", linear: Sequence[Sequence[int]] = ()) -> Family:

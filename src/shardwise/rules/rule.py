@@ -115,7 +115,9 @@ class Rule:
     `linear` are sets of operands that may hold pending sums or averages together. `passes` are
     triples
     (operands, op, op of the results) for other pending reductions. `shape_arg` is the argument to
-    be replaced by the local shape of the first result; `local` replaces the local call. With
+    be replaced by the local shape of the first result; `tail` gives all arguments after the
+    operands for the place where a call runs; `local` replaces the local call,
+    `unless` the operator's own is right at every place. With
     `ignores`
     the call does not read its operands, so that they never move.
     """
@@ -128,7 +130,9 @@ class Rule:
     linear: tuple[tuple[int, ...], ...] = ()
     passes: tuple[tuple[tuple[int, ...], str, str], ...] = ()
     shape_arg: int | None = None
+    tail: Callable[[Site], tuple[Any, ...]] | None = None
     local: Local | None = None
+    unless: Callable[[Site], bool] | None = None
     ignores: bool = False
 
     @cached_property

@@ -13,14 +13,12 @@ from . import creation, nn, views
 from .call import Family
 from .notation import notation
 from .pointwise import pointwise
-from .reductions import dimwise, extreme_local, mean, reduction
+from .reductions import dimwise, largest, mean, reduction, smallest
 
 __all__ = ["TABLE", "family_of"]
 
 _total = reduction("sum", linear=True)
 _count = reduction("sum")
-_largest = reduction("max", local=extreme_local)
-_smallest = reduction("min", local=extreme_local)
 _each = ((0,), (1,))
 
 
@@ -48,10 +46,10 @@ TABLE: dict[str, Family] = {
     "count_nonzero": _count,
     "mean": mean,
     "prod": reduction("product"),
-    "amax": _largest,
-    "amin": _smallest,
-    "max.default": _largest,
-    "min.default": _smallest,
+    "amax": largest,
+    "amin": smallest,
+    "max.default": largest,
+    "min.default": smallest,
     "any": reduction("max"),
     "all": reduction("min"),
     # one dim whole, the others apart

@@ -231,11 +231,10 @@ def slice_tensor(call: Call) -> Rule:
     window = _window(call, shape[dim])
     rule = _reordered(call, _names(len(shape)))
 
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        start, end = window.local(site.box(0)[dim])
-        return op(args[0], dim, start, end, window.step)
+    def tail(site: Site) -> tuple[int, ...]:
+        return (dim, *window.local(site.box(0)[dim]), window.step)
 
-    return replace(rule, outputs=(_linked(shape, dim, window),), local=local)
+    return replace(rule, outputs=(_linked(shape, dim, window),), tail=tail)
 
 
 def _linked(shape: Sequence[int], dim: int, link: Window | Spread) -> Dims:
@@ -267,9 +266,8 @@ def slice_scatter(call: Call) -> Rule:
     dim = call.get("dim", 0) % len(shape)
     window = _window(call, shape[dim])
 
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        start, end = window.local(site.box(0)[dim])
-        return op(args[0], args[1], dim, start, end, window.step)
+    def tail(site: Site) -> tuple[int, ...]:
+        return (dim, *window.local(site.box(0)[dim]), window.step)
 
     whole = along(_names(len(shape)))
     return Rule(
@@ -278,7 +276,7 @@ def slice_scatter(call: Call) -> Rule:
         _sizes(shape),
         reduce=None,
         linear=((0, 1),),
-        local=local,
+        tail=tail,
     )
 
 
@@ -289,9 +287,8 @@ def slice_backward(call: Call) -> Rule:
     dim = call.get("dim") % len(shape)
     window = _window(call, sizes[dim])
 
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        start, end = window.local(site.out_boxes[0][dim])
-        return op(args[0], site.out_shapes[0], dim, start, end, window.step)
+    def tail(site: Site) -> tuple[Any, ...]:
+        return (site.out_shapes[0], dim, *window.local(site.out_boxes[0][dim]), window.step)
 
     return Rule(
         (along(_names(len(shape))),),
@@ -299,7 +296,7 @@ def slice_backward(call: Call) -> Rule:
         _sizes(shape),
         reduce=None,
         linear=((0,),),
-        local=local,
+        tail=tail,
     )
 
 
@@ -341,8 +338,8 @@ def select_backward(call: Call) -> Rule:
     names[dim] = None
     shape = call.results[0].shape
 
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        return op(args[0], site.out_shapes[0], dim, args[3])
+    def tail(site: Site) -> tuple[Any, ...]:
+        return (site.out_shapes[0], dim, call.get("index"))
 
     return Rule(
         (along(_without(names, dim)),),
@@ -350,7 +347,7 @@ def select_backward(call: Call) -> Rule:
         {f"i{d}": size for d, size in enumerate(shape) if d != dim},
         reduce=None,
         linear=((0,),),
-        local=local,
+        tail=tail,
     )
 
 
