@@ -45,6 +45,7 @@ ORDER = [
     "register",
     "verify",
     "debug",
+    "picture",
     "interop",
     "parallel",
     "__init__",

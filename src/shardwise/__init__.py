@@ -8,7 +8,9 @@ from . import forms  # registers the distributed forms
 from .autograd import keep_partial_grads
 from .factories import arange, empty, full, ones, rand, randn, zeros
 from .mesh import DeviceMesh, init_device_mesh
+from .parallel import distribute_module
 from .per_rank import PerRank, is_first_rank, per_rank
+from .picture import picture
 from .placement import Partial, Placement, Replicate, Shard
 from .policy import communication, implicit_replication, plain_tensors
 from .random import manual_seed
@@ -27,6 +29,7 @@ __all__ = [
     "TensorMeta",
     "arange",
     "communication",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "forms",
@@ -38,6 +41,7 @@ __all__ = [
     "manual_seed",
     "ones",
     "per_rank",
+    "picture",
     "plain_tensors",
     "rand",
     "randn",

@@ -1,0 +1,51 @@
+"""To and from PyTorch's own DTensor, for programs that use both."""
+
+from __future__ import annotations
+
+import torch.distributed.tensor as torch_dtensor
+
+from .distribute import from_local
+from .errors import LayoutError, MeshError
+from .mesh import VirtualMesh
+from .placement import Partial, Placement, Replicate, Shard
+from .tensor import DTensor
+
+__all__ = ["from_torch", "to_torch"]
+
+
+def from_torch(tensor: torch_dtensor.DTensor) -> DTensor:
+    """A Shardwise DTensor over the same local tensor."""
+    places: list[Placement] = []
+    for place in tensor.placements:
+        if isinstance(place, torch_dtensor.Shard):
+            places.append(Shard(place.dim))
+        elif isinstance(place, torch_dtensor.Partial):
+            places.append(Partial(place.reduce_op))
+        elif isinstance(place, torch_dtensor.Replicate):
+            places.append(Replicate())
+        else:
+            raise LayoutError(f"from_torch: {place} has no counterpart. Redistribute it first.")
+    made: DTensor = from_local(
+        tensor.to_local(), tensor.device_mesh, places, False, tensor.shape, tensor.stride()
+    )
+    return made
+
+
+def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
+    """PyTorch's DTensor over the same local tensor; ragged cuts are made even first."""
+    mesh = tensor.device_mesh
+    if isinstance(mesh, VirtualMesh):
+        raise MeshError("to_torch: PyTorch's DTensor needs real processes; this mesh is virtual.")
+    if tensor._spec.cuts is not None:
+        tensor = tensor.redistribute(placements=tensor.placements)
+    places: list[torch_dtensor.Placement] = []
+    for place in tensor.placements:
+        if isinstance(place, Shard):
+            places.append(torch_dtensor.Shard(place.dim))
+        elif isinstance(place, Partial):
+            places.append(torch_dtensor.Partial(place.reduce_op))
+        else:
+            places.append(torch_dtensor.Replicate())
+    return torch_dtensor.DTensor.from_local(
+        tensor.to_local(), mesh, places, shape=tensor.shape, stride=tensor.stride()
+    )
