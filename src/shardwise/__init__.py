@@ -4,7 +4,10 @@ Write a program for one device; Shardwise runs it on a mesh of devices and gives
 answer.
 """
 
-from . import forms  # registers the distributed forms
+from . import (
+    forms,  # registers the distributed forms
+    register,
+)
 from .autograd import keep_partial_grads
 from .factories import arange, empty, full, ones, rand, randn, zeros
 from .mesh import DeviceMesh, init_device_mesh
@@ -14,6 +17,7 @@ from .picture import picture
 from .placement import Partial, Placement, Replicate, Shard
 from .policy import communication, implicit_replication, plain_tensors
 from .random import manual_seed
+from .register import register_rule
 from .spec import DTensorSpec, TensorMeta
 from .tensor import DTensor, distribute_tensor
 
@@ -45,5 +49,7 @@ __all__ = [
     "plain_tensors",
     "rand",
     "randn",
+    "register",
+    "register_rule",
     "zeros",
 ]

@@ -1,0 +1,153 @@
+"""`register_rule`: the native form of a rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from .._torch import OpOverload
+from ..errors import RuleError
+from ..placement import Partial
+from ..propagate import Decision
+from ..rules import Call, Family, Local, Rule, notation, parse
+from ..rules.registered import Registered
+from .operators import check_shapes, overloads, put
+
+__all__ = ["register_rule"]
+
+
+def register_rule(
+    op: Any,
+    rule: str | Family,
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    added: Sequence[int] = (),
+    reduce: str | None = "sum",
+    local: Local | None = None,
+    reads: Sequence[str] | None = None,
+) -> None:
+    """Give an operator, or each of a list, a rule: index notation, or a function of the call.
+
+    `linear` are sets of operands that may hold pending sums together. `added` are operands that are
+    added to the result, so that they count once. `reduce` is the pending reduction of results that
+    lack a sharded factor; None if they must not lack one. `local(op, args, kwargs, site)` replaces
+    the local call. A function `fn(call)` returns a `Rule`; `reads` names the numbers that it looks
+    at (all, if not given), which then tell two calls apart. In-place forms follow their base
+    operator; a later rule replaces an earlier one.
+
+    >>> import torch
+    >>> from shardwise import Shard, distribute_tensor, init_device_mesh
+    >>> @torch.library.custom_op("shardwise_docs::scaled_mm", mutates_args=())
+    ... def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    ...     return a @ b * scale
+    >>> @scaled_mm.register_fake
+    ... def _(a, b, scale):
+    ...     return a.new_empty(a.shape[0], b.shape[1])
+    >>> register_rule(scaled_mm, "m k, k n -> m n", linear=[[0], [1]])
+    >>> mesh = init_device_mesh("cpu", (2,))
+    >>> a = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
+    >>> b = distribute_tensor(torch.ones(6, 3), mesh, [Shard(0)])
+    >>> scaled_mm(a, b, 0.5).placements
+    (P(sum),)
+    """
+    ops = overloads("register_rule", op)
+    if reduce is not None:
+        Partial(reduce)  # raises if there is no such reduction
+    if isinstance(rule, str):
+        inputs, outputs = parse(rule)
+        for each in ops:
+            _check_counts(each, rule, len(inputs), len(outputs))
+        _check_traits(rule, len(inputs), linear, added)
+        family = notation(rule, linear=linear, added=added, reduce=reduce)
+        reads = ()
+    elif callable(rule):
+        if linear or added or reduce != "sum":
+            raise RuleError(
+                "register_rule: linear, added and reduce belong to a rule in index notation. "
+                "A function says them in the Rule that it returns."
+            )
+        family = rule
+    else:
+        raise RuleError(
+            f"register_rule: {rule!r} is neither index notation, like 'm k, k n -> m n', nor a "
+            "function from a Call to a Rule."
+        )
+    by_value = None if reads is None else frozenset(reads)
+    for each in ops:
+        _check_names(each, by_value)
+    put(ops, Registered(_whole(family, local), by_value=by_value, check=_check))
+
+
+def _whole(family: Family, local: Local | None) -> Family:
+    """The family with its local call, and its answer checked."""
+
+    def checked(call: Call) -> Rule:
+        rule = family(call)
+        if not isinstance(rule, Rule):
+            raise RuleError(f"{call.name}: the rule's function returned {rule!r}, not a Rule.")
+        return rule if local is None else dataclasses.replace(rule, local=local)
+
+    return checked
+
+
+def _check(call: Call, rule: Rule | None, decision: Decision, structure: Any) -> None:
+    """Hold the rule to its word, if the local call is the operator's own."""
+    assert rule is not None
+    if rule.local is None and rule.shape_arg is None and rule.tail is None and not rule.ignores:
+        check_shapes(call, decision, structure, None)
+
+
+def _check_counts(op: OpOverload, rule: str, inputs: int, outputs: int) -> None:
+    arguments = [str(a.type) for a in op._schema.arguments]
+    results = [str(r.type) for r in op._schema.returns]
+    lists = [kind for kind in (*arguments, *results) if "List[" in kind and "Tensor" in kind]
+    if lists:
+        raise RuleError(
+            f"register_rule: {op} has a list of tensors, which rule {rule!r} cannot name. "
+            "Give a function from a Call to a Rule."
+        )
+    tensors = [kind for kind in arguments if "Tensor" in kind]
+    least = len(tensors)
+    while least and tensors[least - 1].startswith("Optional"):
+        least -= 1
+    if not least <= inputs <= len(tensors):
+        have = str(least) if least == len(tensors) else f"{least} to {len(tensors)}"
+        raise RuleError(
+            f"register_rule: rule {rule!r} is for {inputs} operands, but {op} takes {have}: "
+            f"{op._schema}."
+        )
+    returned = len(results) or 1  # without results, what is written is the result
+    if outputs != returned:
+        raise RuleError(
+            f"register_rule: rule {rule!r} is for {outputs} results, but {op} returns {returned}: "
+            f"{op._schema}."
+        )
+
+
+def _check_traits(
+    rule: str, count: int, linear: Sequence[Sequence[int]], added: Sequence[int]
+) -> None:
+    groups: list[Any] = [*linear, added]
+    for group in groups:
+        if isinstance(group, (int, str)):
+            raise RuleError(
+                f"register_rule: linear={linear!r} must be sets of operands, like [[0], [1]] for "
+                "linear in each and [[0, 1]] for linear in both together."
+            )
+        for index in group:
+            if not 0 <= index < count:
+                raise RuleError(
+                    f"register_rule: operand {index} is named in linear or added, but rule "
+                    f"{rule!r} has operands 0 to {count - 1}."
+                )
+
+
+def _check_names(op: OpOverload, names: frozenset[str] | None) -> None:
+    known = [argument.name for argument in op._schema.arguments]
+    for name in sorted(names or ()):
+        if name not in known:
+            raise RuleError(
+                f"register_rule: reads names {name!r}, but {op} has the arguments "
+                f"{', '.join(known)}."
+            )

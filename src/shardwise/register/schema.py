@@ -1,0 +1,276 @@
+"""The words of PyTorch's DTensor rules: calls with specs for tensors, and what rules answer.
+
+The names and signatures are those of `torch.distributed.tensor`, so that rules written for it need
+only another import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload
+from ..errors import RuleError
+from ..mesh import AnyMesh
+from ..spec import DTensorSpec, TensorMeta
+
+__all__ = [
+    "OpSchema",
+    "OpSpec",
+    "OpStrategy",
+    "OutputSharding",
+    "OutputSpecs",
+    "PlacementStrategy",
+    "RuntimeSchemaInfo",
+    "StrategyType",
+    "TupleStrategy",
+]
+
+OutputSpecs = DTensorSpec | Sequence[DTensorSpec | None] | None
+"""One spec, one per result with None for those that are no tensors, or nothing."""
+
+
+@dataclass
+class RuntimeSchemaInfo:
+    """Which numbers a rule reads: all positional ones from `static_argnum` on, and those named.
+
+    Only these numbers tell two calls apart. `needs_pytree` is accepted; lists are always looked
+    into.
+    """
+
+    static_argnum: int = 100
+    static_kwargkey: list[str] | None = None
+    needs_pytree: bool = False
+
+
+@dataclass
+class OpSpec:
+    """One way to run an operator: the layouts of its results and of its operands."""
+
+    output_specs: OutputSpecs
+    input_specs: Sequence[DTensorSpec] | None = None
+    redistribute_cost: list[list[float]] | None = None
+
+    @property
+    def output_spec(self) -> DTensorSpec:
+        """The layout of the only result."""
+        if isinstance(self.output_specs, DTensorSpec):
+            return self.output_specs
+        raise ValueError(f"output_spec: this strategy has the results {self.output_specs}, not one")
+
+    def input_spec(self, index: int = 0) -> DTensorSpec:
+        """The layout of an operand."""
+        if self.input_specs is None or index >= len(self.input_specs):
+            raise ValueError(f"input_spec({index}): this strategy has {self.input_specs}")
+        return self.input_specs[index]
+
+    @property
+    def mesh(self) -> AnyMesh:
+        return next(_specs_in((self.output_specs, self.input_specs))).mesh
+
+    def __str__(self) -> str:
+        ins = "" if self.input_specs is None else f"{_text(self.input_specs)} -> "
+        return ins + _text(self.output_specs)
+
+
+PlacementStrategy = OpSpec
+"""The name of `OpSpec` in earlier versions of PyTorch."""
+
+
+class StrategyType:
+    """What stands for a tensor, or a list of tensors, in the schema that a strategy function
+    gets."""
+
+
+class OpStrategy(StrategyType):
+    """The ways to run an operator; for an operand the one layout that it has."""
+
+    def __init__(self, strategies: list[OpSpec]) -> None:
+        self.strategies = strategies
+
+    def max_num_shards(self) -> int:
+        """The largest number of shards of any strategy's result."""
+        return max(strategy.output_spec.num_shards for strategy in self.strategies)
+
+    @property
+    def mesh(self) -> AnyMesh:
+        return self.strategies[0].mesh
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.strategies[0].output_spec.ndim
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.strategies[0].output_spec.shape
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        return self.strategies[0].output_spec.meta
+
+    def __str__(self) -> str:
+        return f"OpStrategy[{', '.join(map(str, self.strategies))}]"
+
+
+class TupleStrategy(StrategyType):
+    """The strategies of the elements of a list of tensors."""
+
+    def __init__(
+        self,
+        childs: Sequence[StrategyType] | None = None,
+        *,
+        children: Sequence[StrategyType] | None = None,
+    ) -> None:
+        given = childs if childs is not None else children
+        if given is None:
+            raise TypeError("TupleStrategy: give the strategies of the elements")
+        self.children = given
+
+    @property
+    def childs(self) -> Sequence[StrategyType]:
+        """The name of `children` in earlier versions of PyTorch."""
+        return self.children
+
+    def child_mesh(self, index: int) -> AnyMesh:
+        child = self.children[index]
+        assert isinstance(child, OpStrategy)
+        return child.mesh
+
+    def __str__(self) -> str:
+        return f"TupleStrategy({', '.join(map(str, self.children))})"
+
+
+@dataclass
+class OpSchema:
+    """A call: its operator, and its arguments with tensors replaced by specs or strategies."""
+
+    op: OpOverload
+    args_schema: tuple[Any, ...]
+    kwargs_schema: dict[str, Any]
+    schema_info: RuntimeSchemaInfo | None = None
+
+    @property
+    def args_spec(self) -> tuple[DTensorSpec, ...]:
+        """The specs among the positional arguments, those in lists too."""
+        return tuple(_specs_in(self.args_schema))
+
+    @property
+    def kwargs_spec(self) -> tuple[DTensorSpec, ...]:
+        """The specs among the keyword arguments."""
+        return tuple(_specs_in(list(self.kwargs_schema.values())))
+
+    @property
+    def args_strategy(self) -> tuple[OpStrategy, ...]:
+        """The strategies among the positional arguments, those in lists too."""
+        return tuple(_strategies_in(self.args_schema))
+
+    @property
+    def kwargs_strategy(self) -> tuple[OpStrategy, ...]:
+        """The strategies among the keyword arguments."""
+        return tuple(_strategies_in(list(self.kwargs_schema.values())))
+
+    def get_mesh_from_args(self, validate: bool = True) -> AnyMesh:
+        """The mesh of the operands. They are on one mesh, else no rule is asked."""
+        everything = (self.args_schema, list(self.kwargs_schema.values()))
+        for spec in _specs_in(everything):
+            return spec.mesh
+        for strategy in _strategies_in(everything):
+            return strategy.mesh
+        raise RuleError(f"{self.op}: get_mesh_from_args: the call has no operand.")
+
+    def is_inplace_op(self) -> bool:
+        """Whether the operator's name says that it writes into its first operand."""
+        return self.op._schema.name.endswith("_")
+
+    def is_out_variant_op(self) -> bool:
+        """Whether the operator has out= arguments. Rules are asked for the form without."""
+        return any(argument.is_out for argument in self.op._schema.arguments)
+
+    def is_view_op(self) -> bool:
+        """Whether a result shares memory with an operand."""
+        aliases = [result.alias_info for result in self.op._schema.returns]
+        return any(alias is not None and not alias.is_write for alias in aliases)
+
+    def return_type_tensor(self) -> bool:
+        """Whether the first result is a tensor."""
+        returns = self.op._schema.returns
+        return len(returns) > 0 and isinstance(returns[0].type, torch.TensorType)
+
+    def return_type_tuple_tensor_like(self) -> bool:
+        """Whether there are several results, of which the first is a tensor."""
+        return len(self.op._schema.returns) > 1 and self.return_type_tensor()
+
+    def return_type_list_tensor_like(self) -> bool:
+        """Whether the result is a list."""
+        returns = self.op._schema.returns
+        return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+
+    def with_specs(self, specs: Sequence[DTensorSpec]) -> OpSchema:
+        """The same call with other layouts for the operands among the positional arguments."""
+        if len(specs) != len(self.args_spec):
+            raise RuleError(
+                f"{self.op}: {len(specs)} specs were given for {len(self.args_spec)} operands."
+            )
+        left = iter(specs)
+        args = tuple(_refilled(value, left) for value in self.args_schema)
+        return OpSchema(self.op, args, self.kwargs_schema, self.schema_info)
+
+    def _inplace_rewrap_schema_suggestion(self, origin_schema: OpSchema) -> None:
+        """Put the arguments of `origin_schema` that are no tensors around the specs of this one."""
+        whole = origin_schema.with_specs(self.args_spec)
+        self.args_schema, self.kwargs_schema = whole.args_schema, whole.kwargs_schema
+
+
+@dataclass
+class OutputSharding:
+    """What a propagation rule answers.
+
+    With `redistribute_schema` the operands are first moved to its specs; without an `output_spec`
+    the rule is then asked again.
+    """
+
+    output_spec: OutputSpecs
+    redistribute_schema: OpSchema | None = None
+    needs_redistribute: bool = False
+    use_val_from_redistribute_schema: bool = False
+
+
+def _specs_in(value: Any) -> Iterator[DTensorSpec]:
+    if isinstance(value, DTensorSpec):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _specs_in(each)
+
+
+def _strategies_in(value: Any) -> Iterator[OpStrategy]:
+    if isinstance(value, OpStrategy):
+        yield value
+    elif isinstance(value, TupleStrategy):
+        yield from _strategies_in(list(value.children))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _strategies_in(each)
+
+
+def _refilled(value: Any, specs: Iterator[DTensorSpec]) -> Any:
+    if isinstance(value, DTensorSpec):
+        return next(specs)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_refilled(each, specs) for each in value)
+    return value
+
+
+def _text(specs: object) -> str:
+    if isinstance(specs, DTensorSpec):
+        return specs.layout_text()
+    if isinstance(specs, (list, tuple)):
+        return "(" + ", ".join(map(_text, specs)) + ")"
+    return str(specs)
