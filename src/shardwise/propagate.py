@@ -71,7 +71,7 @@ def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
 def _by_example(rule: Rule, call: Call) -> Decision:
     """Operands that are not read stay; the results take the first one's shards."""
     example = call.specs[0]
-    same = bool(rule.sizes) or not call.results[0].shape
+    same = tuple(call.results[0].shape) == tuple(example.meta.shape)
     places: list[Placement] = []
     for place in example.placements:
         places.append(place if same and place.is_shard() else Replicate())
