@@ -11,7 +11,7 @@ import torch
 from ..spec import DTensorSpec, TensorMeta
 from .rule import Rule
 
-__all__ = ["Call", "Family", "Operand"]
+__all__ = ["Call", "Family", "Operand", "has_fractions", "keeps_sums"]
 
 
 class Operand(int):
@@ -21,6 +21,21 @@ class Operand(int):
 
     def __repr__(self) -> str:
         return f"operand {int(self)}"
+
+
+def has_fractions(dtype: torch.dtype) -> bool:
+    """Whether values of `dtype` can be averaged: the average of integers drops what is over."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
+    """Whether a sum may be pending while values go from `src` to `dst`.
+
+    Truth values saturate, narrow integers wrap around, and a cast to integers drops fractions.
+    """
+    if src is dst:
+        return src is not torch.bool
+    return has_fractions(dst) and (has_fractions(src) or src is torch.int64)
 
 
 class Call:

@@ -14,6 +14,7 @@ from .pointwise import broadcast_dims, pointwise
 from .rule import Dims, Rule, Site, along
 
 __all__ = [
+    "addmv_local",
     "embedding",
     "embedding_backward",
     "layer_norm",
@@ -25,6 +26,11 @@ __all__ = [
 ]
 
 _MEAN, _SUM = 1, 2
+
+
+def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """With an empty matrix PyTorch forgets to broadcast the first operand."""
+    return op(args[0].expand(site.out_shapes[0]), *args[1:], **kwargs)
 
 
 def _lead(call: Call, operand: int) -> tuple[Dims, Dims, dict[str, int]]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..errors import RuleError
-from .call import Call, Family
-from .rule import Along, Dims, Rule, Scaled
+from .call import Call, Family, has_fractions
+from .rule import Along, Dims, Local, Rule, Scaled
 
 __all__ = ["Pattern", "notation", "parse"]
 
@@ -114,11 +114,12 @@ def notation(
     linear: Sequence[Sequence[int]] = (),
     added: Sequence[int] = (),
     reduce: str | None = "sum",
+    local: Local | None = None,
 ) -> Family:
     """A family written in index notation.
 
     `linear` are sets of operands that may hold pending sums together; `added` are operands that
-    are added to the result, so that they count once.
+    are added to the result, so that they count once. `local` replaces the local call.
     """
     inputs, outputs = parse(text)
 
@@ -154,6 +155,8 @@ def notation(
                 for each in linear
                 if (kept := tuple(given.index(index) for index in each if index in given))
             ),
+            averages=all(has_fractions(spec.dtype) for spec in call.specs),
+            local=local,
         )
 
     return family
@@ -212,7 +215,8 @@ def _bind(
 
 def _dims(pattern: Pattern, shape: Sequence[int], sizes: dict[str, int], whole: set[str]) -> Dims:
     dims: list[Along | None] = []
-    for dim, size in zip(_fitted(pattern, len(shape)) or pattern, shape, strict=True):
+    fitted = _fitted(pattern, len(shape))
+    for dim, size in zip(pattern if fitted is None else fitted, shape, strict=True):
         name = dim.factors[0] if dim.factors else None
         if name is None or name in whole or (dim.optional and size != sizes.get(name)):
             dims.append(None)

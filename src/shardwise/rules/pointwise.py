@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from .call import Call, Operand
+from .call import Call, Operand, has_fractions, keeps_sums
 from .rule import Along, Dims, Rule
 
 __all__ = ["broadcast_dims", "pointwise"]
@@ -41,6 +39,8 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "imag": ((0,),),
     "_to_copy": ((0,),),
 }
+_MOVES = ("alias", "clone", "copy", "detach", "lift_fresh", "where", "_to_copy")
+"""Operators that copy values: without a change of dtype, every pending sum passes."""
 _UP = [
     "relu",
     "relu6",
@@ -49,11 +49,6 @@ _UP = [
     "expm1",
     "sigmoid",
     "tanh",
-    "sqrt",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
     "atan",
     "asinh",
     "sinh",
@@ -75,6 +70,8 @@ _UP = [
     "cbrt",
     "hardsigmoid",
 ]
+_UP_FROM = ("sqrt", "log", "log2", "log10", "log1p")
+"""Defined for large numbers only: below there is NaN, which would win over the maximum."""
 _DOWN = ("neg", "negative", "erfc")
 _JOINT = {"maximum": "max", "minimum": "min"}
 _AFFINE = ("add", "sub", "rsub")  # a number added to a pending sum would be added on every rank
@@ -100,7 +97,8 @@ def pointwise(call: Call) -> Rule:
         outputs=tuple(broadcast_dims(shape, out) for shape in shapes),
         sizes={f"i{dim}": size for dim, size in enumerate(out)},
         reduce=None,
-        linear=_linear(call, name),
+        linear=(linear := _linear(call, name)),
+        averages=_averages(call, name, linear),
         passes=_passes(call, name),
     )
 
@@ -112,8 +110,6 @@ def base_name(call: Call) -> str:
 
 
 def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
-    if name == "_to_copy" and not _cast_is_linear(call):
-        return ()
     if name in ("div", "true_divide") and call.get("rounding_mode") is not None:
         return ()
     groups = _LINEAR.get(name, ())
@@ -122,21 +118,23 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
     if name in _AFFINE and len(given) < 2:
         return ()
-    if any(spec.dtype is torch.bool for spec in call.specs) and name != "where":
-        return ()
     found = []
     for group in groups:
         kept = tuple(given.index(index) for index in group if index in given)
-        if len(kept) == len(group):
+        if len(kept) == len(group) and all(_keeps_sums(call, name, index) for index in kept):
             found.append(kept)
     return tuple(found)
 
 
-def _cast_is_linear(call: Call) -> bool:
-    src, dst = call.specs[0].dtype, call.results[0].dtype
-    if src is dst:
-        return True
-    return src is not torch.bool and (dst.is_floating_point or dst.is_complex)
+def _keeps_sums(call: Call, name: str, operand: int) -> bool:
+    src, dst = call.specs[operand].dtype, call.results[0].dtype
+    return keeps_sums(src, dst) or (src is dst and name in _MOVES)
+
+
+def _averages(call: Call, name: str, linear: Sequence[Sequence[int]]) -> bool:
+    dtypes = [call.specs[operand].dtype for group in linear for operand in group]
+    same = all(dtype is call.results[0].dtype for dtype in dtypes)
+    return all(map(has_fractions, dtypes)) or (same and name in _MOVES)
 
 
 def _passes(call: Call, name: str) -> tuple[tuple[tuple[int, ...], str, str], ...]:
@@ -144,6 +142,8 @@ def _passes(call: Call, name: str) -> tuple[tuple[tuple[int, ...], str, str], ..
     if name == "_to_copy" and call.results[0].dtype is call.specs[0].dtype:
         return (((0,), "max", "max"), ((0,), "min", "min"))
     if len(call.specs) == 1 and not any(isinstance(v, Operand) for v in call.args[1:]):
+        if name in _UP_FROM:
+            return (((0,), "min", "min"),)
         if name in _UP and not _negative_slope(call, name):
             return (((0,), "max", "max"), ((0,), "min", "min"))
         if name in _DOWN:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..engine import identity
-from .call import Call, Family
+from .call import Call, Family, has_fractions, keeps_sums
 from .rule import Dims, Rule, Site, along
 
-__all__ = ["dimwise", "mean", "reduced_dims", "reduction"]
+__all__ = ["dimwise", "mean", "reduced_dims", "reduction", "slicewise"]
 
 
 def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
@@ -41,15 +41,19 @@ def reduction(kind: str, *, linear: bool = False, local: Any = None, unless: Any
     def family(call: Call) -> Rule:
         shape = call.shape(0)
         dims = reduced_dims(call)
+        if call.get("dim") == [] and call.results[0].shape == shape:
+            dims = ()  # unlike sum, any and all of no dims reduce nothing
         out = along(_kept(len(shape), dims, bool(call.get("keepdim", False))))
-        partial = ("max", "min")
+        src, dst = call.specs[0].dtype, call.results[0].dtype
+        passes = kind in ("max", "min") and (src is dst or src is torch.bool)
         return Rule(
             inputs=(along([f"i{dim}" for dim in range(len(shape))]),),
             outputs=(out,) * len(call.results),
             sizes={f"i{dim}": size for dim, size in enumerate(shape)},
             reduce=kind,
-            linear=((0,),) if linear and call.specs[0].dtype is not torch.bool else (),
-            passes=(((0,), kind, kind),) if kind in partial else (),
+            linear=((0,),) if linear and keeps_sums(src, dst) else (),
+            averages=has_fractions(src),
+            passes=(((0,), kind, kind),) if passes else (),
             local=local,
             unless=unless,
         )
@@ -90,6 +94,14 @@ def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Sit
 mean = reduction("sum", linear=True, local=mean_local, unless=_is_whole)
 largest = reduction("max", local=extreme_local, unless=_holds_some)
 smallest = reduction("min", local=extreme_local, unless=_holds_some)
+
+
+def slicewise(call: Call) -> Rule:
+    """An operator that works apart on the slice at each place of one dim, and needs it whole."""
+    shape = call.shape(0)
+    dim = call.get("dim") % len(shape)
+    dims = along([f"i{d}" if d == dim else None for d in range(len(shape))])
+    return Rule((dims,), (dims,), {f"i{dim}": shape[dim]}, reduce=None)
 
 
 def dimwise(*names: str, results: str = "same", linear: Sequence[Sequence[int]] = ()) -> Family:

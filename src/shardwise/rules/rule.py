@@ -112,8 +112,8 @@ class Rule:
 
     `reduce` is the pending reduction of results that lack a sharded factor (None: not allowed).
     `added` are operands that count once per result, so they must be partial where the result is.
-    `linear` are sets of operands that may hold pending sums or averages together. `passes` are
-    triples
+    `linear` are sets of operands that may hold pending sums or, with `averages`, averages
+    together. `passes` are triples
     (operands, op, op of the results) for other pending reductions. `shape_arg` is the argument to
     be replaced by the local shape of the first result; `tail` gives all arguments after the
     operands for the place where a call runs; `local` replaces the local call,
@@ -128,6 +128,7 @@ class Rule:
     reduce: str | None = "sum"
     added: frozenset[int] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
+    averages: bool = True
     passes: tuple[tuple[tuple[int, ...], str, str], ...] = ()
     shape_arg: int | None = None
     tail: Callable[[Site], tuple[Any, ...]] | None = None
@@ -142,7 +143,7 @@ class Rule:
         whole = (Replicate(),) * len(self.inputs)
         rows.append(Row(whole, (Replicate(),) * len(self.outputs)))
         for operands in self.linear:
-            for op in ("sum", "avg"):
+            for op in ("sum", "avg") if self.averages else ("sum",):
                 rows.append(self._partial_row(operands, op, op))
         rows.extend(self._partial_row(*entry) for entry in self.passes)
         return tuple(rows)

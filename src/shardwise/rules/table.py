@@ -13,7 +13,7 @@ from . import creation, nn, views
 from .call import Family
 from .notation import notation
 from .pointwise import pointwise
-from .reductions import dimwise, largest, mean, reduction, smallest
+from .reductions import dimwise, largest, mean, reduction, slicewise, smallest
 
 __all__ = ["TABLE", "family_of"]
 
@@ -35,7 +35,9 @@ TABLE: dict[str, Family] = {
     "vdot": notation("k, k -> ()", linear=_each),
     "ger": notation("m, n -> m n", linear=_each),
     "addmm": notation("[m] [n], m k, k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
-    "addmv": notation("[m], m k, k -> m", linear=((0, 1), (0, 2)), added=(0,)),
+    "addmv": notation(
+        "[m], m k, k -> m", linear=((0, 1), (0, 2)), added=(0,), local=nn.addmv_local
+    ),
     "addr": notation("[m] [n], m, n -> m n", linear=((0, 1), (0, 2))),
     "baddbmm": notation("[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addbmm": notation("[m] [n], b m k, b k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
@@ -58,17 +60,18 @@ TABLE: dict[str, Family] = {
             "max.dim min.dim argmax argmin median.dim nanmedian.dim mode kthvalue sort topk "
             "cumsum cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
             "_softmax_backward_data _log_softmax_backward_data _safe_softmax var std var_mean "
-            "std_mean linalg_vector_norm aminmax flip renorm"
+            "std_mean linalg_vector_norm aminmax flip"
         ),
         dimwise("dim"),
     ),
+    "renorm": slicewise,
     # pointwise, though not tagged so
     **dict.fromkeys(
         _names(
             "copy fill zero detach alias lift_fresh lift_fresh_copy _to_copy _conj _conj_physical "
             "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
             "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
-            "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward glu_jvp "
+            "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
             "logit_backward isin.Tensor_Scalar"
         ),
         pointwise,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..geometry import Cuts, Interval, chunk_cuts, intervals
-from .call import Call
+from .call import Call, has_fractions, keeps_sums
 from .rule import Along, Dims, Rule, Scaled, Site, along
 
 __all__ = [
@@ -142,9 +142,21 @@ def squeeze(call: Call) -> Rule:
     gone = {d % len(shape) for d in named if shape[d] == 1} if shape else set()
     rule = _reordered(call, [f"i{d}" for d in range(len(shape)) if d not in gone])
     ins = tuple(None if d in gone else at for d, at in enumerate(rule.inputs[0]))
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        return _forms(op, aten.squeeze.dims, aten.squeeze_copy.dims)(args[0], list(gone))
+
     return replace(
-        rule, inputs=(ins,), sizes={f"i{d}": n for d, n in enumerate(shape) if d not in gone}
+        rule,
+        inputs=(ins,),
+        sizes={f"i{d}": n for d, n in enumerate(shape) if d not in gone},
+        local=local,
     )
+
+
+def _forms(op: Any, view: Any, copy: Any) -> Any:
+    """The form of a view that `op` asks for: the view itself or its copy."""
+    return copy if op._schema.name.endswith("_copy") else view
 
 
 def expand(call: Call) -> Rule:
@@ -253,7 +265,8 @@ def split(call: Call) -> Rule:
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         piece = site.box(0)[dim]
-        return [aten.slice(args[0], dim, *window.local(piece)) for window in windows]
+        cut = _forms(op, aten.slice.Tensor, aten.slice_copy.Tensor)
+        return [cut(args[0], dim, *window.local(piece)) for window in windows]
 
     return replace(
         rule, outputs=tuple(_linked(shape, dim, window) for window in windows), local=local
@@ -376,6 +389,19 @@ def select_scatter(call: Call) -> Rule:
 # --- joining ---------------------------------------------------------------------------------
 
 
+def _together(call: Call) -> dict[str, Any]:
+    """Pending sums and averages pass if all operands hold them and no dtype is in the way."""
+    dst = call.results[0].dtype
+    dtypes = [spec.dtype for spec in call.specs]
+    same = all(dtype is dst for dtype in dtypes)
+    return {
+        "linear": (tuple(range(len(dtypes))),)
+        if same or all(keeps_sums(dtype, dst) for dtype in dtypes)
+        else (),
+        "averages": same or all(map(has_fractions, dtypes)),
+    }
+
+
 def cat(call: Call) -> Rule:
     """Tensors one after another along a dim that must be whole."""
     out = call.results[0].shape
@@ -390,7 +416,7 @@ def cat(call: Call) -> Rule:
         (along(names),),
         {f"i{d}": size for d, size in enumerate(out) if d != dim},
         reduce=None,
-        linear=(tuple(range(len(call.specs))),),
+        **_together(call),
     )
 
 
@@ -405,5 +431,5 @@ def stack(call: Call) -> Rule:
         (along(names),),
         {f"i{d}": size for d, size in enumerate(out) if d != dim},
         reduce=None,
-        linear=(tuple(range(len(call.specs))),),
+        **_together(call),
     )

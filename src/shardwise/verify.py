@@ -1,0 +1,307 @@
+"""The checker of rules: every row by brute force.
+
+The inputs are sharded as a row says, the operator runs on every rank, the results are put together
+as the row says, and all is compared with the operator on the whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import mul
+from typing import Any
+
+import torch
+
+from ._torch import OpOverload
+from .build import Entry
+from .engine.reduction import check_reducible, reduce_list
+from .errors import LayoutError, RuleError
+from .geometry import Cuts, chunk_cuts
+from .infer import infer
+from .mesh import Topology, VirtualMesh, topology
+from .placement import Partial, Placement, Shard
+from .plans import CallPlan, filled
+from .propagate import _spec as spec_along
+from .random import is_random
+from .rules import Call, Operand, Row, Rule
+from .rules.call import has_fractions
+from .spec import DTensorSpec, TensorMeta, default_placements
+from .wrapper import wrap
+
+__all__ = ["CheckedRow", "Report", "verify"]
+
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """A row of a rule, in how many settings it was tried, and the first thing that was wrong."""
+
+    row: Row
+    trials: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found: one entry per row of the rule."""
+
+    op: OpOverload
+    rule: Rule
+    rows: tuple[CheckedRow, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row gives the answer of one device."""
+        return all(checked.problem is None for checked in self.rows)
+
+    @property
+    def trials(self) -> int:
+        """How many times the operator ran sharded."""
+        return sum(checked.trials for checked in self.rows)
+
+    def raise_if_wrong(self) -> None:
+        """Raise a `RuleError` that says what is wrong, if anything is."""
+        if not self.ok:
+            raise RuleError(str(self))
+
+    def __str__(self) -> str:
+        width = max((len(repr(checked.row)) for checked in self.rows), default=0)
+        lines = [f"{self.op}: {self.rule}"]
+        for checked in self.rows:
+            said = "ok" if checked.problem is None else f"WRONG: {checked.problem}"
+            lines.append(f"  {checked.row!r:{width}}  {said}")
+        return "\n".join(lines)
+
+
+def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> Report:
+    """Check every row of the rule of `op` for a call with plain tensors, on axes of `ranks` ranks.
+
+    Sharded dims are cut evenly and raggedly, with empty pieces; pending values are split at random.
+
+    >>> import torch
+    >>> print(verify(torch.ops.aten.mm, torch.randn(5, 4), torch.randn(4, 3)))
+    aten.mm.default: m k, k n -> m n  linear=0|1
+      S(0), R -> S(0)         ok
+      S(1), S(0) -> P(sum)    ok
+      R, S(1) -> S(1)         ok
+      R, R -> R               ok
+      P(sum), R -> P(sum)     ok
+      P(avg), R -> P(avg)     ok
+      R, P(sum) -> P(sum)     ok
+      R, P(avg) -> P(avg)     ok
+    """
+    entry = Entry(op if isinstance(op, OpOverload) else _default(op))
+    if entry.family is None or entry.outs or entry.is_list or is_random(entry.op):
+        raise RuleError(f"verify: calls of {entry.op} are not decided by a rule of its own.")
+    trial = _Trial(entry, args, kwargs)
+    found: dict[Row, list[str | None]] = {}
+    for count in ranks:
+        rule = trial.rule(count)
+        for row in trial.rows(rule):
+            settings = list(_settings(rule, row, count))
+            problems = [trial.problem(rule, row, count, cuts) for cuts in settings]
+            found.setdefault(row, []).extend(problems)
+    rows = (
+        CheckedRow(row, len(problems), next(filter(None, problems), None))
+        for row, problems in found.items()
+    )
+    return Report(entry.op, rule, tuple(rows))
+
+
+def _default(packet: Any) -> Any:
+    overloads = packet.overloads()
+    if "default" not in overloads and len(overloads) > 1:
+        raise RuleError(f"verify: {packet} has the overloads {', '.join(overloads)}: give one.")
+    return getattr(packet, "default" if "default" in overloads else overloads[0])
+
+
+def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
+    """The cuts of the row's factor to try: even, all on the last rank, and one with holes."""
+    if row.factor is None:
+        yield from [()] * (3 if any(place.is_partial() for place in row.inputs) else 1)
+        return
+    size = rule.sizes[row.factor]
+    last, few = (0,) * (count - 1) + (size,), min(1, size)
+    holes = (few, *[0] * (count - 2), size - few)
+    yield from dict.fromkeys((chunk_cuts(size, (count,)), last, holes))
+
+
+class _Trial:
+    """One call, tried in many layouts."""
+
+    def __init__(self, entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.entry, self.args, self.kwargs = entry, args, kwargs
+        self.draw = torch.Generator().manual_seed(0)
+        self.tensors = _tensors([*args, *kwargs.values()])
+        self.metas = [TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in self.tensors]
+        copies = filled(args, kwargs, iter([t.clone() for t in self.tensors]))
+        self.expected = _tensors([entry.op(*copies[0], **copies[1])])
+        self.has_values = "empty" not in entry.op._schema.name
+        before = args[: entry.written] if entry.written is not None else ()
+        self.written = None if entry.written is None else len(_tensors(before))
+
+    def rule(self, count: int) -> Rule:
+        """The rule for the call on an axis of `count` ranks."""
+        where = _axis(count)
+        specs = [DTensorSpec(where, default_placements(where), meta) for meta in self.metas]
+        self.results, self.structure = infer(self.entry.op, self.args, self.kwargs, specs)
+        given = filled(self.args, self.kwargs, iter(map(Operand, range(len(specs)))))
+        assert self.entry.family is not None
+        return self.entry.family(Call(self.entry.op, *given, specs=specs, results=self.results))
+
+    def rows(self, rule: Rule) -> list[Row]:
+        """The rows that calls can meet: of those that write, the ones that keep the layout."""
+        kept = self.written
+        rows = [r for r in rule.rows if kept is None or r.inputs[kept] is r.outputs[0]]
+        return [row for row in rows if self._can_be(row)]
+
+    def _can_be(self, row: Row) -> bool:
+        for place, meta in zip(row.inputs, self.metas, strict=True):
+            if isinstance(place, Partial):
+                try:
+                    check_reducible(place.reduce_op, meta.dtype)
+                except LayoutError:
+                    return False
+        return True
+
+    def problem(self, rule: Rule, row: Row, count: int, cuts: Cuts) -> str | None:
+        """What is wrong when the call runs in this layout; None if nothing is."""
+        factors = {} if row.factor is None else {row.factor: (cuts, (count,))}
+        sides = (
+            (row.inputs, rule.inputs, self.metas),
+            (row.outputs, rule.outputs, self.results),
+        )
+        try:
+            inputs, outputs = (
+                [spec_along(_axis(count), [place], *rest, factors) for place, *rest in zip(*side)]
+                for side in sides
+            )
+            wrong = self._run(rule, inputs, outputs)
+        except _FAILURES as error:
+            wrong = f"{type(error).__name__}: {error}"
+        setting = f" with cuts {list(cuts)}" if row.factor is not None else ""
+        return None if wrong is None else f"on {count} ranks{setting}, {wrong}"
+
+    def _run(self, rule: Rule, inputs: list[DTensorSpec], outputs: list[DTensorSpec]) -> str | None:
+        plan = CallPlan(
+            self.entry.op,
+            inputs,
+            inputs,
+            outputs,
+            spots=None,
+            structure=self.structure,
+            written=self.written,
+            local=rule.local,
+            unless=rule.unless,
+            shape_arg=rule.shape_arg,
+            tail=rule.tail,
+        )
+        operands = [
+            wrap(spec, tuple(_parts(tensor, spec, self.draw)))
+            for spec, tensor in zip(inputs, self.tensors, strict=True)
+        ]
+        made = _tensors([plan.run(operands, self.args, self.kwargs)])
+        if len(made) != len(self.expected):
+            return f"{len(made)} results, not {len(self.expected)}"
+        for index, (got, want) in enumerate(zip(made, self.expected, strict=True)):
+            wrong = self._aliased(got, operands) or _difference(got, want, self.has_values)
+            if wrong is not None:
+                return f"result {index}: {wrong}"
+        return None
+
+    def _aliased(self, got: Any, operands: Sequence[Any]) -> str | None:
+        """A result shares memory with an operand if and only if the operator says so."""
+        if any(returned.alias_info for returned in self.entry.op._schema.returns):
+            return None
+        mine = {_memory(local) for local in got._locals}
+        for index, operand in enumerate(operands):
+            if mine & {_memory(local) for local in operand._locals if local.numel()}:
+                return f"it shares memory with operand {index}"
+        return None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _axis(count: int) -> Topology:
+    return topology(VirtualMesh("cpu", range(count)))
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _parts(
+    tensor: torch.Tensor, spec: DTensorSpec, draw: torch.Generator
+) -> Iterator[torch.Tensor]:
+    """The local tensors of a whole tensor laid out as `spec`, which has one axis."""
+    (place,) = spec.placements
+    if isinstance(place, Partial):
+        yield from _split(tensor, place.reduce_op, len(spec.slots), draw)
+        return
+    for coord in spec.slots:
+        yield tensor[tuple(slice(*piece) for piece in spec.box(coord))].clone()
+
+
+def _split(whole: torch.Tensor, op: str, count: int, draw: torch.Generator) -> list[torch.Tensor]:
+    """Tensors that reduce to `whole`, which none of them needs to resemble."""
+    dtype = whole.dtype
+    noise = [torch.randint(-3, 4, whole.shape, generator=draw).to(dtype) for _ in range(count)]
+    if dtype is torch.bool:
+        op = {"sum": "max", "product": "min"}.get(op, op)
+    if op in ("max", "min"):
+        owner = torch.randint(count, whole.shape, generator=draw)
+        beyond = torch.minimum if op == "max" else torch.maximum
+        return [
+            torch.where(owner == rank, whole, beyond(whole, other))
+            for rank, other in enumerate(noise)
+        ]
+    exact = has_fractions(dtype)
+    if op == "product":
+        signs = [torch.where(other.real > 0, 2 if exact else 1, -1).to(dtype) for other in noise]
+        rest = reduce(mul, signs[1:])
+        return [whole / rest if exact else whole * rest, *signs[1:]]
+    rest = sum(noise[1:], torch.zeros_like(whole))
+    if op == "sum":
+        return [whole - rest, *noise[1:]]
+    # The average of integers drops what is over: whole values must not depend on it.
+    over = 0 if exact else (count - 1) * torch.where(whole < 0, -1, 1).to(dtype)
+    return [whole * count - rest + over, *noise[1:]]
+
+
+def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
+    spec = got._spec
+    if spec.meta.shape != tuple(want.shape) or spec.dtype is not want.dtype:
+        return f"it is {spec.dtype} {list(spec.shape)}, not {want.dtype} {list(want.shape)}"
+    for coord, local in zip(spec.slots, got._locals, strict=True):
+        if tuple(local.shape) != spec.local_shape(coord) or local.dtype is not want.dtype:
+            return (
+                f"rank {coord[0]} has {local.dtype} {list(local.shape)}, not "
+                f"{want.dtype} {list(spec.local_shape(coord))}"
+            )
+    if not values:
+        return None
+    whole = _joined(spec.placements[0], got._locals)
+    # Sums in another order differ in the last digits, and more where large parts cancel.
+    close = torch.finfo(want.dtype).eps ** 0.5 if has_fractions(want.dtype) else 0
+    try:
+        torch.testing.assert_close(whole, want, rtol=close, atol=close, equal_nan=True)
+    except AssertionError as error:
+        return "values differ: " + "; ".join(filter(None, str(error).splitlines()[1:]))
+    return None
+
+
+def _joined(place: Placement, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if isinstance(place, Shard):
+        return torch.cat(list(parts), place.dim)
+    return reduce_list(parts, place.reduce_op) if isinstance(place, Partial) else parts[0]

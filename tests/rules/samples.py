@@ -1,0 +1,540 @@
+"""Sample calls of every operator that has a rule, with values that reveal mistakes.
+
+Negatives, zeros, ties, sizes that no number of ranks divides, dims of size 1 and 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+F64, F32, I64, BOOL, C128 = (
+    torch.float64,
+    torch.float32,
+    torch.int64,
+    torch.bool,
+    torch.complex128,
+)
+_VALUES = (-2.0, 0.5, 0.0, 3.0, -1.0, 1.0, 1.0, 0.0, -0.25, 2.0, -3.0, 0.75, 0.5)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shapes = [
+            str(list(v.shape)) + str(v.dtype).removeprefix("torch.")
+            if isinstance(v, torch.Tensor)
+            else "..."
+            if isinstance(v, list) and v and isinstance(v[0], torch.Tensor)
+            else repr(v)
+            for v in (*self.args, *self.kwargs.values())
+        ]
+        return f"{self.op}({', '.join(shapes)})"
+
+
+def x(*shape: int, dtype: torch.dtype = F64, shift: int = 0) -> torch.Tensor:
+    """A tensor of signs, zeros and ties in no simple order."""
+    count = prod(shape)
+    values = [_VALUES[(i * 5 + i // 7 + shift) % len(_VALUES)] for i in range(count)]
+    if dtype is BOOL:
+        return (torch.tensor(values) > 0).view(shape)
+    if dtype is C128:
+        other = torch.tensor(values[1:] + values[:1], dtype=F64)
+        return torch.complex(torch.tensor(values, dtype=F64), other).view(shape)
+    return torch.tensor(values, dtype=F64).view(shape).to(dtype)
+
+
+def positive(*shape: int, shift: int = 0) -> torch.Tensor:
+    """A tensor of numbers between 0 and 1."""
+    return x(*shape, shift=shift).sigmoid()
+
+
+def index(*shape: int, below: int) -> torch.Tensor:
+    """A tensor of indices, with repetitions."""
+    return ((torch.arange(prod(shape)) * 7 + 3) % max(below, 1)).view(shape)
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> Sample:
+    return Sample(op, args, kwargs)
+
+
+# --- pointwise operators, from their schemas ----------------------------------------------------
+
+_SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((5, 3), (5, 3), (5, 3)),
+    ((5, 3), (3,), (5, 1)),
+    ((4, 1), (1, 3), (3,)),
+    ((0, 3), (0, 3), (0, 3)),
+    ((4,), (), (1,)),
+    ((), (4,), ()),
+)
+_DTYPES: tuple[tuple[torch.dtype, ...], ...] = (
+    (F64, F64, F64),
+    (I64, I64, I64),
+    (BOOL, BOOL, BOOL),
+    (C128, C128, C128),
+    (I64, F64, F64),
+    (F64, I64, F64),
+    (F64, BOOL, F64),
+    (BOOL, F64, F64),
+    (F32, F64, F32),
+)
+_NUMBERS = (-0.5, 0.0, 2)
+_WORDS = {"approximate": "tanh", "rounding_mode": "floor"}
+_CANNOT = (RuntimeError, ArithmeticError, ValueError, TypeError, IndexError, NotImplementedError)
+
+
+def pointwise_samples(op: Any) -> Iterator[Sample]:
+    """Calls of a pointwise operator that PyTorch accepts."""
+    arguments = op._schema.arguments
+    seen = set()
+    for dtypes in _DTYPES:
+        for shapes in _SHAPES if dtypes[0] is dtypes[1] is F64 else _SHAPES[:2]:
+            for number in _NUMBERS if _has_number(op) else (2,):
+                sample = _filled(op, arguments, shapes, dtypes, number)
+                if str(sample) not in seen and _is_accepted(sample):
+                    seen.add(str(sample))
+                    yield sample
+
+
+def _divides(op: Any) -> bool:
+    """Whether a pending sum is divided: by zero, its parts would be infinities that cancel."""
+    return "div" in op._schema.name or op is aten.logit_backward.default
+
+
+def _has_number(op: Any) -> bool:
+    return any(_is_number(str(a.type)) for a in op._schema.arguments)
+
+
+def _is_number(kind: str) -> bool:
+    return kind.removeprefix("Optional[").removesuffix("]") in ("number", "float", "Scalar")
+
+
+def _filled(op: Any, arguments: Any, shapes: Any, dtypes: Any, number: float) -> Sample:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    tensors = 0
+    for argument in arguments:
+        kind = str(argument.type)
+        value: Any
+        if "Tensor" in kind:
+            at = min(tensors, 2)
+            value = x(*shapes[at], dtype=dtypes[at], shift=2 * tensors)
+            if argument.name in ("condition", "mask"):
+                value = x(*shapes[at], dtype=BOOL, shift=1)
+            if tensors and _divides(op):
+                value = torch.where(value == 0, torch.ones_like(value), value)
+            tensors += 1
+        elif _is_number(kind):
+            value = number + 2 if argument.name.startswith("max") else number
+            if _divides(op) and not value:
+                value = 3.5
+        elif argument.has_default_value():
+            continue
+        elif kind == "int":
+            value = 2
+        elif kind == "bool":
+            value = False
+        elif argument.name in _WORDS or "str" in kind:
+            value = _WORDS.get(argument.name, "none")
+        else:
+            value = number
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return Sample(op, tuple(args), kwargs)
+
+
+def _is_accepted(sample: Sample) -> bool:
+    """Whether PyTorch runs the call, and knows dtype and shape of its results before it does."""
+    facts = []
+    try:
+        for device in ("cpu", "meta"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made = sample.op(
+                    *[_copied(value, device) for value in sample.args],
+                    **{name: _copied(value, device) for name, value in sample.kwargs.items()},
+                )
+            results = made if isinstance(made, (list, tuple)) else [made]
+            facts.append([(r.dtype, r.shape) for r in results if isinstance(r, torch.Tensor)])
+    except _CANNOT:
+        return False
+    return facts[0] == facts[1]
+
+
+def _copied(value: Any, device: str) -> Any:
+    return value.clone().to(device) if isinstance(value, torch.Tensor) else value
+
+
+def pointwise_ops() -> list[Any]:
+    """Every operator of ATen that is tagged pointwise, without `out=` forms and random ones."""
+    found = []
+    for full in sorted(torch._C._dispatch_get_all_op_names()):
+        if not full.startswith("aten::"):
+            continue
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        op = getattr(getattr(aten, name), overload or "default", None)
+        if op is None or torch.Tag.pointwise not in op.tags:
+            continue
+        outs = any(argument.is_out for argument in op._schema.arguments)
+        if not outs and torch.Tag.nondeterministic_seeded not in op.tags:
+            found.append(op)
+    return found
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def _matrix() -> Iterator[Sample]:
+    a, b = x(5, 4), x(4, 3, shift=3)
+    for dtype in (F64, I64, C128):
+        yield call(aten.mm.default, a.to(dtype), b.to(dtype))
+        yield call(aten.dot.default, x(5, dtype=dtype), x(5, dtype=dtype, shift=4))
+        yield call(aten.vdot.default, x(5, dtype=dtype), x(5, dtype=dtype, shift=4))
+        yield call(aten.mv.default, a.to(dtype), x(4, dtype=dtype, shift=1))
+    yield call(aten.mm.default, x(0, 4), b)
+    yield call(aten.mm.default, x(5, 0), x(0, 3))
+    yield call(aten.mm.default, x(1, 4), x(4, 1))
+    yield call(aten.bmm.default, x(3, 5, 2), x(3, 2, 4, shift=1))
+    yield call(aten.ger.default, x(5), x(3, shift=2))
+    for bias in ((5, 3), (3,), (1, 3), (5, 1), ()):
+        for scales in ({}, {"beta": 2, "alpha": -0.5}, {"beta": 0}):
+            yield call(aten.addmm.default, x(*bias, shift=2), a, b, **scales)
+    for dtype in (I64, C128):
+        yield call(aten.addmm.default, x(3, dtype=dtype), a.to(dtype), b.to(dtype), beta=3)
+    for bias in ((5,), (1,), ()):
+        yield call(aten.addmv.default, x(*bias, shift=2), a, x(4), beta=2, alpha=-1)
+    for bias in ((5, 3), (3,), (5, 1), ()):
+        yield call(aten.addr.default, x(*bias, shift=2), x(5), x(3, shift=2), beta=2, alpha=-1)
+    for bias in ((3, 5, 4), (5, 4), (4,), (1, 5, 1)):
+        yield call(aten.baddbmm.default, x(*bias), x(3, 5, 2), x(3, 2, 4), beta=2, alpha=-1)
+    for bias in ((5, 4), (4,), (5, 1)):
+        yield call(aten.addbmm.default, x(*bias), x(3, 5, 2), x(3, 2, 4), beta=2, alpha=-1)
+    for lead in ((5,), (2, 3), ()):
+        yield call(aten.linear.default, x(*lead, 4), x(3, 4, shift=2))
+        yield call(aten.linear.default, x(*lead, 4), x(3, 4, shift=2), x(3, shift=1))
+
+
+def _reductions() -> Iterator[Sample]:
+    inputs = [x(5, 3), x(1, 4), x(5, 3, dtype=I64), x(5, 3, dtype=BOOL), x(5, 3, dtype=F32)]
+    inputs += [x(5, 3, dtype=C128), x(5, 3, dtype=torch.uint8), x(3, 2, 5), -x(5, 3).abs()]
+    for value in inputs:
+        yield from _every_dim(value, ((0,), (1,), (0, 1), (-1,), ()))
+    nan = x(5, 3)
+    nan[2, 1] = float("nan")
+    yield from _every_dim(nan, ((0,), (1,), (0, 1)))
+    yield from _every_dim(x(0, 3), ((1,), (0,)))
+    yield from _every_dim(x(), ((),))
+    for kept in (True, False):
+        yield call(aten.sum.dim_IntList, x(5, 3, dtype=I64), [0], kept, dtype=F64)
+        yield call(aten.sum.dim_IntList, x(5, 3), [0], kept, dtype=I64)
+        yield call(aten.mean.dim, x(5, 3, dtype=I64), [0], kept, dtype=F64)
+        yield call(aten.mean.dim, x(5, 3), None, kept)
+        yield call(aten.prod.dim_int, x(5, 3, dtype=I64), 0, kept, dtype=F64)
+    yield call(aten.sum.default, x(5, 3, dtype=BOOL), dtype=F64)
+    yield call(aten.mean.default, x(5, 3, dtype=I64), dtype=F64)
+
+
+def _every_dim(value: torch.Tensor, dims: tuple[tuple[int, ...], ...]) -> Iterator[Sample]:
+    """Calls of every reduction that PyTorch accepts."""
+    samples = [
+        call(getattr(aten, name).default, value)
+        for name in ("sum", "nansum", "count_nonzero", "mean", "prod", "max", "min", "any", "all")
+    ]
+    for dim in dims:
+        for keep in (False, True):
+            for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
+                samples.append(call(op, value, list(dim), keep))
+            if dim:  # PyTorch's meta kernel thinks that nansum of no dims reduces nothing
+                samples.append(call(aten.nansum.default, value, list(dim), keep))
+            samples.append(call(aten.any.dims, value, list(dim), keep))
+            samples.append(call(aten.all.dims, value, list(dim), keep))
+            if len(dim) == 1:
+                for op in (aten.prod.dim_int, aten.any.dim, aten.all.dim):
+                    samples.append(call(op, value, dim[0], keep))
+        samples.append(call(aten.count_nonzero.dim_IntList, value, list(dim)))
+    yield from filter(_is_accepted, samples)
+
+
+def _dimwise() -> Iterator[Sample]:
+    for value in (x(5, 3), x(3, 2, 5, shift=1), x(5, 3, dtype=I64), x(1, 4), x(0, 3), x()):
+        samples: list[Sample] = []
+        for dim in {0, value.ndim - 1, -1}:
+            for keep in (False, True):
+                for name in ("max", "min", "median", "nanmedian"):
+                    samples.append(call(getattr(aten, name).dim, value, dim, keep))
+                for name in ("argmax", "argmin", "mode"):
+                    samples.append(call(getattr(aten, name).default, value, dim, keep))
+                samples.append(call(aten.kthvalue.default, value, 2, dim, keep))
+                samples.append(call(aten.logsumexp.default, value, [dim], keep))
+                samples.append(call(aten.aminmax.default, value, dim=dim, keepdim=keep))
+                for name in ("var", "std", "var_mean", "std_mean"):
+                    op = getattr(aten, name)
+                    samples.append(call(op.correction, value, [dim], correction=0, keepdim=keep))
+                    samples.append(call(op.dim, value, [dim], True, keep))
+                for order in (2, 1, float("inf"), 0, 3.5):
+                    samples.append(call(aten.linalg_vector_norm.default, value, order, [dim], keep))
+            samples.append(call(aten.sort.default, value, dim, True))
+            samples.append(call(aten.sort.stable, value, stable=True, dim=dim))
+            samples.append(call(aten.topk.default, value, 2, dim))
+            for name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"):
+                samples.append(call(getattr(aten, name).default, value, dim))
+            for name in ("_softmax", "_log_softmax"):
+                samples.append(call(getattr(aten, name).default, value, dim, False))
+                back = getattr(aten, name + "_backward_data").default
+                samples.append(call(back, value, value.flip(0) if value.ndim else value, dim, F64))
+            samples.append(call(aten._safe_softmax.default, value, dim))
+            samples.append(call(aten.flip.default, value, [dim]))
+            samples.append(call(aten.renorm.default, value, 2, dim, 1.5))
+        for name in ("argmax", "argmin", "aminmax"):
+            samples.append(call(getattr(aten, name).default, value))
+        for name in ("var", "std", "var_mean", "std_mean"):
+            samples.append(call(getattr(aten, name).default, value))
+            samples.append(call(getattr(aten, name).correction, value))
+        samples.append(call(aten.linalg_vector_norm.default, value))
+        samples.append(call(aten.logsumexp.default, value, []))
+        yield from filter(_is_accepted, samples)
+
+
+def _untagged() -> Iterator[Sample]:
+    """Pointwise operators that PyTorch does not tag so."""
+    a, b = x(5, 3), x(5, 3, shift=3)
+    for dtype in (F64, I64, F32, C128, BOOL):
+        for other in (F64, I64, F32, BOOL):
+            if dtype is not C128:
+                yield call(aten._to_copy.default, x(5, 3, dtype=dtype), dtype=other)
+            yield call(aten.copy.default, x(5, 3, dtype=other), x(3, dtype=dtype, shift=1))
+            yield call(aten.copy_.default, x(5, 3, dtype=other), x(5, 3, dtype=dtype, shift=1))
+        for name in ("zero", "detach", "alias", "lift_fresh", "lift_fresh_copy"):
+            yield call(getattr(aten, name).default, x(5, 3, dtype=dtype))
+        yield call(aten.zero_.default, x(5, 3, dtype=dtype))
+        yield call(aten.fill.Scalar, x(5, 3, dtype=dtype), 3)
+        yield call(aten.fill_.Scalar, x(5, 3, dtype=dtype), 3)
+        yield call(aten.fill.Tensor, x(5, 3, dtype=dtype), x())
+    for dtype in (F64, C128):
+        yield call(aten._conj_physical.default, x(5, 3, dtype=dtype))
+        yield call(aten._neg_view.default, x(5, 3, dtype=dtype))
+    yield call(aten._conj.default, x(5, 3, dtype=C128))
+    yield call(aten.detach.default, x(0, 3))
+    yield call(aten._to_copy.default, x())
+    yield call(aten.elu_backward.default, a, 2.0, 1.5, 0.5, False, b)
+    yield call(aten.elu_backward.default, a, 2.0, 1.5, 0.5, True, b)
+    yield call(aten.hardtanh_backward.default, a, b, -0.5, 1.0)
+    yield call(aten.hardsigmoid_backward.default, a, b)
+    yield call(aten.hardswish.default, a)
+    yield call(aten.hardswish_backward.default, a, b)
+    yield call(aten.leaky_relu_backward.default, a, b, -0.5, False)
+    yield call(aten.softplus_backward.default, a, b, 2.0, 1.0)
+    yield call(aten.softshrink_backward.default, a, b, 0.5)
+    yield call(aten.hardshrink_backward.default, a, b, 0.5)
+    yield call(aten.log_sigmoid_forward.default, a)
+    output, buffer = aten.log_sigmoid_forward.default(b)
+    yield call(aten.log_sigmoid_backward.default, a, b, buffer)
+    yield call(aten.mish_backward.default, a, b)
+    yield call(aten.logit_backward.default, a, positive(5, 3), 0.3)
+    yield call(aten.logit_backward.default, a, positive(5, 3))
+    yield call(aten.isin.Tensor_Scalar, a, 1.0)
+    yield call(aten.isin.Tensor_Scalar, a, 1.0, invert=True)
+
+
+def _views() -> Iterator[Sample]:
+    for a in (x(6, 4), x(6, 4, dtype=I64), x(6, 4, dtype=BOOL), x(6, 4, dtype=C128)):
+        yield call(aten.view.default, a, [2, 3, 4])
+        yield call(aten.t.default, a)
+        yield call(aten.slice.Tensor, a, 0, 1, 5)
+        yield call(aten.expand.default, a, [2, 6, 4])
+    a = x(6, 4)
+    for shape in ([24], [-1], [2, 3, 4], [6, 2, 2], [4, 6], [8, 3], [1, 6, 1, 4], [3, 8], [2, 12]):
+        for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+            yield call(op, a, shape)
+        yield call(aten.view_copy.default, a, shape)
+    yield call(aten.view.default, x(5, 1, 3), [15])
+    yield call(aten.view.default, x(15), [5, 3])
+    yield call(aten.view.default, x(0, 3), [3, 0])
+    yield call(aten.view.default, x(4, 0, 3), [4, 0])
+    yield call(aten.view.default, x(1), [])
+    yield call(aten.view.default, x(), [1, 1])
+    for dims in ([1, 0, 2], [2, 0, 1], [-1, 0, 1], [0, 1, 2]):
+        yield call(aten.permute.default, x(5, 2, 3), dims)
+    for pair in ((0, 1), (-1, 0), (1, 1)):
+        yield call(aten.transpose.int, x(5, 2, 3), *pair)
+    yield call(aten.t.default, x(5))
+    yield call(aten.t.default, x())
+    for dim in (0, 1, -1, 2, -3):
+        yield call(aten.unsqueeze.default, x(5, 3), dim)
+    for shape in ((5, 1, 3), (1, 5), (1, 1), (5, 3), (0, 1)):
+        yield call(aten.squeeze.default, x(*shape))
+        for dim in (0, 1, -1):
+            yield call(aten.squeeze.dim, x(*shape), dim)
+        yield call(aten.squeeze.dims, x(*shape), [0, 1])
+    for src, dst in (((5, 1), [5, 3]), ((3,), [4, 3]), ((5, 3), [5, 3]), ((1,), [0]), ((), [3])):
+        yield call(aten.expand.default, x(*src), dst)
+    yield call(aten.expand.default, x(5, 1), [-1, 4])
+    yield call(aten.expand.default, x(1, 1), [1, 4])
+    for dim, at in ((0, 2), (1, -1), (-1, 0)):
+        yield call(aten.select.int, x(5, 3), dim, at)
+        yield call(aten.select_copy.int, x(5, 3), dim, at)
+        yield call(aten.select_scatter.default, x(5, 3), x(5, 3, shift=2).select(dim, 0), dim, at)
+        grad = x(5, 3, shift=1).select(dim, 0).clone()
+        yield call(aten.select_backward.default, grad, [5, 3], dim, at)
+    for dim in (0, -1):
+        yield call(aten.unbind.int, x(4, 3), dim)
+        for size in (1, 2, 4, 7):
+            yield call(aten.split.Tensor, x(7, 5), size, dim)
+        yield call(aten.split_with_sizes.default, x(5, 5), [1, 0, 3, 1], dim)
+    yield from _windows()
+
+
+def _windows() -> Iterator[Sample]:
+    bounds = ((0, 4, 1), (2, 5, 1), (1, 7, 2), (6, 7, 1), (3, 3, 1), (0, 7, 3), (-3, -1, 1))
+    for first, last, step in (*bounds, (None, None, 1), (0, 2**63 - 1, 2), (5, 2, 1)):
+        for dim in (0, 1):
+            whole = x(7, 3) if dim == 0 else x(3, 7)
+            part = aten.slice.Tensor(whole, dim, first, last, step).clone()
+            yield call(aten.slice.Tensor, whole, dim, first, last, step)
+            yield call(aten.slice_scatter.default, whole, part * 2 + 1, dim, first, last, step)
+            if first is not None:
+                yield call(
+                    aten.slice_backward.default, part, list(whole.shape), dim, first, last, step
+                )
+
+
+def _joins() -> Iterator[Sample]:
+    for dim in (0, 1, -1):
+        yield call(aten.cat.default, [x(5, 3), x(5, 3, shift=1), x(5, 3, shift=2)], dim)
+        yield call(aten.stack.default, [x(5, 3), x(5, 3, shift=1)], dim)
+    yield call(aten.cat.default, [x(5, 3), x(2, 3)], 0)
+    yield call(aten.cat.default, [x(5, 3), x(5, 1), x(5, 0)], 1)
+    yield call(aten.cat.default, [x(5, 3), x(0), x(2, 3)], 0)
+    yield call(aten.cat.default, [x(0), x(5, 3)], 1)
+    yield call(aten.cat.default, [x(5, 3), x(5, 3, dtype=I64)], 1)
+    yield call(aten.cat.default, [x(5, 3, dtype=I64), x(5, 3, dtype=BOOL)], 1)
+    yield call(aten.cat.default, [x(5, 3)], 1)
+    yield call(aten.stack.default, [x(), x(shift=1)], 0)
+    yield call(aten.stack.default, [x(5, 3, dtype=I64), x(5, 3, dtype=BOOL)], 0)
+
+
+def _creation() -> Iterator[Sample]:
+    for a in (x(5, 3), x(5, 3, dtype=I64), x(0, 3), x(), x(3, 5).t()):
+        for name in ("empty_like", "zeros_like", "ones_like"):
+            yield call(getattr(aten, name).default, a)
+        yield call(aten.full_like.default, a, 3)
+        for size in (list(a.shape), [4, 2]):
+            for name in ("new_empty", "new_zeros", "new_ones"):
+                yield call(getattr(aten, name).default, a, size)
+            yield call(aten.new_full.default, a, size, 3)
+    yield call(aten.new_empty_strided.default, x(5, 3), [5, 3], [1, 5])
+    yield call(aten.new_empty_strided.default, x(5, 3), [5, 3], [3, 1])
+    yield call(aten.new_empty_strided.default, x(5, 3), [2, 4], [4, 1])
+    yield call(aten.new_zeros.default, x(5, 3), [5, 3], dtype=I64)
+
+
+def _norms() -> Iterator[Sample]:
+    for shape, inner in (((5, 3), [3]), ((2, 3, 4), [4]), ((5, 2, 3), [2, 3]), ((0, 3), [3])):
+        value, weight, bias = x(*shape), x(*inner, shift=1), x(*inner, shift=2)
+        for params in ((weight, bias), (weight, None), (None, None)):
+            yield call(aten.native_layer_norm.default, value, inner, *params, 1e-5)
+            _, mean, rstd = aten.native_layer_norm.default(value, inner, *params, 1e-5)
+            masks = [[True, params[0] is not None, params[1] is not None], [True, False, False]]
+            if params[0] is not None:
+                masks.append([False, True, False])
+            for mask in masks:
+                yield call(
+                    aten.native_layer_norm_backward.default,
+                    x(*shape, shift=4),
+                    value,
+                    inner,
+                    mean,
+                    rstd,
+                    *params,
+                    mask,
+                )
+
+
+def _embedding() -> Iterator[Sample]:
+    for shape in ((5,), (2, 3), (), (0,), (5, 1)):
+        where = index(*shape, below=7)
+        for padding in (-1, 3):
+            yield call(aten.embedding.default, x(7, 3), where, padding)
+            for by_freq in (False, True):
+                grad = x(*shape, 3, shift=2)
+                yield call(aten.embedding_dense_backward.default, grad, where, 7, padding, by_freq)
+    yield call(aten.embedding.default, x(7, 3, dtype=F32), index(5, below=7))
+
+
+def _losses() -> Iterator[Sample]:
+    def each(a: Any, b: Any, grad_of: Any) -> Iterator[Sample]:
+        for reduction in (0, 1, 2):
+            grad = grad_of(reduction)
+            for name in ("mse_loss", "soft_margin_loss"):
+                yield call(getattr(aten, name).default, a, b, reduction)
+                yield call(getattr(aten, name + "_backward").default, grad, a, b, reduction)
+            for name, width in (("smooth_l1_loss", 0.7), ("huber_loss", 0.7)):
+                yield call(getattr(aten, name).default, a, b, reduction, width)
+                back = getattr(aten, name + "_backward").default
+                yield call(back, grad, a, b, reduction, width)
+            p, q = a.sigmoid(), (b > 0).to(a.dtype)
+            for weight in (None, positive(*a.shape[-1:])):
+                yield call(aten.binary_cross_entropy.default, p, q, weight, reduction)
+                yield call(
+                    aten.binary_cross_entropy_backward.default, grad, p, q, weight, reduction
+                )
+                for pos in (None, positive(*a.shape[-1:], shift=2)):
+                    yield call(
+                        aten.binary_cross_entropy_with_logits.default, a, q, weight, pos, reduction
+                    )
+
+    for shape in ((5, 3), (7,), (1, 4), (0, 3)):
+        a, b = x(*shape), x(*shape, shift=3)
+        samples = each(a, b, lambda r, s=shape: x(*s, shift=1) if r == 0 else x(shift=1))
+        yield from filter(_is_accepted, samples)
+    yield call(aten.mse_loss.default, x(5, 3), x(3), 1)
+    yield call(aten.mse_loss.default, x(5, 3), x(3), 0)
+
+
+def _nll() -> Iterator[Sample]:
+    for shape, names in (((5, 4), "nll_loss"), ((4,), "nll_loss"), ((3, 4, 2, 5), "nll_loss2d")):
+        classes = shape[0] if len(shape) == 1 else shape[1]
+        target = index(*(shape[:1] + shape[2:] if len(shape) > 1 else ()), below=classes)
+        value = x(*shape).log_softmax(0 if len(shape) == 1 else 1)
+        for weight in (None, positive(classes)):
+            for reduction in (0, 1, 2):
+                for ignore in (-100, 1):
+                    forward = getattr(aten, names + "_forward").default
+                    backward = getattr(aten, names + "_backward").default
+                    yield call(forward, value, target, weight, reduction, ignore)
+                    out, total = forward(value, target, weight, reduction, ignore)
+                    grad = x(*out.shape, shift=2) + 1
+                    yield call(backward, grad, value, target, weight, reduction, ignore, total)
+
+
+def table_samples() -> list[Sample]:
+    """All samples of operators in the table."""
+    parts = (
+        _matrix,
+        _reductions,
+        _dimwise,
+        _untagged,
+        _views,
+        _joins,
+        _creation,
+        _norms,
+        _embedding,
+        _losses,
+        _nll,
+    )
+    return [sample for part in parts for sample in part()]
