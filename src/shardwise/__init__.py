@@ -9,6 +9,7 @@ from . import (
     register,
 )
 from .autograd import keep_partial_grads
+from .debug import CommDebugMode
 from .factories import arange, empty, full, ones, rand, randn, zeros
 from .mesh import DeviceMesh, init_device_mesh
 from .parallel import distribute_module
@@ -20,8 +21,10 @@ from .random import manual_seed
 from .register import register_rule
 from .spec import DTensorSpec, TensorMeta
 from .tensor import DTensor, distribute_tensor
+from .verify import verify
 
 __all__ = [
+    "CommDebugMode",
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",
@@ -51,5 +54,6 @@ __all__ = [
     "randn",
     "register",
     "register_rule",
+    "verify",
     "zeros",
 ]

@@ -25,7 +25,7 @@ from .placement import Partial, Placement, Shard
 from .plans import CallPlan, filled
 from .propagate import _spec as spec_along
 from .random import is_random
-from .rules import Call, Operand, Row, Rule
+from .rules import Call, Dims, Operand, Row, Rule
 from .rules.call import has_fractions
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import wrap
@@ -137,8 +137,10 @@ class _Trial:
         self.draw = torch.Generator().manual_seed(0)
         self.tensors = _tensors([*args, *kwargs.values()])
         self.metas = [TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in self.tensors]
-        copies = filled(args, kwargs, iter([t.clone() for t in self.tensors]))
-        self.expected = _tensors([entry.op(*copies[0], **copies[1])])
+        copies = [t.clone() for t in self.tensors]
+        given, named = filled(args, kwargs, iter(copies))
+        self.expected = _tensors([entry.op(*given, **named)])
+        self.shares = bool(set(map(_memory, copies)) & set(map(_memory, self.expected)))
         self.has_values = "empty" not in entry.op._schema.name
         before = args[: entry.written] if entry.written is not None else ()
         self.written = None if entry.written is None else len(_tensors(before))
@@ -170,15 +172,17 @@ class _Trial:
     def problem(self, rule: Rule, row: Row, count: int, cuts: Cuts) -> str | None:
         """What is wrong when the call runs in this layout; None if nothing is."""
         factors = {} if row.factor is None else {row.factor: (cuts, (count,))}
-        sides = (
-            (row.inputs, rule.inputs, self.metas),
-            (row.outputs, rule.outputs, self.results),
-        )
+        where = _axis(count)
+
+        def specs(
+            places: Sequence[Placement], dims: Sequence[Dims], metas: Sequence[TensorMeta]
+        ) -> list[DTensorSpec]:
+            every = zip(places, dims, metas, strict=True)
+            return [spec_along(where, [place], own, meta, factors) for place, own, meta in every]
+
         try:
-            inputs, outputs = (
-                [spec_along(_axis(count), [place], *rest, factors) for place, *rest in zip(*side)]
-                for side in sides
-            )
+            inputs = specs(row.inputs, rule.inputs, self.metas)
+            outputs = specs(row.outputs, rule.outputs, self.results)
             wrong = self._run(rule, inputs, outputs)
         except _FAILURES as error:
             wrong = f"{type(error).__name__}: {error}"
@@ -213,8 +217,8 @@ class _Trial:
         return None
 
     def _aliased(self, got: Any, operands: Sequence[Any]) -> str | None:
-        """A result shares memory with an operand if and only if the operator says so."""
-        if any(returned.alias_info for returned in self.entry.op._schema.returns):
+        """A result shares memory with an operand only if it does so on one device."""
+        if self.shares:
             return None
         mine = {_memory(local) for local in got._locals}
         for index, operand in enumerate(operands):

@@ -135,7 +135,7 @@ def _filled(op: Any, arguments: Any, shapes: Any, dtypes: Any, number: float) ->
             if argument.name in ("condition", "mask"):
                 value = x(*shapes[at], dtype=BOOL, shift=1)
             if tensors and _divides(op):
-                value = torch.where(value == 0, torch.ones_like(value), value)
+                value = torch.where((value == 0) | (value == 1), 2, value).to(value.dtype)
             tensors += 1
         elif _is_number(kind):
             value = number + 2 if argument.name.startswith("max") else number
@@ -342,7 +342,7 @@ def _untagged() -> Iterator[Sample]:
     yield call(aten.softshrink_backward.default, a, b, 0.5)
     yield call(aten.hardshrink_backward.default, a, b, 0.5)
     yield call(aten.log_sigmoid_forward.default, a)
-    output, buffer = aten.log_sigmoid_forward.default(b)
+    _, buffer = aten.log_sigmoid_forward.default(b)
     yield call(aten.log_sigmoid_backward.default, a, b, buffer)
     yield call(aten.mish_backward.default, a, b)
     yield call(aten.logit_backward.default, a, positive(5, 3), 0.3)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError
 from ..mesh import Coord, Topology, VirtualMesh
+from ..trace import record
 from .protocol import Cut, Hop, Locals, Shape
 from .reduction import finished, reduce_list, widened
 
@@ -134,6 +135,7 @@ class ProcessEngine:
         if topology.coordinate is None:
             return True
         every = tuple(range(topology.ndim))
+        record("check", topology, every, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
         for lane in _lanes(Hop(topology, every, every, ())):
             dist.all_reduce(low, dist.ReduceOp.MIN, group=_group(topology, lane))

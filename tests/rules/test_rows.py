@@ -1,0 +1,75 @@
+"""Every row of every rule by brute force, against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.rules import TABLE, family_of
+
+from .samples import Sample, pointwise_ops, pointwise_samples, table_samples
+
+Record = Callable[[str, object], None]
+
+# Served by a form of their own on every call, so that their rows never run.
+_BY_FORM = {"aten.equal.default"}
+
+_by_entry: dict[str, list[Sample]] = defaultdict(list)
+for _sample in table_samples():
+    _name = _sample.op._schema.name.removeprefix("aten::")
+    _full = f"{_name}.{_sample.op._overloadname or 'default'}"
+    _base = _name.removesuffix("_").removesuffix("_copy")
+    _by_entry[next((key for key in (_full, _name, _base) if key in TABLE), _name)].append(_sample)
+
+_tagged = [op for op in pointwise_ops() if str(op) not in _BY_FORM]
+
+
+def check(samples: Iterable[Sample], ranks: tuple[int, ...], record: Record) -> None:
+    rows = runs = 0
+    for sample in samples:
+        report = shardwise.verify(sample.op, *sample.args, ranks=ranks, **sample.kwargs)
+        assert report.ok, f"{sample}\n{report}"
+        rows += len(report.rows)
+        runs += report.trials
+    assert rows
+    record("rows", rows)
+    record("runs", runs)
+
+
+@pytest.mark.parametrize("entry", sorted(TABLE))
+def test_every_row_of_the_table(entry: str, record_property: Record) -> None:
+    assert _by_entry[entry], f"{entry} has no sample: write one in tests/rules/samples.py"
+    check(_by_entry[entry], (2, 3), record_property)
+
+
+@pytest.mark.parametrize("op", _tagged, ids=str)
+def test_every_row_of_pointwise_operators(op: Any, record_property: Record) -> None:
+    assert family_of(op) is not None
+    check(pointwise_samples(op), (3,), record_property)
+
+
+@pytest.mark.parametrize("entry", ["mm", "sum", "amax", "slice", "view", "embedding", "cat"])
+def test_rows_on_one_and_on_more_ranks(entry: str, record_property: Record) -> None:
+    check(_by_entry[entry], (1, 4), record_property)
+
+
+def test_no_sample_is_idle() -> None:
+    """Every sample belongs to an entry of the table."""
+    assert set(_by_entry) <= set(TABLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_in_low_precision(dtype: torch.dtype, record_property: Record) -> None:
+    names = ("mm", "sum", "mean", "prod", "amax", "_softmax", "view")
+    samples = [s for name in names for s in _by_entry[name] if s.args[0].dtype == torch.float64]
+    low = [
+        Sample(s.op, tuple(v.to(dtype) if isinstance(v, torch.Tensor) else v for v in s.args))
+        for s in samples
+        if not s.kwargs
+    ]
+    check(low, (2,), record_property)
