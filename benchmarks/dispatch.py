@@ -1,7 +1,7 @@
 """Time per call of common operators: ours, PyTorch's own DTensor and plain tensors, side by side.
 
-Everything runs in one process on the `fake` process group, so only the cost of a call is measured. The three
-are interleaved and the minimum of the repeats is taken. Run with `make bench`.
+Everything runs in one process on the `fake` process group, so only the cost of a call is measured.
+The three are interleaved and the minimum of the repeats is taken. Run with `make bench`.
 """
 
 from __future__ import annotations

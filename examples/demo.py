@@ -1,7 +1,7 @@
 """Train a small network on a (dp=2, tp=2) mesh, and say what was held where and what was moved.
 
-    python examples/demo.py                                 # one process is all four ranks
-    torchrun --nproc-per-node 4 examples/demo.py            # four processes, the same losses
+`python examples/demo.py` is all four ranks in one process; `torchrun --nproc-per-node 4
+examples/demo.py` is four processes, and prints the same losses.
 """
 
 from __future__ import annotations

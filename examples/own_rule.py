@@ -3,7 +3,7 @@
 import torch
 
 import shardwise as sw
-from shardwise import Replicate, Shard
+from shardwise import Shard
 from shardwise.verify import verify
 
 
