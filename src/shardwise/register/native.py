@@ -10,8 +10,9 @@ from .._torch import OpOverload
 from ..errors import RuleError
 from ..placement import Partial
 from ..propagate import Decision
-from ..rules import Call, Family, Local, Rule, notation, parse
+from ..rules import Call, Dims, Family, Local, Rule, Scaled, notation, parse
 from ..rules.registered import Registered
+from ..spec import TensorMeta
 from .operators import check_shapes, overloads, put
 
 __all__ = ["register_rule"]
@@ -76,19 +77,47 @@ def register_rule(
     by_value = None if reads is None else frozenset(reads)
     for each in ops:
         _check_names(each, by_value)
-    put(ops, Registered(_whole(family, local), by_value=by_value, check=_check))
+    text = repr(rule) if isinstance(rule, str) else ""
+    put(ops, Registered(_whole(family, local, text), by_value=by_value, check=_check))
 
 
-def _whole(family: Family, local: Local | None) -> Family:
+def _whole(family: Family, local: Local | None, text: str) -> Family:
     """The family with its local call, and its answer checked."""
 
     def checked(call: Call) -> Rule:
         rule = family(call)
         if not isinstance(rule, Rule):
             raise RuleError(f"{call.name}: the rule's function returned {rule!r}, not a Rule.")
+        for kind, patterns, metas in (
+            ("operand", rule.inputs, [spec.meta for spec in call.specs]),
+            ("result", rule.outputs, call.results),
+        ):
+            if len(patterns) == len(metas):  # else the dispatcher says so
+                for place, (dims, meta) in enumerate(zip(patterns, metas, strict=True)):
+                    _check_sizes(call, rule, text, f"{kind} {place}", dims, meta)
         return rule if local is None else dataclasses.replace(rule, local=local)
 
     return checked
+
+
+def _check_sizes(
+    call: Call, rule: Rule, text: str, what: str, dims: Dims, meta: TensorMeta
+) -> None:
+    """An error if a dim is not as large as the factor that it walks along."""
+    if len(dims) != len(meta.shape):
+        raise RuleError(
+            f"{call.name}: the rule {text or rule} has {len(dims)} dims for {what}, which has "
+            f"shape {list(meta.shape)}."
+        )
+    for dim, (at, size) in enumerate(zip(dims, meta.shape, strict=True)):
+        if at is None or not (at.link is None or isinstance(at.link, Scaled)):
+            continue
+        want = rule.sizes.get(at.factor, size) * (1 if at.link is None else at.link.block)
+        if want != size:
+            raise RuleError(
+                f"{call.name}: the rule {text or rule} has size {want} along {at.factor!r} for dim "
+                f"{dim} of {what}, whose size is {size}."
+            )
 
 
 def _check(call: Call, rule: Rule | None, decision: Decision, structure: Any) -> None:

@@ -111,10 +111,17 @@ def _check_at(
     given, named = _with_operands(call, metas)
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
-    if local is None:
-        made = call.op(*given, **named)
-    else:
-        made = local(call.op, tuple(given), named, Site(coord, decision.inputs, decision.outputs))
+    try:
+        if local is None:
+            made = call.op(*given, **named)
+        else:
+            site = Site(coord, decision.inputs, decision.outputs)
+            made = local(call.op, tuple(given), named, site)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise RuleError(
+            f"{call.name}: the rule says {_promise(decision)}, but the operator fails at "
+            f"coordinate {_at(coord)}: {error}"
+        ) from error
     if structure is None:  # what was written is what came out
         return
     results = [made] if isinstance(structure, int) else list(made)
@@ -129,14 +136,21 @@ def _check_at(
 def _broken_promise(
     call: Call, decision: Decision, place: int | None, coord: Coord, want: object, got: object
 ) -> str:
-    ins = ", ".join(spec.layout_text() for spec in decision.inputs)
-    outs = ", ".join(spec.layout_text() for spec in decision.outputs)
-    where = ", ".join(map(str, coord))
     return (
-        f"{call.name}: the rule says {ins} -> {outs}, so result {place} has the local shape "
-        f"{_text(want)} at coordinate ({where}), but the operator gives {_text(got)} there. "
+        f"{call.name}: the rule says {_promise(decision)}, so result {place} has the local shape "
+        f"{_text(want)} at coordinate {_at(coord)}, but the operator gives {_text(got)} there. "
         "Leave this layout out of the rule where the shards do not fit."
     )
+
+
+def _promise(decision: Decision) -> str:
+    ins = ", ".join(spec.layout_text() for spec in decision.inputs)
+    outs = ", ".join(spec.layout_text() for spec in decision.outputs)
+    return f"{ins} -> {outs}"
+
+
+def _at(coord: Coord) -> str:
+    return "(" + ", ".join(map(str, coord)) + ")"
 
 
 def _text(shape: Any) -> str:
