@@ -12,15 +12,16 @@ import torch
 from . import policy
 from ._torch import OpOverload, decomposition
 from .deferred import DeferredPlan, defer, is_deferred, write_through
-from .errors import LayoutError, MeshError, RuleError
+from .errors import MeshError, RuleError
 from .infer import Unknown, infer
 from .listops import run_list
-from .outs import out_form
+from .outs import out_form, reshape_form
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
 from .random import is_random, random_form
 from .replicated import as_form, fallback_form, tensors_in
-from .rules import Call, Operand, family_of
+from .rules import Call, Operand, Site, family_of
+from .rules.registered import registered
 from .spec import DTensorSpec, default_placements
 
 __all__ = ["FORMS", "Entry", "Form", "build", "register_form"]
@@ -55,7 +56,9 @@ def register_form(
 
 
 def _form_of(op: OpOverload) -> Form | None:
-    name = op._schema.name.split("::")[-1]
+    namespace, name = op._schema.name.split("::")
+    if namespace != "aten":  # an operator of the same name elsewhere is another operator
+        return None
     return FORMS.get(f"{name}.{op._overloadname or 'default'}") or FORMS.get(name)
 
 
@@ -64,15 +67,19 @@ class Entry:
 
     __slots__ = (
         "by_type",
+        "copies",
         "family",
         "form",
         "has_views",
         "is_list",
         "is_view",
         "kw_by_type",
+        "mixed",
         "op",
         "outs",
         "plans",
+        "user",
+        "writes",
         "written",
     )
 
@@ -80,26 +87,34 @@ class Entry:
         arguments = op._schema.arguments
         self.op = op
         self.plans: dict[tuple[Any, ...], Plan] = {}
-        self.family = family_of(op)
-        self.form = _form_of(op)
+        user = self.user = registered(op)
+        self.family = family_of(op) if user is None else user.family
+        self.form = _form_of(op) if user is None else None
         # Numbers enter the key by their type alone: a plan passes them on as they come.
-        numbers = [_is_number(str(argument.type)) for argument in arguments]
+        numbers = [
+            _is_number(str(argument.type)) and not (user is not None and user.reads(argument.name))
+            for argument in arguments
+        ]
         self.by_type = tuple(numbers)
         self.kw_by_type = frozenset(
             argument.name for argument, by in zip(arguments, numbers, strict=True) if by
         )
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         self.outs = tuple(a.name for a in writes if a.is_out)
-        self.written = next(
-            (i for i, a in enumerate(arguments) if a in writes and not a.is_out), None
-        )
+        self.writes = tuple(i for i, a in enumerate(arguments) if a in writes and not a.is_out)
+        self.written = self.writes[0] if self.writes else None
         returns = op._schema.returns
+        # An operator that writes into an operand and returns something else, as batch norm does.
+        self.mixed = self.written is not None and any(r.alias_info is None for r in returns)
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
         ) or op._schema.name in ("aten::reshape", "aten::contiguous")
+        # Lazy conjugation and negation are resolved above the dispatcher: below it they are copies.
+        self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
         name = op._schema.name.split("::")[-1]
-        self.is_list = name.startswith(("_foreach_", "_fused_")) and self.form is None
+        by_list = name.startswith(("_foreach_", "_fused_")) and user is None
+        self.is_list = by_list and self.form is None
 
     def run_view(
         self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -107,9 +122,9 @@ class Entry:
         """A view of a deferred view is deferred; a write into one goes through to its base."""
         first = operands[0]
         if self.written is not None:
-            target = args[self.written]
-            if is_deferred(target):
-                return write_through(self.op, self.family, target, args, kwargs)
+            if any(is_deferred(args[place]) for place in self.writes if place < len(args)):
+                made = write_through(self.op, self.family, self.writes, args, kwargs)
+                return made if self.op._schema.returns else None
         elif isinstance(plan, DeferredPlan) or (is_deferred(first) and isinstance(plan, CallPlan)):
             return defer(self.op, plan, first, args, kwargs)
         return plan.run(operands, args, kwargs)
@@ -122,24 +137,47 @@ def _is_number(kind: str) -> bool:
     return kind in ("number", "Scalar", "float", "Optional[number]", "Optional[float]", "Tensor")
 
 
+class Silent(Plan):
+    """The plan of an operator that returns nothing, though it writes."""
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._plan.run(operands, args, kwargs)
+
+
 def build(
     entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
+    made = _build(entry, operands, args, kwargs)
+    return made if entry.op._schema.returns else Silent(made)
+
+
+def _build(
+    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
     op = entry.op
     specs = tuple(operand._spec for operand in operands)
     _one_mesh(op, operands)
     if torch.Tag.inplace_view in op.tags:
-        raise LayoutError(
-            f"{op}: changing the shape of a DTensor in place is not supported. "
-            f"Use the form that returns a new tensor."
-        )
+        return FormPlan(reshape_form(op))
+    if entry.copies:
+        return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(out_form(entry.op, entry.outs))
+    if entry.user is not None and entry.user.decide is not None:
+        return _by_rule(entry, specs, args, kwargs)
     if entry.form is not None and entry.form.always:
         return FormPlan(entry.form.run)
     if is_random(op):
         return FormPlan(random_form(op))
+    if entry.mixed:
+        return FormPlan(fallback_form(op))
     if all(spec.is_replicated() for spec in specs):
         return _replicated(entry, specs, args, kwargs)
     if entry.family is None:
@@ -238,34 +276,59 @@ def _operand_at(args: Sequence[Any], position: int) -> int:
 def _by_rule(
     entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
-    assert entry.family is not None
-    metas, structure = infer(entry.op, args, kwargs, specs)
+    try:
+        metas, structure = infer(entry.op, args, kwargs, specs)
+    except Unknown as unknown:
+        if entry.user is None:
+            return _without_rule(entry, specs, args, kwargs)
+        raise RuleError(
+            f"{entry.op}: a rule needs the shapes of the results before the call runs. Give the "
+            "operator a fake implementation: torch.library.register_fake."
+        ) from unknown
+    written = None if entry.written is None else _operand_at(args, entry.written)
+    if not metas and written is not None:  # what is written is the result
+        metas = [specs[written].meta]
     symbols = iter([Operand(index) for index in range(len(specs))])
     call = Call(entry.op, *filled(args, kwargs, symbols), specs=specs, results=metas)
-    rule = entry.family(call)
-    if len(rule.inputs) != len(specs) or len(rule.outputs) != len(metas):
-        raise RuleError(
-            f"{entry.op}: the rule {rule} is for {len(rule.inputs)} operands and "
-            f"{len(rule.outputs)} results, but the call has {len(specs)} and {len(metas)}."
-        )
-    written = None if entry.written is None else _operand_at(args, entry.written)
-    decision = decide(rule, call, written)
+    decision, local = _decided(entry, call, written, structure)
     fits = decision.fits(specs)
     if not fits and entry.form is not None and entry.form.when(call):
         return FormPlan(entry.form.run)
-    plan = _call_plan(
-        entry,
-        specs,
-        decision,
-        args,
-        kwargs,
-        structure,
-        local=rule.local,
-        unless=rule.unless,
-        shape_arg=rule.shape_arg,
-        tail=rule.tail,
-    )
-    return DeferredPlan(plan) if entry.is_view and not fits else plan
+    plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
+    return DeferredPlan(plan) if entry.is_view and (not fits or entry.copies) else plan
+
+
+def _decided(
+    entry: Entry, call: Call, written: int | None, structure: Any
+) -> tuple[Decision, dict[str, Any]]:
+    """The layouts of a call, and what its rule says of the local call."""
+    user = entry.user
+    if user is not None and user.decide is not None:
+        decision, local = user.decide(call, structure, written)
+        return decision, {"local": local}
+    assert entry.family is not None
+    rule = entry.family(call)
+    if len(rule.inputs) != len(call.specs) or len(rule.outputs) != len(call.results):
+        raise RuleError(
+            f"{entry.op}: the rule {rule} is for {len(rule.inputs)} operands and "
+            f"{len(rule.outputs)} results, but the call has {len(call.specs)} and "
+            f"{len(call.results)}."
+        )
+    decision = decide(rule, call, written)
+    if user is not None and user.check is not None:
+        user.check(call, rule, decision, structure)
+    return decision, {
+        "local": _physical if entry.copies else rule.local,
+        "unless": rule.unless,
+        "shape_arg": rule.shape_arg,
+        "tail": rule.tail,
+    }
+
+
+def _physical(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """What a lazy conjugation or negation stands for."""
+    lazy = op._schema.name == "aten::_conj"
+    return torch.conj_physical(args[0]) if lazy else torch.neg(args[0])
 
 
 _noticed: set[object] = set()
@@ -277,9 +340,9 @@ def _without_rule(
     """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
     found = decomposition(entry.op)
     if found is not None and not (entry.written is not None) and not entry.is_view:
-        return FormPlan(as_form(found))
+        return FormPlan(as_form(entry.op, found))
     if found is not None and entry.op._can_decompose():
-        return FormPlan(found)
+        return FormPlan(as_form(entry.op, found))
     policy.on_fallback(entry.op, _noticed)
     if entry.is_view:
         return DeferredPlan(FormPlan(fallback_form(entry.op)))

@@ -16,6 +16,7 @@ import torch
 
 from ._torch import OpOverload, make_wrapper
 from .engine import identity
+from .errors import LayoutError
 from .geometry import is_dense
 from .plain import full_local
 from .plans import Plan, stamp, wrote
@@ -38,6 +39,7 @@ _SAME_ORDER = frozenset(
     ]
 )
 """Views with the elements of their base in the order of their base."""
+_LAZY = ("aten::_conj", "aten::_neg_view")
 _OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
 
 
@@ -135,26 +137,49 @@ def _view(spec: DTensorSpec, cell: list[int]) -> Any:
 
 
 def write_through(
-    op: OpOverload, family: object, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    op: OpOverload,
+    family: object,
+    writes: Sequence[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Run an in-place operator on a deferred view: its base changes, the view sees it when next
-    read."""
-    made_by = target._how[0]._schema.name
-    if made_by in _SAME_ORDER and family is pointwise:
-        base = target._of
-        op(base, *[_as_base(value, target, base) for value in args[1:]], **kwargs)
-        return target
-    if op._schema.name in _OVERWRITES:
-        local = tuple(
-            torch.empty(target._spec.local_shape(c), dtype=target.dtype, device=target.device)
-            for c in target._spec.slots
+    """Run an operator that writes into deferred views: their bases change, and the views see it
+    when they are next read. `writes` are the arguments that the operator writes into."""
+    first = args[0]
+    if is_deferred(first) and writes == (0,) and family is pointwise:
+        made_by, base = first._how[0]._schema.name, first._of
+        if made_by in _SAME_ORDER:
+            op(base, *[_as_base(value, first, base) for value in args[1:]], **kwargs)
+            return first
+    given = list(args)
+    views = {}
+    for place in writes:
+        if place < len(args) and is_deferred(args[place]):
+            given[place] = _real(op, args[place])
+            views[id(given[place])] = args[place]
+    made = op(*given, **kwargs)
+    for place in writes:
+        if place < len(args) and is_deferred(args[place]):
+            _store(args[place], full_local(given[place]))
+    if isinstance(made, (list, tuple)):
+        return type(made)([views.get(id(value), value) for value in made])
+    return views.get(id(made), made)
+
+
+def _real(op: OpOverload, view: Any) -> Any:
+    """A tensor of its own with the value of a view, or with none if the operator overwrites it."""
+    made_by = view._how[0]._schema.name
+    if made_by in _LAZY:
+        raise LayoutError(
+            f"{op}: a write into {made_by} of a DTensor. Write into the tensor itself."
         )
+    spec = view._spec
+    if op._schema.name in _OVERWRITES:
+        shapes = [spec.local_shape(coord) for coord in spec.slots]
+        local = [torch.empty(shape, dtype=view.dtype, device=view.device) for shape in shapes]
     else:
-        local = tuple(part.clone() for part in target._locals)
-    value = wrap(target._spec, local)
-    op(value, *args[1:], **kwargs)
-    _store(target, full_local(value))
-    return target
+        local = [part.clone() for part in view._locals]
+    return wrap(spec, tuple(local))
 
 
 def _as_base(value: Any, view: Any, base: Any) -> Any:

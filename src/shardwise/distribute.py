@@ -110,6 +110,7 @@ def _place_local(local: Any, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
     parts = []
     for coord in spec.slots:
         part = local.at(coord) if isinstance(local, PerRank) else local
+        part = part.resolve_conj().resolve_neg()
         if tuple(part.shape) != spec.local_shape(coord):
             raise LayoutError(
                 f"from_local: the rank at {coord} holds {list(part.shape)}, but {spec} gives it "
@@ -248,7 +249,7 @@ def distribute(
         )
     mesh = topology(device_mesh)
     places = checked_placements("distribute_tensor", mesh, placements, tensor.ndim)
-    value = tensor.detach().to(mesh.device_type)
+    value = tensor.detach().resolve_conj().resolve_neg().to(mesh.device_type)
     order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
     meta = TensorMeta(tuple(value.shape), stride_like(value.shape, order), value.dtype)
     whole = DTensorSpec(mesh, default_placements(mesh), meta)

@@ -1,4 +1,4 @@
-"""`out=` forms: the functional operator's result, written into the tensor that was given."""
+"""Forms that return a given tensor: `out=`, and views in place such as `squeeze_`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ._torch import OpOverload
 from .errors import LayoutError
 
-__all__ = ["functional_of", "out_form"]
+__all__ = ["functional_of", "out_form", "reshape_form"]
 
 
 def functional_of(op: OpOverload) -> OpOverload | None:
@@ -54,5 +54,27 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
                 )
             target.copy_(result)
         return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return run
+
+
+_NO_VIEW = ("aten::resize_", "aten::resize_as_", "aten::set_")
+
+
+def reshape_form(op: OpOverload) -> Callable[..., Any]:
+    """A view in place: the tensor becomes the view of itself."""
+    if op._schema.name in _NO_VIEW or not op._schema.name.endswith("_"):
+        raise LayoutError(
+            f"{op}: a DTensor cannot be given other memory. Make a new tensor instead."
+        )
+    view_op = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"))
+
+    def run(target: Any, *args: Any, **kwargs: Any) -> Any:
+        view = view_op(target, *args, **kwargs)
+        local = view._locals
+        target.data = view
+        target._spec, target._locals = view._spec, local
+        target._memo = None
+        return target
 
     return run

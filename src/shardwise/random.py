@@ -17,8 +17,7 @@ from .engine import engine_of
 from .errors import CommunicationError
 from .mesh import AnyMesh, Topology, VirtualMesh
 from .plain import digest, full_local
-from .plans import filled
-from .replicated import laid_out, mesh_of, store, tensors_in, written_in
+from .replicated import mesh_of, run_whole, tensors_in
 from .wrapper import Wrapper
 
 __all__ = ["is_random", "manual_seed", "random_form"]
@@ -47,6 +46,14 @@ def is_random(op: OpOverload) -> bool:
 def random_form(op: OpOverload) -> Callable[..., Any]:
     """`op` drawn whole, as one device would, and laid out as its first operand is."""
     checked: set[Topology] = set()
+    overwrites = op._schema.name in _FILLS
+
+    def whole(tensor: Any, written: bool) -> torch.Tensor:
+        if written and overwrites:
+            shape, stride, dtype = tensor._spec.meta
+            return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
+        full = full_local(tensor)
+        return full.clone() if written else full
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = list(tensors_in(args, kwargs))
@@ -54,28 +61,8 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
         if mesh not in checked:
             _check_generators(op, mesh, kwargs.get("generator"))
             checked.add(mesh)
-        written = written_in(op, args)
-        whole = []
-        for tensor in tensors:
-            mine = isinstance(tensor, Wrapper) and any(tensor is w for w in written)
-            if mine and op._schema.name in _FILLS:
-                shape, stride, dtype = tensor._spec.meta
-                like = tensor._spec.topology.device_type
-                whole.append(torch.empty_strided(shape, stride, dtype=dtype, device=like))
-            else:
-                full = full_local(tensor)
-                whole.append(full.clone() if mine else full)
-        given, named = filled(args, kwargs, iter(whole))
-        made = op(*given, **named)
-        for tensor, full in zip(tensors, whole, strict=True):
-            if isinstance(tensor, Wrapper) and any(tensor is w for w in written):
-                store(tensor, full)
-        if written:
-            return written[0]
-        like_spec = next(t._spec for t in tensors if isinstance(t, Wrapper))
-        if isinstance(made, torch.Tensor):
-            return laid_out(made, mesh, like_spec)
-        return tuple(laid_out(value, mesh, like_spec) for value in made)
+        like = next(t._spec for t in tensors if isinstance(t, Wrapper))
+        return run_whole(op, args, kwargs, whole, like)
 
     return run
 

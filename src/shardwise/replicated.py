@@ -18,7 +18,16 @@ from .redistribute import run_steps
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper, wrap
 
-__all__ = ["as_form", "fallback_form", "laid_out", "mesh_of", "tensors_in", "written_in"]
+__all__ = [
+    "as_form",
+    "fallback_form",
+    "laid_out",
+    "mesh_of",
+    "returned",
+    "store",
+    "tensors_in",
+    "written_in",
+]
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -69,45 +78,75 @@ def store(target: Any, whole: torch.Tensor) -> None:
     wrote(target)
 
 
+def returned(op: OpOverload, written: Sequence[Any], made: Any) -> Any:
+    """What a call returns: the tensors it wrote into where its schema says so, else new ones."""
+    places = [r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns]
+    if not any(places):
+        return made
+    return written[0] if len(places) == 1 else tuple(written)
+
+
+def run_whole(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    whole: Callable[[Any, bool], torch.Tensor],
+    like: DTensorSpec | None = None,
+) -> Any:
+    """Run `op` on whole tensors and lay out what it returns and what it wrote.
+
+    `whole(tensor, written)` gives the plain tensor that stands for an operand.
+    """
+    tensors = list(tensors_in(args, kwargs))
+    mesh = mesh_of(op, tensors)
+    written = written_in(op, args)
+    ours = [isinstance(t, Wrapper) and any(t is w for w in written) for t in tensors]
+    plain = [whole(tensor, mine) for tensor, mine in zip(tensors, ours, strict=True)]
+    given, named = filled(args, kwargs, iter(plain))
+    made = op(*given, **named)
+    for tensor, value, mine in zip(tensors, plain, ours, strict=True):
+        if mine:
+            store(tensor, value)
+    same = {id(value): tensor for tensor, value in zip(tensors, plain, strict=True)}
+    return wrapped(made, mesh, like, same)
+
+
 def fallback_form(op: OpOverload) -> Callable[..., Any]:
     """`op` on replicated inputs."""
 
+    def whole(tensor: Any, written: bool) -> torch.Tensor:
+        full = full_local(tensor)
+        return full.clone() if written else full
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = list(tensors_in(args, kwargs))
-        mesh = mesh_of(op, tensors)
-        written = written_in(op, args)
-        whole = []
-        for tensor in tensors:
-            full = full_local(tensor)
-            mine = isinstance(tensor, Wrapper) and any(tensor is w for w in written)
-            whole.append(full.clone() if mine else full)
-        given, named = filled(args, kwargs, iter(whole))
-        made = op(*given, **named)
-        for tensor, full in zip(tensors, whole, strict=True):
-            if isinstance(tensor, Wrapper) and any(tensor is w for w in written):
-                store(tensor, full)
-        if written:
-            return written[0] if op._schema.returns else None
-        return _wrapped(made, mesh)
+        return run_whole(op, args, kwargs, whole)
 
     return run
 
 
-def as_form(decomposed: Callable[..., Any]) -> Callable[..., Any]:
+def as_form(op: OpOverload, decomposed: Callable[..., Any]) -> Callable[..., Any]:
     """A decomposition whose results are DTensors even where it made a plain tensor on the way."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        mesh = mesh_of(decomposed, list(tensors_in(args, kwargs)))
-        return _wrapped(decomposed(*args, **kwargs), mesh)
+        mesh = mesh_of(op, list(tensors_in(args, kwargs)))
+        made = decomposed(*args, **kwargs)
+        if made is NotImplemented:
+            return fallback_form(op)(*args, **kwargs)
+        return wrapped(made, mesh, None, {})
 
     return run
 
 
-def _wrapped(made: Any, mesh: Topology) -> Any:
+def wrapped(
+    made: Any, mesh: Topology, like: DTensorSpec | None, same: dict[int, torch.Tensor]
+) -> Any:
+    """Results as DTensors; `same` are the operands that were returned, by the id of their value."""
     if isinstance(made, Wrapper):
         return made
     if isinstance(made, torch.Tensor):
-        return laid_out(made, mesh)
+        found = same.get(id(made))
+        return laid_out(made, mesh, like) if found is None else found
     if isinstance(made, (list, tuple)):
-        return type(made)(_wrapped(value, mesh) for value in made)
+        values = [wrapped(value, mesh, like, same) for value in made]
+        return values if isinstance(made, list) else tuple(values)
     return made

@@ -83,6 +83,8 @@ def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Sit
     """The part of the mean that this shard gives: its sum over the number of all elements."""
     dims = args[1] if len(args) > 1 else None
     shape = site.inputs[0].meta.shape
+    if not shape:
+        return op(*args, **kwargs)
     every = range(len(shape)) if dims is None or dims == [] else dims
     count = prod(shape[dim] for dim in ([every] if isinstance(every, int) else every))
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
