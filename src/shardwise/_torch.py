@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["OpOverload", "decomposition", "disabled_torch_function", "make_wrapper"]
+__all__ = [
+    "OpOverload",
+    "autograd_node_name",
+    "decomposition",
+    "disabled_torch_function",
+    "make_wrapper",
+]
 
 OpOverload = torch._ops.OpOverload
 """The class of operators as `__torch_dispatch__` gets them; it has no public name."""
@@ -27,3 +33,9 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op)
+
+
+def autograd_node_name() -> str | None:
+    """The name of the autograd node whose backward runs in this thread, like "MmBackward0"."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else str(node.name())

@@ -7,17 +7,27 @@ fallback of operators without a rule, and plain tensors among DTensors.
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
+import torch
+
+from ._torch import autograd_node_name
 from .errors import CommunicationError, PlainTensorError
 
 __all__ = ["Policy", "communication", "current", "implicit_replication", "plain_tensors"]
 
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 _ACTIONS = ("auto", "warn", "error")
 _PLAIN = ("check", "check_always", "trust", "error")
 
@@ -63,12 +73,12 @@ def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-@contextmanager
-def communication(mode: str, *, fallback: str | None = None) -> Iterator[None]:
+class communication:
     """What to do when an operator moves data that the program did not ask to move.
 
     `mode` is for implicit communication, `fallback` for operators without a rule that run on
-    replicated inputs (as it was if not given): "auto" (just do it), "warn", or "error".
+    replicated inputs (as it was if not given): "auto" (just do it), "warn", or "error". Use it as a
+    context manager, or give it to a module for good: `communication("error").apply(module)`.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -80,11 +90,35 @@ def communication(mode: str, *, fallback: str | None = None) -> Iterator[None]:
     shardwise.errors.CommunicationError: aten.add.Tensor moves operand 1 from [S(1)] to [S(0)] \
 (exchange, 16 B received per rank), and communication("error") forbids implicit communication. ...
     """
-    policy = replace(_state.policy, moves=_checked("communication", mode, _ACTIONS))
-    if fallback is not None:
-        policy = replace(policy, fallback=_checked("communication", fallback, _ACTIONS))
-    with _set(policy):
-        yield
+
+    def __init__(self, mode: str, *, fallback: str | None = None) -> None:
+        self._changes = {"moves": _checked("communication", mode, _ACTIONS)}
+        if fallback is not None:
+            self._changes["fallback"] = _checked("communication", fallback, _ACTIONS)
+        self._before = _Stack()
+
+    def __enter__(self) -> None:
+        self._before.policies.append(_state.policy)
+        _state.policy = replace(_state.policy, **self._changes)
+
+    def __exit__(self, *_: object) -> None:
+        _state.policy = self._before.policies.pop()
+
+    def apply(self, module: Module) -> Module:
+        """Put this in force whenever `module` runs forward; returns the module.
+
+        The backward runs later, under the policy in force where `backward()` is called.
+        """
+        module.register_forward_pre_hook(lambda *_: self.__enter__(), prepend=True)
+        module.register_forward_hook(lambda *_: self.__exit__(), always_call=True)
+        return module
+
+
+class _Stack(threading.local):
+    """What was in force before, for each time that a thread entered."""
+
+    def __init__(self) -> None:
+        self.policies: list[Policy] = []
 
 
 @contextmanager
@@ -107,12 +141,18 @@ def implicit_replication() -> Iterator[None]:
 
 
 def _where() -> str:
-    """The user's line that led here."""
+    """The user's line that led here; in a backward also the operator of the forward."""
+    line = "unknown line"
     for frame in reversed(traceback.extract_stack()):
-        name = frame.filename.replace("\\", "/")
-        if "/shardwise/" not in name and "/torch/" not in name:
-            return f"{frame.filename}:{frame.lineno}"
-    return "unknown line"
+        if not frame.filename.startswith(_NOT_THE_USERS):
+            line = f"{frame.filename}:{frame.lineno}"
+            break
+    node = autograd_node_name()
+    if node is None:
+        return line
+    forward = re.sub(r"Backward\d*$", "", node.split("::")[-1])
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", forward).lower()
+    return f"{line} (in the backward of {snake})"
 
 
 def on_moves(op: object, moves: list[str]) -> None:

@@ -171,8 +171,10 @@ class _Trial:
 
     def problem(self, rule: Rule, row: Row, count: int, cuts: Cuts) -> str | None:
         """What is wrong when the call runs in this layout; None if nothing is."""
-        factors = {} if row.factor is None else {row.factor: (cuts, (count,))}
         where = _axis(count)
+        factors: dict[str, tuple[Cuts, tuple[int, ...]]] = {}
+        if row.factor is not None:
+            factors[row.factor] = (cuts, (count,))
 
         def specs(
             places: Sequence[Placement], dims: Sequence[Dims], metas: Sequence[TensorMeta]

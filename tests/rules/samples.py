@@ -135,6 +135,7 @@ def _filled(op: Any, arguments: Any, shapes: Any, dtypes: Any, number: float) ->
             if argument.name in ("condition", "mask"):
                 value = x(*shapes[at], dtype=BOOL, shift=1)
             if tensors and _divides(op):
+                value = value.long() + 2 if value.dtype is BOOL else value
                 value = torch.where((value == 0) | (value == 1), 2, value).to(value.dtype)
             tensors += 1
         elif _is_number(kind):
