@@ -24,7 +24,15 @@ from .rules.pointwise import pointwise
 from .spec import DTensorSpec
 from .wrapper import Locals, Wrapper, share_cell, wrap
 
-__all__ = ["DeferredPlan", "DeferredView", "defer", "is_deferred", "write_through"]
+__all__ = [
+    "DeferredPlan",
+    "DeferredView",
+    "defer",
+    "is_deferred",
+    "own_value",
+    "store_through",
+    "write_through",
+]
 
 _SAME_ORDER = frozenset(
     [
@@ -155,18 +163,18 @@ def write_through(
     views = {}
     for place in writes:
         if place < len(args) and is_deferred(args[place]):
-            given[place] = _real(op, args[place])
+            given[place] = own_value(op, args[place])
             views[id(given[place])] = args[place]
     made = op(*given, **kwargs)
     for place in writes:
         if place < len(args) and is_deferred(args[place]):
-            _store(args[place], full_local(given[place]))
+            store_through(args[place], full_local(given[place]))
     if isinstance(made, (list, tuple)):
         return type(made)([views.get(id(value), value) for value in made])
     return views.get(id(made), made)
 
 
-def _real(op: OpOverload, view: Any) -> Any:
+def own_value(op: OpOverload, view: Any) -> Any:
     """A tensor of its own with the value of a view, or with none if the operator overwrites it."""
     made_by = view._how[0]._schema.name
     if made_by in _LAZY:
@@ -191,7 +199,7 @@ def _as_base(value: Any, view: Any, base: Any) -> Any:
     return value.expand(view.shape).reshape(base.shape)
 
 
-def _store(view: Any, value: torch.Tensor) -> None:
+def store_through(view: Any, value: torch.Tensor) -> None:
     """Put the elements of a view where they live: every rank writes those in its box."""
     root = root_of(view)
     spec = root._spec

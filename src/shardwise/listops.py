@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from ._torch import OpOverload
+from .deferred import is_deferred, own_value, store_through
 from .errors import LayoutError
 from .infer import infer
 from .mesh import Topology
-from .plain import adopt
+from .plain import adopt, full_local
 from .plans import Element, ListPlan
 from .propagate import decide
 from .rules import Call, Operand
@@ -55,6 +57,9 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name.rstrip("_") in _NOT_POINTWISE:
         return _looped(name, args, kwargs)
     listing = _Listing(args, kwargs)
+    writes = [n for n, a in enumerate(entry.op._schema.arguments) if a.alias_info is not None]
+    if any(is_deferred(each) for n in writes if n in listing.lists for each in args[n]):
+        return _one_by_one(entry.op, writes, listing, args, kwargs)
     meshes: dict[Topology | None, list[int]] = {}
     for index in range(listing.length):
         meshes.setdefault(_mesh(listing, index), []).append(index)
@@ -65,6 +70,24 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for index, value in zip(indices, made or (), strict=False):
             results[index] = value
     return results if entry.op._schema.returns else None
+
+
+def _one_by_one(
+    op: OpOverload,
+    writes: Sequence[int],
+    listing: _Listing,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    """Write into lists that hold deferred views, which may be views of one another's bases."""
+    for index in range(listing.length):
+        given, named = _chosen(args, kwargs, [index], listing, None)
+        views = {n: given[n][0] for n in writes if n in listing.lists and is_deferred(given[n][0])}
+        for place, view in views.items():
+            given[place] = [own_value(op, view)]
+        op(*given, **named)
+        for place, view in views.items():
+            store_through(view, full_local(given[place][0]))
 
 
 def _mesh(listing: _Listing, index: int) -> Topology | None:

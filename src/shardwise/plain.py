@@ -19,13 +19,13 @@ _HOOKED = "_shardwise_grad_is_plain"
 
 def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
     """A plain tensor as an operand on `mesh`."""
+    if value.requires_grad and not hasattr(value, _HOOKED):
+        setattr(value, _HOOKED, True)
+        value.register_hook(full_local)
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     meta = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
     spec = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
-    if value.requires_grad and not hasattr(value, _HOOKED):
-        setattr(value, _HOOKED, True)
-        value.register_hook(full_local)
     return Plain(spec, value)
 
 
