@@ -1,7 +1,7 @@
 """Every Python block of the README and the docs runs, in order, and prints what the page says.
 
-A block fenced as `python` is run in this process, on virtual meshes; the blocks of a page share their
-names. A block fenced as `text` right after it must be what it printed (`...` stands for anything).
+A block fenced as `python` is run in this process, on virtual meshes; the blocks of a page share
+their names. A `text` block right after it must be what it printed (`...` stands for anything).
 A comment before a block changes that: `<!-- torchrun: 2 -->` runs it as a script of its own on two
 processes, `<!-- not run: reason -->` leaves it out.
 """
