@@ -142,6 +142,8 @@ class _LikeLeaf:
         self.spec = spec
 
     def __call__(self, grad: Any) -> Any:
+        if grad is None:
+            return None
         if not isinstance(grad, Wrapper):
             mesh = self.spec.topology
             meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)

@@ -242,6 +242,7 @@ def _call_plan(
         spots=_spots(args, kwargs),
         structure=structure,
         written=None if entry.written is None else _operand_at(args, entry.written),
+        target=entry.written or 0,
         aliases=entry.is_view and fits,
         device=_device(args, kwargs),
         is_list=_is_list(args, specs),

@@ -155,7 +155,7 @@ def quick_write(call: Callable[..., Any]) -> Callable[..., Any]:
         count = len(operands)
         call(*[operand._locals[0] for operand in operands], *args[count:], **kwargs)
         wrote(operands[0])
-        return operands[0]
+        return args[0]
 
     return run
 
@@ -178,6 +178,7 @@ class CallPlan(Plan):
         "_sites",
         "_spots",
         "_tails",
+        "_target",
         "_written",
     )
 
@@ -191,6 +192,7 @@ class CallPlan(Plan):
         spots: Sequence[int] | None,
         structure: Sequence[int | None] | int | None,
         written: int | None = None,
+        target: int = 0,
         aliases: bool = False,
         local: Local | None = None,
         unless: Callable[[Site], bool] | None = None,
@@ -205,6 +207,7 @@ class CallPlan(Plan):
         self._spots = None if spots is None else tuple(spots)
         self._shape = structure
         self._written = written
+        self._target = target
         self._aliases = aliases
         self._outs = tuple(outputs)
         self._moves = tuple(
@@ -257,7 +260,8 @@ class CallPlan(Plan):
             local[index] = moved(operands[index], spec, fresh=index == written)
         results = [self._one(index, local, args, kwargs) for index in range(len(self._calls))]
         if written is not None:
-            return self._write_back(operands[written], local[written])
+            self._write_back(operands[written], local[written])
+            return args[self._target]
         return self._wrapped(results, operands)
 
     def _one(
@@ -279,7 +283,7 @@ class CallPlan(Plan):
             return self._local(self._op, tuple(given), kwargs, self._sites[index])
         return self._op._op(*given, **kwargs)
 
-    def _write_back(self, target: Any, local: Locals) -> Any:
+    def _write_back(self, target: Any, local: Locals) -> None:
         """The written operand holds the result; if it was moved, the result is moved back into
         it."""
         for index, spec in self._moves:
@@ -290,7 +294,6 @@ class CallPlan(Plan):
                 ):
                     mine.copy_(new)
         wrote(target)
-        return target
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
         cell = share_cell(operands[0]) if self._aliases else None

@@ -72,7 +72,7 @@ TABLE: dict[str, Family] = {
             "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
             "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
             "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
-            "logit_backward isin.Tensor_Scalar"
+            "logit_backward isin.Tensor_Scalar complex polar"
         ),
         pointwise,
     ),
