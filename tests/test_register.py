@@ -776,6 +776,35 @@ def test_expanding_leaves_out_what_cannot_be() -> None:
     assert len(only.strategies) == 6
 
 
+def test_four_axes_are_decided_one_after_another() -> None:
+    seen: list[OpStrategy] = []
+
+    @register_op_strategy(OPS.matmul2.default)
+    def strategy(mesh: Any, schema: OpSchema) -> OpStrategy:
+        seen.append(expand_to_full_mesh_op_strategy(mesh, schema, ROWS))
+        return seen[0]
+
+    mesh = virtual(2, 2, 2, 2)
+    a, b = numbers(9, 8), numbers(8, 5, seed=1)
+    placed = spread(a, mesh, [Shard(0), Shard(1), Shard(0), Partial()])
+    other = spread(b, mesh, [Replicate(), Shard(0), Shard(1), Replicate()])
+    made = OPS.matmul2(placed, other)
+    torch.testing.assert_close(made.full_tensor(), a @ b * 2)
+    assert made.placements == (Shard(0), Partial(), Shard(1), Partial())
+    assert "strategies" not in vars(seen[0])  # 625 of them
+    assert len(seen[0].strategies) < 5**4
+
+
+def test_a_rule_may_change_the_strategies_that_it_was_given() -> None:
+    @register_op_strategy(OPS.square.default)
+    def strategy(mesh: Any, schema: OpSchema) -> OpStrategy:
+        made = expand_to_full_mesh_op_strategy(mesh, schema, [[p, p] for p in (Shard(0), Shard(1))])
+        made.strategies[:] = [s for s in made.strategies if s.output_spec.placements[0].is_shard(1)]
+        return made
+
+    assert OPS.square(spread(numbers(4, 4), virtual(2), [Shard(0)])).placements == (Shard(1),)
+
+
 def test_costs_count_what_is_received() -> None:
     mesh = virtual(2)
     held = OpStrategy([OpSpec(spec_of(mesh, [p], (4, 4))) for p in (Replicate(), Shard(0))])

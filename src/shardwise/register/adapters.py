@@ -18,7 +18,7 @@ from ..propagate import Decision
 from ..rules import Call, Local, Operand, Site
 from ..rules.registered import Registered
 from ..spec import DTensorSpec, TensorMeta, default_placements
-from .helpers import redistribute_cost
+from .helpers import ExpandedStrategy, redistribute_cost
 from .operators import check_shapes, overloads, put
 from .schema import (
     OpSchema,
@@ -263,6 +263,8 @@ def _other_values(given: OpSchema, wanted: OpSchema) -> Local | None:
 def _chosen(call: Call, made: Any, structure: Any, written: int | None) -> Decision:
     if isinstance(made, TupleStrategy):
         made = _joined(call, made)
+    if isinstance(made, ExpandedStrategy):
+        made = made.choose()
     if not isinstance(made, OpStrategy) or not made.strategies:
         raise RuleError(f"{call.name}: the rule returned {made!s}, which is no strategy.")
     decisions: list[Decision] = []

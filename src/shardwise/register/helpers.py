@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
-from ..cost import LATENCY_BYTES
+from ..cost import LATENCY_BYTES, move_cost
 from ..errors import RuleError
 from ..geometry import contiguous_stride
 from ..mesh import AnyMesh, topology
@@ -31,6 +32,8 @@ __all__ = [
     "replicate_tensor_dim",
     "unshard_tensor_dim",
 ]
+
+Row = tuple[Placement | None, ...]
 
 
 # --- questions about a spec ----------------------------------------------------------------------
@@ -154,24 +157,107 @@ def expand_to_full_mesh_op_strategy(
     `inplace_op` the ways that keep the first operand in its layout are taken if there are any.
     """
     operands = [*op_schema.args_strategy, *op_schema.kwargs_strategy]
-    rows = [list(row) for row in single_mesh_dim_strategies]
+    rows = [tuple(row) for row in single_mesh_dim_strategies]
     for row in rows:
         inputs = [place for place in row[input_index:] if place is not None]
         if len(inputs) != len(operands):
             raise RuleError(
-                f"{op_schema.op}: the row {row} has {len(inputs)} operands after {input_index} "
-                f"results, but the call has {len(operands)}."
+                f"{op_schema.op}: the row {list(row)} has {len(inputs)} operands after "
+                f"{input_index} results, but the call has {len(operands)}."
             )
-    found: list[OpSpec] = []
-    for combined in itertools.product(rows, repeat=topology(mesh).ndim):
-        strategy = _on_mesh(mesh, operands, list(zip(*combined, strict=True)), input_index)
-        if strategy is None:
-            continue
-        if is_valid_strategy_cb is None or is_valid_strategy_cb(
-            list(strategy.input_specs or ()), strategy.output_specs
-        ):
-            found.append(strategy)
-    return OpStrategy(_in_place(operands, found) if inplace_op else found)
+    return ExpandedStrategy(mesh, operands, rows, input_index, inplace_op, is_valid_strategy_cb)
+
+
+class ExpandedStrategy(OpStrategy):
+    """Rows for one axis that stand for all their combinations.
+
+    These are as many as rows to the power of axes, so they are written out only for who looks. To
+    choose, one row is taken for each axis after another.
+    """
+
+    def __init__(
+        self,
+        mesh: AnyMesh,
+        operands: Sequence[OpStrategy],
+        rows: Sequence[Row],
+        input_index: int,
+        inplace_op: bool,
+        is_valid: Callable[[list[DTensorSpec], Any], bool] | None,
+    ) -> None:
+        self._mesh = mesh
+        self._operands = operands
+        self._rows = rows
+        self._input_index = input_index
+        self._inplace = inplace_op
+        self._is_valid = is_valid
+
+    @cached_property
+    def strategies(self) -> list[OpSpec]:  # type: ignore[override]
+        """Every combination that is possible."""
+        combined = itertools.product(self._rows, repeat=topology(self._mesh).ndim)
+        made = [strategy for rows in combined if (strategy := self._combined(rows)) is not None]
+        return _in_place(self._operands, made) if self._inplace else made
+
+    @property
+    def mesh(self) -> AnyMesh:
+        return self._mesh
+
+    def _combined(self, rows: Sequence[Row]) -> OpSpec | None:
+        columns = list(zip(*rows, strict=True))
+        made = _on_mesh(self._mesh, self._operands, columns, self._input_index)
+        if made is None or self._is_valid is None:
+            return made
+        return made if self._is_valid(list(made.input_specs or ()), made.output_specs) else None
+
+    def choose(self) -> OpStrategy:
+        """One strategy, decided axis by axis; all of them if that leads nowhere."""
+        if "strategies" in self.__dict__:  # the rule has looked at them, and may have changed them
+            return self
+        own = [operand.strategies[0].output_spec for operand in self._operands]
+        sizes = [prod(spec.shape) * spec.dtype.itemsize for spec in own]
+        chosen: list[Row] = []
+        for axis, count in enumerate(topology(self._mesh).shape):
+            held = [spec.placements[axis] for spec in own]
+            row = self._on_axis(chosen, held, count, sizes)
+            if row is None:
+                return self
+            chosen.append(row)
+            for index, place in enumerate(self._inputs(row)):
+                if place.is_shard():
+                    sizes[index] //= count
+        made = self._combined(chosen)
+        return self if made is None else OpStrategy([made])
+
+    def _inputs(self, row: Row) -> list[Placement]:
+        return [place for place in row[self._input_index :] if place is not None]
+
+    def _on_axis(
+        self, before: list[Row], held: list[Placement], count: int, sizes: list[int]
+    ) -> Row | None:
+        """The cheapest row for the next axis; of equals one that moves nothing, then the first."""
+        best: tuple[tuple[int, bool], Row] | None = None
+        for row in self._allowed(held):
+            wanted = self._inputs(row)
+            moves = [
+                move_cost(have, want, count, size // count if have.is_shard() else size)
+                for have, want, size in zip(held, wanted, sizes, strict=True)
+            ]
+            price = (sum(moves), wanted != held)
+            if (best is None or price < best[0]) and self._is_possible([*before, row]):
+                best = (price, row)
+        return None if best is None else best[1]
+
+    def _allowed(self, held: list[Placement]) -> Sequence[Row]:
+        if not self._inplace:
+            return self._rows
+        staying = [row for row in self._rows if row[0] is None or row[0] is self._inputs(row)[0]]
+        return [row for row in staying if self._inputs(row)[0] is held[0]] or staying
+
+    def _is_possible(self, rows: Sequence[Row]) -> bool:
+        """Whether rows for the first axes leave elements for every shard."""
+        rest = (Replicate(),) * (topology(self._mesh).ndim - len(rows))
+        columns = [column + rest for column in zip(*rows, strict=True)]
+        return _on_mesh(self._mesh, self._operands, columns, self._input_index) is not None
 
 
 def _on_mesh(
