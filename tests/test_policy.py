@@ -80,7 +80,7 @@ def test_a_notice_in_a_backward_names_the_forward_operator() -> None:
 def test_the_fallback_is_apart_from_moves() -> None:
     x = sharded(0)
     with communication("error", fallback="error"):
-        with pytest.raises(CommunicationError, match="has no rule.*register_rule"):
+        with pytest.raises(CommunicationError, match=r"has no rule.*register_rule"):
             torch.linalg.eigvals(x)
         with communication("error"), pytest.raises(CommunicationError, match="has no rule"):
             torch.linalg.eigvals(x)

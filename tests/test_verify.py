@@ -115,7 +115,7 @@ def test_operators_that_no_rule_serves() -> None:
 
 
 def test_overloads_must_be_named() -> None:
-    with pytest.raises(RuleError, match="has the overloads .*: give one"):
+    with pytest.raises(RuleError, match=r"has the overloads .*: give one"):
         shardwise.verify(aten.add_, X, X)
 
 

@@ -1,4 +1,4 @@
-"""Counting communication: how many collectives ran, of which kind, on which axes, how many bytes."""
+"""Counting communication: how many collectives, of which kind, on which axes, how many bytes."""
 
 from __future__ import annotations
 

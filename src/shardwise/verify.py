@@ -200,6 +200,7 @@ class _Trial:
             spots=None,
             structure=self.structure,
             written=self.written,
+            target=self.entry.written or 0,
             local=rule.local,
             unless=rule.unless,
             shape_arg=rule.shape_arg,
@@ -209,7 +210,8 @@ class _Trial:
             wrap(spec, tuple(_parts(tensor, spec, self.draw)))
             for spec, tensor in zip(inputs, self.tensors, strict=True)
         ]
-        made = _tensors([plan.run(operands, self.args, self.kwargs)])
+        given, named = filled(self.args, self.kwargs, iter(operands))
+        made = _tensors([plan.run(operands, given, named)])
         if len(made) != len(self.expected):
             return f"{len(made)} results, not {len(self.expected)}"
         for index, (got, want) in enumerate(zip(made, self.expected, strict=True)):

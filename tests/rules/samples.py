@@ -348,6 +348,8 @@ def _untagged() -> Iterator[Sample]:
     yield call(aten.mish_backward.default, a, b)
     yield call(aten.logit_backward.default, a, positive(5, 3), 0.3)
     yield call(aten.logit_backward.default, a, positive(5, 3))
+    yield call(aten.complex.default, a, x(3))
+    yield call(aten.polar.default, a.abs(), x(3))
     yield call(aten.isin.Tensor_Scalar, a, 1.0)
     yield call(aten.isin.Tensor_Scalar, a, 1.0, invert=True)
 
