@@ -13,6 +13,7 @@ __all__ = [
     "decomposition",
     "disabled_torch_function",
     "make_wrapper",
+    "shared_store",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -39,3 +40,8 @@ def autograd_node_name() -> str | None:
     """The name of the autograd node whose backward runs in this thread, like "MmBackward0"."""
     node = torch._C._current_autograd_node()
     return None if node is None else str(node.name())
+
+
+def shared_store() -> Any:
+    """The key-value store that all processes share: it works while a collective is stuck."""
+    return torch.distributed.distributed_c10d._get_default_store()

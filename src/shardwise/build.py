@@ -344,7 +344,11 @@ def _without_rule(
         return FormPlan(as_form(entry.op, found))
     if found is not None and entry.op._can_decompose():
         return FormPlan(as_form(entry.op, found))
+    whole = fallback_form(entry.op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        policy.on_fallback(entry.op, _noticed)
+        return whole(*args, **kwargs)
+
     policy.on_fallback(entry.op, _noticed)
-    if entry.is_view:
-        return DeferredPlan(FormPlan(fallback_form(entry.op)))
-    return FormPlan(fallback_form(entry.op))
+    return DeferredPlan(FormPlan(run)) if entry.is_view else FormPlan(run)

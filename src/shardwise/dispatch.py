@@ -15,7 +15,7 @@ import torch
 from . import policy
 from ._torch import OpOverload
 from .build import Entry, build
-from .engine import engine_of
+from .engine import engine_of, tell
 from .errors import PlainTensorError
 from .plain import adopt, digest
 from .plans import Plan
@@ -25,6 +25,7 @@ __all__ = ["clear", "dispatch", "stats"]
 
 _MOST_PLANS = 32768
 
+_NUMBERS = frozenset((int, float, bool, complex))
 _entries: dict[int, Entry] = {}
 """By the id of the operator, which its entry keeps alive: hashing an operator is a Python call."""
 _lock = threading.Lock()
@@ -65,8 +66,10 @@ def dispatch(
         if kind is public:
             operands.append(value)
             key.append(value._spec)
-        elif by_type and (kind is float or kind is int):
+        elif kind in _NUMBERS:
             key.append(kind)
+            if not by_type:
+                key.append(value)
         elif kind is list or kind is tuple:
             plain |= _add_list(value, operands, key)
         elif isinstance(value, torch.Tensor):
@@ -86,11 +89,15 @@ def dispatch(
         found = _build(entry, tuple(key), operands, args, kwargs, plain)
     elif plain and policy.current().plain == "check_always":
         _check_plain(entry, operands)
-    if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
-        return found.quick(operands, args, kwargs)
-    if entry.has_views:
-        return entry.run_view(found, operands, args, kwargs)
-    return found.run(operands, args, kwargs)
+    try:
+        if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
+            return found.quick(operands, args, kwargs)
+        if entry.has_views:
+            return entry.run_view(found, operands, args, kwargs)
+        return found.run(operands, args, kwargs)
+    except BaseException as error:
+        tell(error)  # an error in values is this rank's alone: the others must not wait for it
+        raise
 
 
 def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
@@ -99,7 +106,7 @@ def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
     if isinstance(value, Wrapper):
         key.append(value._spec)
         return False
-    key.append(None)
+    key.append(Plain)
     return True
 
 
@@ -111,8 +118,10 @@ def _add_named(entry: Entry, kwargs: dict[str, Any], operands: list[Any], key: l
             plain |= _add_tensor(value, operands, key)
         elif isinstance(value, (list, tuple)):
             plain |= _add_list(value, operands, key)
-        elif name in entry.kw_by_type and type(value) in (int, float):
+        elif type(value) in _NUMBERS:
             key.append(type(value))
+            if name not in entry.kw_by_type:
+                key.append(value)
         else:
             key.append(value)
     return plain
@@ -125,7 +134,7 @@ def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> boo
         if isinstance(value, torch.Tensor):
             plain |= _add_tensor(value, operands, key)
         else:
-            key.append(value)
+            key += (type(value), value)  # 1, 1.0 and True are equal, but not the same
     return plain
 
 
@@ -136,7 +145,6 @@ def _adopted(entry: Entry, operands: list[Any], key: list[Any]) -> list[Any]:
         if not isinstance(operand, Wrapper):
             policy.on_plain(entry.op, tuple(operand.shape))
     adopted = [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
-    key.append("plain")
     key.extend(o._spec for o in adopted if isinstance(o, Plain))
     return adopted
 

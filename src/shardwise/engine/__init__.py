@@ -1,6 +1,7 @@
 """Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
 
 from ..mesh import Topology
+from .faults import tell
 from .process import ProcessEngine
 from .protocol import Cut, Engine, Hop, Locals, Shape
 from .reduction import check_reducible, identity, reduce_list
@@ -16,6 +17,7 @@ __all__ = [
     "engine_of",
     "identity",
     "reduce_list",
+    "tell",
 ]
 
 _virtual: Engine = VirtualEngine()

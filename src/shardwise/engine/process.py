@@ -6,9 +6,10 @@ does. Metadata is known to every rank: a collective that would carry nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from ..errors import CommunicationError
 from ..mesh import Coord, Topology, VirtualMesh
 from ..trace import record
+from .faults import forgive, wait
 from .protocol import Cut, Hop, Locals, Shape
 from .reduction import finished, reduce_list, widened
 
@@ -52,7 +54,9 @@ class ProcessEngine:
         if total.data_ptr() == value.data_ptr():
             total = total.clone()
         for lane in _lanes(hop):
-            dist.all_reduce(total, _wire_op(value.dtype, op), group=_group(hop.topology, lane))
+            _run(
+                dist.all_reduce, total, _wire_op(value.dtype, op), group=_group(hop.topology, lane)
+            )
         return [_from_wire(total, value.dtype, op, len(hop.members(hop.targets[0])))]
 
     def all_gather(self, hop: Hop, local: Locals, shape: Shape) -> list[list[torch.Tensor]]:
@@ -68,7 +72,7 @@ class ProcessEngine:
             group = _group(hop.topology, lane)
             order = _order(hop.topology, hop.topology.group_coords(here, lane), group)
             gathered = rows.new_empty(len(order) * rows.numel())
-            dist.all_gather_single(gathered, rows, group=group)
+            _run(dist.all_gather_single, gathered, rows, group=group)
             rows = gathered.view(len(order), -1)
             if order != sorted(order):
                 rows = rows[order]
@@ -104,7 +108,7 @@ class ProcessEngine:
             sent[index, : part.numel()] = part.reshape(-1)
         total = wire.new_empty(width)
         kind = _wire_op(value.dtype, op)
-        dist.reduce_scatter_single(total, sent.view(-1), kind, group=group)
+        _run(dist.reduce_scatter_single, total, sent.view(-1), kind, group=group)
         return [_from_wire(total[: prod(mine)].view(mine), value.dtype, op, len(members))]
 
     def exchange(
@@ -138,7 +142,7 @@ class ProcessEngine:
         record("check", topology, every, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
         for lane in _lanes(Hop(topology, every, every, ())):
-            dist.all_reduce(low, dist.ReduceOp.MIN, group=_group(topology, lane))
+            _run(dist.all_reduce, low, dist.ReduceOp.MIN, group=_group(topology, lane))
         return bool(low[0] == -low[1])
 
 
@@ -170,7 +174,7 @@ class _Post:
         outgoing = [sum(map(self._nbytes, labels)) for labels in leaving]
         incoming = [sum(map(self._nbytes, labels)) for labels in coming]
         received = sent.new_empty(sum(incoming))
-        dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
+        _run(dist.all_to_all_single, received, sent, incoming, outgoing, group=group)
         arrived: Mail = {}
         start = 0
         for label in (label for labels in coming for label in labels):
@@ -194,6 +198,12 @@ class _Post:
 
     def _nbytes(self, label: tuple[Coord, Coord]) -> int:
         return _nbytes(self.shape(*label), self.like.dtype)
+
+
+def _run(collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup) -> None:
+    """Run a collective to its end, or until another rank is known to have failed."""
+    forgive()
+    wait(collective(*args, group=group, async_op=True), args[0].device.type == "cpu")
 
 
 def _lanes(hop: Hop) -> list[tuple[int, ...]]:
