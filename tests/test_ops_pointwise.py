@@ -31,7 +31,7 @@ BINARY = {
     "atan2": (torch.atan2, X, Y),
     "with a transposed": (lambda x, y: x + y.t(), X, numbers(5, 7)),
     "promotion": (lambda x, y: x * y, X, ints(7, 5)),
-    "complex": (lambda x, y: x * y.conj(), COMPLEX, COMPLEX * 2),
+    "complex": (lambda x, y: x * y, COMPLEX, COMPLEX * 2),
     "empty": (lambda x, y: x * y + 1, numbers(0, 5), numbers(1, 5)),
 }
 UNARY = {
@@ -57,7 +57,6 @@ UNARY = {
     "masked_fill": (lambda x: x.masked_fill(x > 0, 2.0), X),
     "compare": (lambda x: [x > 0, x == x, x.isnan()], X),
     "logical": (lambda x: [(x > 0) & (x < 1), ~(x > 0), (x > 0).logical_xor(x > 1)], X),
-    "cast up": (lambda x: x.float().to(torch.float64), TIES),
     "cast to int": (lambda x: (x * 3).to(torch.int32), X),
     "cast to bool": (lambda x: x.to(torch.bool), TIES),
     "round": (lambda x: [torch.round(x), torch.floor(x), torch.sign(x)], X),
@@ -65,6 +64,7 @@ UNARY = {
     "of an expanded": (lambda x: x.unsqueeze(0).expand(3, 7, 5) * 2, X),
     "of a 0-d": (lambda x: x * 2 + x, X[0, 0].clone()),
     "nan_to_num": (lambda x: torch.nan_to_num(x.log() / 0.0, 1.0, 2.0, 3.0), TIES),
+    "conjugate": (lambda x: [x * x.conj(), x.conj().t(), x.conj() + 1, -x.conj().imag], COMPLEX),
     "real and imag": (lambda x: [x.real, x.imag, x.abs()], COMPLEX),
     "integers": (lambda x: [x + 1, x * -2, x // 2, x % 3, x / 2, x & 1, x << 1], ints(7, 5)),
     "uneven sizes and empty": (lambda x: torch.exp(x) - 1, numbers(1, 0, 3)),
@@ -95,3 +95,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_a_bool_and_an_integer_promote() -> None:
     check(lambda x, y: [x + y, x * y, x & y], ints(5, 3) > 2, ints(5, 3, seed=1), mesh=virtual(2))
+
+
+def test_casts_down_and_up_again() -> None:
+    check(lambda x: x.float().to(torch.float64), X, mesh=virtual(2), tolerance=1e-5)
+    check(lambda x: x.bfloat16().float(), TIES, mesh=virtual(2, 2), tolerance=1e-1)

@@ -94,8 +94,21 @@ def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Sit
 
 
 mean = reduction("sum", linear=True, local=mean_local, unless=_is_whole)
-largest = reduction("max", local=extreme_local, unless=_holds_some)
-smallest = reduction("min", local=extreme_local, unless=_holds_some)
+
+
+def _of_some(family: Family) -> Family:
+    """A tensor without elements has no largest one: PyTorch's error comes before any call."""
+
+    def checked(call: Call) -> Rule:
+        if 0 in call.shape(0) and 0 not in call.results[0].shape:
+            call.op(torch.empty(call.shape(0)), *call.args[1:], **call.kwargs)
+        return family(call)
+
+    return checked
+
+
+largest = _of_some(reduction("max", local=extreme_local, unless=_holds_some))
+smallest = _of_some(reduction("min", local=extreme_local, unless=_holds_some))
 
 
 def slicewise(call: Call) -> Rule:
@@ -106,7 +119,7 @@ def slicewise(call: Call) -> Rule:
     return Rule((dims,), (dims,), {f"i{dim}": shape[dim]}, reduce=None)
 
 
-def dimwise(*names: str, results: str = "same", linear: Sequence[Sequence[int]] = ()) -> Family:
+def dimwise(*names: str, local: Any = None, unless: Any = None) -> Family:
     """An operator that needs the named dims whole and works on every other dim apart.
 
     All operands have the shape of the first, or none of its dims; results have it too.
@@ -131,7 +144,19 @@ def dimwise(*names: str, results: str = "same", linear: Sequence[Sequence[int]] 
             outputs=tuple(outputs),
             sizes={f"i{d}": size for d, size in enumerate(shape) if d not in dims},
             reduce=None,
-            linear=tuple(map(tuple, linear)),
+            local=local,
+            unless=unless,
         )
 
     return family
+
+
+def _nothing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """The results of an empty shard, without PyTorch's warning of too few elements."""
+    if not args[0].numel() and 0 in site.out_shapes[0]:
+        made = [args[0].new_empty(s.local_shape(site.coord), dtype=s.dtype) for s in site.outputs]
+        return made[0] if len(made) == 1 else tuple(made)
+    return op(*args, **kwargs)
+
+
+variance = dimwise("dim", local=_nothing, unless=_holds_some)

@@ -13,7 +13,7 @@ from . import creation, nn, views
 from .call import Family
 from .notation import notation
 from .pointwise import pointwise
-from .reductions import dimwise, largest, mean, reduction, slicewise, smallest
+from .reductions import dimwise, largest, mean, reduction, slicewise, smallest, variance
 
 __all__ = ["TABLE", "family_of"]
 
@@ -59,11 +59,12 @@ TABLE: dict[str, Family] = {
         _names(
             "max.dim min.dim argmax argmin median.dim nanmedian.dim mode kthvalue sort topk "
             "cumsum cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
-            "_softmax_backward_data _log_softmax_backward_data _safe_softmax var std var_mean "
-            "std_mean linalg_vector_norm aminmax flip"
+            "_softmax_backward_data _log_softmax_backward_data _safe_softmax "
+            "linalg_vector_norm aminmax flip"
         ),
         dimwise("dim"),
     ),
+    **dict.fromkeys(_names("var std var_mean std_mean"), variance),
     "renorm": slicewise,
     # pointwise, though not tagged so
     **dict.fromkeys(

@@ -1,0 +1,209 @@
+"""Writes reach the tensor that the user holds, through views that live on other ranks too.
+
+Every statement is run on a plain tensor and on a DTensor: with autograd, without, and in inference
+mode. The tensor keeps its layout, and views taken before the write see it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import Partial, Replicate, Shard, trace
+
+from .compare import numbers, spread, virtual
+
+X = torch.arange(24.0).view(6, 4) - 9.5
+ROW = torch.arange(4.0)
+
+
+def assign(key: Any, value: Any) -> Callable[[Any], Any]:
+    return lambda x: x.__setitem__(key, value)
+
+
+def scaled_slice(x: Any) -> None:
+    x[2:5] *= 0
+
+
+def added_column(x: Any) -> None:
+    x[:, 1] += 1
+
+
+def added_to_rows(x: Any) -> None:
+    x[1:4] += ROW
+
+
+STATEMENTS: dict[str, Callable[[Any], Any]] = {
+    "x[2:5].zero_()": lambda x: x[2:5].zero_(),
+    "x[2:5] *= 0": scaled_slice,
+    "x[3].copy_(row)": lambda x: x[3].copy_(ROW),
+    "x[0:2] = 0.": assign(slice(0, 2), 0.0),
+    "x[:, 1] += 1": added_column,
+    "x.view(-1)[3] = 7": lambda x: x.view(-1).__setitem__(3, 7),
+    "x.t().mul_(2)": lambda x: x.t().mul_(2),
+    "nn.init.zeros_(x[:2])": lambda x: torch.nn.init.zeros_(x[:2]),
+    "x[1:4] += row": added_to_rows,
+    "x.view(-1)[3:9] *= 7": lambda x: x.view(-1)[3:9].mul_(7),
+    "x.view(-1).mul_(2)": lambda x: x.view(-1).mul_(2),
+    "x.view(3, 8)[1] = 5": lambda x: x.view(3, 8).__setitem__(1, 5),
+    "x.reshape(8, 3)[2].mul_(4)": lambda x: x.reshape(8, 3)[2].mul_(4),
+    "x[5, 2] = 9": assign((5, 2), 9.0),
+    "x[-1] = row": assign(-1, ROW),
+    "x[1::2] = -1": assign(slice(1, None, 2), -1.0),
+    "x[3][1:3] = 5": lambda x: x[3].__setitem__(slice(1, 3), 5.0),
+    "x[3] = x[4]": lambda x: x.__setitem__(3, x[4]),
+    "x[:, 0] = x[:, 3]": lambda x: x.__setitem__((slice(None), 0), x[:, 3]),
+    "x[1:] = x[:-1].clone()": lambda x: x.__setitem__(slice(1, None), x[:-1].clone()),
+    "x.t()[1].fill_(3)": lambda x: x.t()[1].fill_(3),
+    "x.unsqueeze(0)[0, 2].add_(row)": lambda x: x.unsqueeze(0)[0, 2].add_(ROW),
+    "x[2:3].squeeze(0).add_(row)": lambda x: x[2:3].squeeze(0).add_(ROW),
+    "x.narrow(0, 4, 2).sub_(1)": lambda x: x.narrow(0, 4, 2).sub_(1),
+    "x.diagonal().zero_()": lambda x: x.diagonal().zero_(),
+    "x.relu_()": lambda x: x.relu_(),
+    "x.add_(row)": lambda x: x.add_(ROW),
+    "x.mul_(x.sum())": lambda x: x.mul_(x.sum() + 3),
+    "x.fill_(3)": lambda x: x.fill_(3),
+    "x.clamp_(-1, 1)": lambda x: x.clamp_(-1, 1),
+    "x.copy_(transposed)": lambda x: x.copy_(torch.arange(24.0).view(4, 6).t()),
+    "x.addmm_(a, b)": lambda x: x.addmm_(torch.ones(6, 2), torch.ones(2, 4)),
+    "x.masked_fill_(x > 0, 2)": lambda x: x.masked_fill_(x > 0, 2.0),
+    "x[x > 0] = 0": lambda x: x.__setitem__(x > 0, 0.0),
+    "x[[1, 3]] = 0": assign([1, 3], 0.0),
+    "x[index] = rows": lambda x: x.__setitem__(torch.tensor([1, 4]), torch.ones(2, 4)),
+    "x.index_add_(0, i, rows)": lambda x: x.index_add_(0, torch.tensor([1, 1]), torch.ones(2, 4)),
+    "x.scatter_(0, i, 1)": lambda x: x.scatter_(0, torch.tensor([[1, 2, 0, 5]]), 1.0),
+    "x.cumsum_(0)": lambda x: x.cumsum_(0),
+    "x.tril_()": lambda x: x.tril_(),
+}
+# PyTorch refuses these where autograd watches.
+NO_AUTOGRAD: dict[str, Callable[[Any], Any]] = {
+    "x.unbind(0)[2].mul_(5)": lambda x: x.unbind(0)[2].mul_(5),
+    "x.split(3)[1].mul_(5)": lambda x: x.split(3)[1].mul_(5),
+    "x.chunk(3, 1)[1].zero_()": lambda x: x.chunk(3, 1)[1].zero_(),
+    "torch.clamp(x, 0, 1, out=x)": lambda x: torch.clamp(x, 0, 1, out=x),
+    "torch.add(x, row, out=x[:])": lambda x: torch.add(x, ROW, out=x[:]),
+    "x.detach()[2] = 4": lambda x: x.detach().__setitem__(2, 4.0),
+    "x.data.mul_(2)": lambda x: x.data.mul_(2),
+    "x.uniform_()": lambda x: (torch.manual_seed(1), x.uniform_()),
+    "x[2:4].normal_()": lambda x: (torch.manual_seed(1), x[2:4].normal_()),
+    "x[3].uniform_()": lambda x: (torch.manual_seed(1), x[3].uniform_()),
+    "torch._foreach_mul_([x[2], x[1:3]], 2)": lambda x: torch._foreach_mul_([x[2], x[1:3]], 2),
+}
+
+
+def places(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    kinds = [Replicate(), Shard(0), Shard(1), Partial()]
+    return list(itertools.product(kinds, repeat=len(shape)))
+
+
+def close(have: Any, want: Any, what: object) -> None:
+    torch.testing.assert_close(
+        have.detach().full_tensor(),
+        want.detach(),
+        rtol=1e-5,
+        atol=1e-4,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+@pytest.mark.parametrize("mode", ["plain", "inference"])
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", [*STATEMENTS, *NO_AUTOGRAD])
+def test_a_statement(name: str, shape: tuple[int, ...], mode: str) -> None:
+    run = (STATEMENTS | NO_AUTOGRAD)[name]
+    for at in places(shape):
+        with torch.inference_mode() if mode == "inference" else nullcontext():
+            want, have = X.clone(), spread(X.clone(), virtual(*shape), at)
+            row, read, wanted_row = have[3], have[4], want[3]
+            read.sum()
+            run(want)
+            run(have)
+            assert have.placements == at, f"{at} became {have.placements}"
+            close(have, want, at)
+            close(row, wanted_row, f"{at}, a row taken before")
+            close(read, want[4], f"{at}, a row taken and read before")
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_a_statement_with_autograd(name: str, shape: tuple[int, ...]) -> None:
+    mesh, cotangent = virtual(*shape), numbers(6, 4).float()
+    for at in places(shape):
+        plain, leaf = torch.ones(6, 4).requires_grad_(), torch.ones(6, 4).requires_grad_()
+        sharded = spread(leaf, mesh, [Shard(0)] * len(shape))
+        want, have = X * plain, spread(X.clone(), mesh, at) * sharded
+        before = have.placements
+        STATEMENTS[name](want)
+        STATEMENTS[name](have)
+        assert have.placements == before
+        close(have, want, at)
+        (want * cotangent).sum().backward()
+        (have * cotangent).sum().backward()
+        assert sharded.grad.placements == sharded.placements
+        close(sharded.grad, plain.grad, f"{at}, gradient")
+
+
+@pytest.mark.parametrize("mode", ["plain", "inference"])
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_a_row_taken_before_reads_zeros_after(shape: tuple[int, ...], mode: str) -> None:
+    for at in places(shape):
+        with torch.inference_mode() if mode == "inference" else nullcontext():
+            x = spread(X.clone(), virtual(*shape), at)
+            r, regrouped, column = x[3], x.view(8, 3), x[:, 2]
+            r.sum()
+            x.zero_()
+            for view in (r, regrouped, column):
+                assert torch.equal(view.full_tensor(), torch.zeros(view.shape))
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_a_view_written_shows_in_all_other_views(shape: tuple[int, ...]) -> None:
+    for at in places(shape):
+        x, plain = spread(X.clone(), virtual(*shape), at), X.clone()
+        views = [(x[3], plain[3]), (x.view(-1), plain.view(-1)), (x.t(), plain.t())]
+        views += [(x[1:5], plain[1:5]), (x.view(8, 3)[3], plain.view(8, 3)[3]), (x, plain)]
+        for have, want in views:
+            have.mul_(2)
+            want.mul_(2)
+            for other, wanted in views:
+                close(other, wanted, at)
+
+
+class Received:
+    """Adds up what is received, by kind of collective."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.bytes = 0
+
+    def on_collective(self, kind: str, topology: Any, axes: Any, nbytes: int) -> None:
+        self.kinds.append(kind)
+        self.bytes += nbytes
+
+    def __enter__(self) -> Received:
+        trace.listen(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        trace.unlisten(self)
+
+
+LISTED = list(STATEMENTS)[:8]
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", LISTED)
+def test_without_gathering(name: str, shape: tuple[int, ...]) -> None:
+    """A write into a part of a sharded tensor moves less than any gather of it would."""
+    for at in places(shape):
+        if any(place.is_partial() for place in at):
+            continue
+        x = spread(X.clone(), virtual(*shape), at)
+        with Received() as seen:
+            STATEMENTS[name](x)
+        assert seen.bytes < X.nbytes // 2, f"{at}: {seen.kinds} received {seen.bytes} B"

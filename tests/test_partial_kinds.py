@@ -1,0 +1,74 @@
+"""Pending maxima, minima, averages and products: whatever is done with them is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .compare import check, ints, numbers, virtual
+
+X = numbers(6, 4)
+WHOLE = ints(6, 4, low=-3, high=4, seed=1).double()
+
+CASES = {
+    "add a number": lambda x: [x + 1, 1 - x],
+    "scale up": lambda x: x * 2,
+    "scale down": lambda x: x * -2,
+    "divide": lambda x: [x / 2, x / -3],
+    "square": lambda x: x * x,
+    "neg": lambda x: -x,
+    "relu": torch.relu,
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "abs": torch.abs,
+    "add itself": lambda x: x + x,
+    "sum": lambda x: [x.sum(), x.sum(0)],
+    "mean": lambda x: x.mean(1),
+    "amax": lambda x: [x.amax(0), x.amin(0), x.max()],
+    "prod": lambda x: x.prod(0),
+    "argmax": lambda x: [x.argmax(), x.argmin(1)],
+    "softmax": lambda x: x.softmax(0),
+    "matmul": lambda x: x @ x.t(),
+    "cat": lambda x: torch.cat([x, x * 2]),
+    "where": lambda x: torch.where(x > 0, x, -1.0),
+    "cast": lambda x: [x.to(torch.float32).double(), x.to(torch.int64)],
+    "views": lambda x: [x.t(), x.view(4, 6), x[1:4], x[2], x.flatten()],
+    "clamp": lambda x: x.clamp(-1, 1),
+    "maximum": lambda x: [torch.maximum(x, x.detach() * 2), torch.minimum(x, 0 * x.detach())],
+    "compare": lambda x: [x > 0, x == 0, torch.sign(x)],
+    "clone": lambda x: [x.clone(), x.t().contiguous()],
+}
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("op", ["max", "min", "avg", "product"])
+@pytest.mark.parametrize("name", CASES)
+def test_of_one(name: str, op: str, shape: tuple[int, ...]) -> None:
+    check(CASES[name], WHOLE, mesh=virtual(*shape), ops=[op], limit=10, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "maximum", "cat", "matmul"])
+def test_of_two_kinds(name: str) -> None:
+    """Sums do not pass through maxima: kinds that do not go together are reduced first."""
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if name == "cat":
+            return torch.cat([x, y])
+        if name == "matmul":
+            return x @ y.t()
+        return getattr(torch, name)(x, y)  # type: ignore[no-any-return]
+
+    kinds = ["sum", "avg", "max", "min", "product"]
+    check(run, WHOLE, WHOLE.flip(0) * 2, mesh=virtual(2), ops=kinds, limit=40)
+    check(run, WHOLE, WHOLE.flip(0) * 2, mesh=virtual(2, 2), ops=kinds, limit=40)
+
+
+@pytest.mark.parametrize("name", ["scale down", "relu", "sum", "amax", "views", "add a number"])
+def test_several_kinds_on_one_tensor(name: str) -> None:
+    kinds = ["sum", "avg", "max", "min", "product"]
+    check(CASES[name], WHOLE, mesh=virtual(2, 2), ops=kinds, limit=40)
+
+
+def test_integers_that_pass_their_range_only_in_parts() -> None:
+    small = ints(6, 4, high=9).to(torch.uint8)
+    check(lambda x: [x.sum(), x.float(), x * 0.5, x + x], small, mesh=virtual(3))
