@@ -190,7 +190,7 @@ def run(name: str, lib_name: str, rank: int, store: str, answers: Any) -> None:
     try:
         answers.put((rank, True, wholes(PROGRAMS[name](put))))
     except BaseException as error:  # whatever it is, it is the answer
-        first = next(iter(str(error).strip().splitlines()), "")
+        first = " ".join(next(iter(str(error).strip().splitlines()), "").split())
         answers.put((rank, False, f"{type(error).__name__}: {first}"))
 
 
@@ -228,9 +228,11 @@ def outcome(name: str, lib: str) -> str:
 def judged(expected: list[list[float]], got: dict[int, tuple[bool, Any]], hung: bool) -> str:
     if hung or len(got) < WORLD:
         return "hangs" if hung else "ends without an answer"
-    bad = [value for good, value in got.values() if not good]
+    bad = {rank: value for rank, (good, value) in got.items() if not good}
     if bad:
-        return f"error on {'every' if len(bad) == WORLD else 'one'} rank: {bad[0]}"
+        same = len(bad) == WORLD and len(set(bad.values())) == 1
+        where = "every rank" if same else f"rank {next(iter(bad))} first"
+        return f"error on {where}: {next(iter(bad.values()))}"
     wrong = [rank for rank, (_, value) in got.items() if not close(expected, value)]
     return "WRONG VALUES, no error" if wrong else "equal"
 

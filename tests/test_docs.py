@@ -2,8 +2,8 @@
 
 A block fenced as `python` is run in this process, on virtual meshes; the blocks of a page share
 their names. A `text` block right after it must be what it printed (`...` stands for anything).
-A comment before a block changes that: `<!-- torchrun: 2 -->` runs it as a script of its own on two
-processes, `<!-- not run: reason -->` leaves it out.
+A comment before a block changes that: `<!-- torchrun: 2 -->` makes it a script of its own that
+`tests/process` runs on two processes, `<!-- not run: reason -->` leaves it out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from .torchrun import torchrun
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,7 +50,8 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def _checked(page: Path, block: Block, printed: str) -> None:
+def check_printed(page: Path, block: Block, printed: str) -> None:
+    """An error if a block printed something else than its page says."""
     if block.printed is not None:
         options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         same = doctest.OutputChecker().check_output(block.printed, printed, options)
@@ -60,32 +59,25 @@ def _checked(page: Path, block: Block, printed: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs(page: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     state = torch.get_rng_state()
     try:
         for block in blocks(page):
-            if block.mark.startswith("not run:"):
-                assert block.mark.removeprefix("not run:").strip(), f"{page}:{block.line}: why?"
-                continue
-            if block.mark.startswith("torchrun:"):
-                script = tmp_path / f"line{block.line}.py"
-                script.write_text(block.code)
-                count = int(block.mark.removeprefix("torchrun:"))
-                _checked(page, block, torchrun(script, count))
+            if block.mark:
                 continue
             code = compile("\n" * block.line + block.code, str(page), "exec")
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
                 exec(code, names)
-            _checked(page, block, output.getvalue())
+            check_printed(page, block, output.getvalue())
     finally:
         torch.set_rng_state(state)
 
 
 def test_every_mark_is_known() -> None:
     marks = [block.mark for page in PAGES for block in blocks(page) if block.mark]
-    assert all(mark.startswith(("torchrun: ", "not run: ")) for mark in marks), marks
+    assert all(re.fullmatch(r"torchrun: \d+|not run: .+", mark) for mark in marks), marks
 
 
 def test_links_between_pages_lead_somewhere() -> None:
