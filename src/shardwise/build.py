@@ -175,9 +175,9 @@ def _build(
     if entry.form is not None and entry.form.always:
         return FormPlan(entry.form.run)
     if is_random(op):
-        return FormPlan(random_form(op))
+        return FormPlan(random_form(op), "random")
     if entry.mixed:
-        return FormPlan(fallback_form(op))
+        return FormPlan(fallback_form(op), "fallback")
     if all(spec.is_replicated() for spec in specs):
         return _replicated(entry, specs, args, kwargs)
     if entry.family is None:
@@ -341,9 +341,9 @@ def _without_rule(
     """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
     found = decomposition(entry.op)
     if found is not None and not (entry.written is not None) and not entry.is_view:
-        return FormPlan(as_form(entry.op, found))
+        return FormPlan(as_form(entry.op, found), "decomposition")
     if found is not None and entry.op._can_decompose():
-        return FormPlan(as_form(entry.op, found))
+        return FormPlan(as_form(entry.op, found), "decomposition")
     whole = fallback_form(entry.op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -351,4 +351,5 @@ def _without_rule(
         return whole(*args, **kwargs)
 
     policy.on_fallback(entry.op, _noticed)
-    return DeferredPlan(FormPlan(run)) if entry.is_view else FormPlan(run)
+    plan = FormPlan(run, "fallback")
+    return DeferredPlan(plan) if entry.is_view else plan

@@ -57,7 +57,7 @@ class DeferredPlan(Plan):
     __slots__ = ("value",)
 
     def __init__(self, value: Plan) -> None:
-        super().__init__()
+        super().__init__(value.tier)
         self.value = value
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from .engine import engine_of, tell
 from .errors import PlainTensorError
 from .plain import adopt, digest
 from .plans import Plan
+from .trace import planned
 from .wrapper import Plain, Wrapper
 
 __all__ = ["clear", "dispatch", "stats"]
@@ -165,6 +166,7 @@ def _build(
             entry.plans.clear()
         entry.plans[key] = made
         _counts["misses"] += 1
+    planned(entry.op, made.tier)
     return made
 
 

@@ -23,15 +23,17 @@ __all__ = ["CallPlan", "ListPlan", "Move", "Plan", "moved"]
 class Plan:
     """A recipe: `run` takes the operands, and the arguments they are in.
 
-    `quick`, if there is one, does the same as `run` for operands that are no deferred views.
+    `quick`, if there is one, does the same as `run` for operands that are no deferred views. `tier`
+    says who serves the call: rows, form, random, decomposition or fallback.
     """
 
-    __slots__ = ("quick",)
+    __slots__ = ("quick", "tier")
 
     quick: Callable[..., Any] | None
 
-    def __init__(self) -> None:
+    def __init__(self, tier: str = "rows") -> None:
         self.quick = None
+        self.tier = tier
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -446,8 +448,8 @@ class FormPlan(Plan):
 
     __slots__ = ("_form",)
 
-    def __init__(self, form: Callable[..., Any]) -> None:
-        super().__init__()
+    def __init__(self, form: Callable[..., Any], tier: str = "form") -> None:
+        super().__init__(tier)
         self._form = form
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from .mesh import Topology
 
-__all__ = ["Listener", "listen", "record", "unlisten"]
+__all__ = ["Listener", "listen", "planned", "record", "unlisten", "unwatch", "watch"]
 
 
 class Listener(Protocol):
@@ -17,7 +18,10 @@ class Listener(Protocol):
     ) -> None: ...
 
 
+Watcher = Callable[[object, str], None]
+
 _listeners: list[Listener] = []
+_watchers: list[Watcher] = []
 
 
 def listen(listener: Listener) -> None:
@@ -34,3 +38,19 @@ def record(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) ->
     """Report a collective; `nbytes` is what the rank that receives most receives."""
     for listener in _listeners:
         listener.on_collective(kind, topology, axes, nbytes)
+
+
+def planned(op: object, tier: str) -> None:
+    """Report that a call of `op` was planned, and who serves it: rows, form, fallback, ..."""
+    for watcher in _watchers:
+        watcher(op, tier)
+
+
+def watch(watcher: Watcher) -> None:
+    """Call `watcher(op, tier)` whenever a call is planned."""
+    _watchers.append(watcher)
+
+
+def unwatch(watcher: Watcher) -> None:
+    """Stop calling `watcher`."""
+    _watchers.remove(watcher)
