@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import Partial, Replicate, Shard, trace
+from shardwise import CommDebugMode, Partial, Replicate, Shard
 
 from .compare import numbers, spread, virtual
 
@@ -174,25 +174,6 @@ def test_a_view_written_shows_in_all_other_views(shape: tuple[int, ...]) -> None
                 close(other, wanted, at)
 
 
-class Received:
-    """Adds up what is received, by kind of collective."""
-
-    def __init__(self) -> None:
-        self.kinds: list[str] = []
-        self.bytes = 0
-
-    def on_collective(self, kind: str, topology: Any, axes: Any, nbytes: int) -> None:
-        self.kinds.append(kind)
-        self.bytes += nbytes
-
-    def __enter__(self) -> Received:
-        trace.listen(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        trace.unlisten(self)
-
-
 LISTED = list(STATEMENTS)[:8]
 
 
@@ -204,6 +185,7 @@ def test_without_gathering(name: str, shape: tuple[int, ...]) -> None:
         if any(place.is_partial() for place in at):
             continue
         x = spread(X.clone(), virtual(*shape), at)
-        with Received() as seen:
+        with CommDebugMode() as seen:
             STATEMENTS[name](x)
-        assert seen.bytes < X.nbytes // 2, f"{at}: {seen.kinds} received {seen.bytes} B"
+        received = sum(seen.bytes.values())
+        assert received < X.nbytes // 2, f"{at}: {received} B received\n{seen}"
