@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import mul
 from typing import Any
 
@@ -235,6 +235,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@cache
 def _axis(count: int) -> Topology:
     return topology(VirtualMesh("cpu", range(count)))
 
@@ -255,7 +256,8 @@ def _parts(
     """The local tensors of a whole tensor laid out as `spec`, which has one axis."""
     (place,) = spec.placements
     if isinstance(place, Partial):
-        yield from _split(tensor, place.reduce_op, len(spec.slots), draw)
+        for part in _split(tensor, place.reduce_op, len(spec.slots), draw):
+            yield torch.empty_like(tensor).copy_(part)  # in the tensor's order of dims
         return
     for coord in spec.slots:
         yield tensor[tuple(slice(*piece) for piece in spec.box(coord))].clone()
