@@ -66,13 +66,14 @@ def zeros(
     >>> zeros(5, 2, device_mesh=mesh, placements=[shardwise.Shard(0)])
     DTensor(float32[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
     """
-    return full(
+    return _made(
+        "zeros",
         _sizes(size),
-        0,
-        dtype=torch.get_default_dtype() if dtype is None else dtype,
-        device_mesh=device_mesh,
-        placements=placements,
-        requires_grad=requires_grad,
+        device_mesh,
+        placements,
+        dtype,
+        requires_grad,
+        lambda shape, dt, device: torch.zeros(shape, dtype=dt, device=device),
     )
 
 
@@ -84,13 +85,14 @@ def ones(
     requires_grad: bool = False,
 ) -> DTensor:
     """Ones on a mesh; each rank makes only what it holds."""
-    return full(
+    return _made(
+        "ones",
         _sizes(size),
-        1,
-        dtype=torch.get_default_dtype() if dtype is None else dtype,
-        device_mesh=device_mesh,
-        placements=placements,
-        requires_grad=requires_grad,
+        device_mesh,
+        placements,
+        dtype,
+        requires_grad,
+        lambda shape, dt, device: torch.ones(shape, dtype=dt, device=device),
     )
 
 
