@@ -241,7 +241,8 @@ class CallPlan(Plan):
             return None
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
-            if self._rewrites[0] != len(spots):
+            positional = sum(not a.kwarg_only for a in self._op._schema.arguments)
+            if self._rewrites[0] != len(spots) or positional != len(spots) + 1:
                 return None
             tail = (self._rewrites[1][0],)
         if self._written is not None:
