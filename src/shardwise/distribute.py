@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .autograd import FromLocal, ToLocal, not_partial
-from .engine import engine_of
+from .engine import as_bytes, engine_of
 from .errors import LayoutError, MeshError
 from .geometry import contiguous_stride, stride_like
 from .mesh import AnyMesh, Coord, Topology, topology
@@ -288,7 +288,7 @@ def _from_source(
         )
     assert mesh.coordinate is not None
     value = parts[0].contiguous().clone()
-    raw = value.view(-1).view(torch.uint8)
+    raw = as_bytes(value)
     coords = list(mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim)))
     origin = coords[source]
     for axis in range(mesh.ndim):

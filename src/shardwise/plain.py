@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .engine import as_bytes
 from .mesh import Topology
 from .plans import moved
 from .spec import DTensorSpec, TensorMeta, default_placements
@@ -43,7 +44,7 @@ _CHUNK = 1 << 20
 
 def digest(value: torch.Tensor) -> int:
     """A number that depends on every byte of a tensor and on where it stands."""
-    raw = value.detach().contiguous().view(-1).view(torch.uint8)
+    raw = as_bytes(value.detach())
     total = 0
     for start in range(0, raw.numel(), _CHUNK):
         part = raw[start : start + _CHUNK].to(torch.int64)

@@ -400,8 +400,9 @@ class ListPlan(Plan):
         axes = {a for e in elements for spec in (*e.inputs, *e.outputs) for a in spec.slot_axes}
         coords = elements[0].inputs[0].topology.coords_here(sorted(axes))
         self._sites = tuple(
-            tuple((index, slots) for index, e in enumerate(elements) if (slots := e.slots(coord)))
+            site
             for coord in coords
+            if (site := tuple((i, s) for i, e in enumerate(elements) if (s := e.slots(coord))))
         )
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from ..mesh import Topology
 from .faults import tell
-from .process import ProcessEngine
+from .process import ProcessEngine, as_bytes
 from .protocol import Cut, Engine, Hop, Locals, Shape
 from .reduction import check_reducible, identity, reduce_list
 from .virtual import VirtualEngine
@@ -13,6 +13,7 @@ __all__ = [
     "Hop",
     "Locals",
     "Shape",
+    "as_bytes",
     "check_reducible",
     "engine_of",
     "identity",

@@ -21,7 +21,7 @@ from .faults import forgive, wait
 from .protocol import Cut, Hop, Locals, Shape
 from .reduction import finished, reduce_list, widened
 
-__all__ = ["ProcessEngine"]
+__all__ = ["ProcessEngine", "as_bytes"]
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -67,7 +67,7 @@ class ProcessEngine:
         width = max(map(prod, shapes))
         if width == 0:
             return [[local[0].new_empty(each) for each in shapes]]
-        rows = _padded(_as_bytes(local[0]), width * local[0].element_size())
+        rows = _padded(as_bytes(local[0]), width * local[0].element_size())
         for lane in reversed(_lanes(hop)):  # inner axes first, so that rows end in group order
             group = _group(hop.topology, lane)
             order = _order(hop.topology, hop.topology.group_coords(here, lane), group)
@@ -119,7 +119,7 @@ class ProcessEngine:
         (here,) = hop.targets
         members, value = hop.members(here), local[0]
         held: Mail = {
-            (here, member): _as_bytes(cut(value, here, member))
+            (here, member): as_bytes(cut(value, here, member))
             for member in members
             if shape(here, member) is not None
         }
@@ -241,8 +241,11 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
     return value.resolve_conj().resolve_neg().contiguous()
 
 
-def _as_bytes(value: torch.Tensor) -> torch.Tensor:
-    return _dense(value).view(-1).view(torch.uint8)
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, without a copy if it is contiguous."""
+    flat = _dense(value).view(-1)
+    # A single element may keep any stride, but only a stride of 1 can be read as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
