@@ -111,41 +111,49 @@ def close(have: Any, want: Any, what: object) -> None:
     )
 
 
+def run_statement(name: str, run: Callable[[Any], Any], mesh: Any, at: Any, mode: str) -> None:
+    """The tensor, and rows of it that were taken before, are what they are on one device."""
+    with torch.inference_mode() if mode == "inference" else nullcontext():
+        want, have = X.clone(), spread(X.clone(), mesh, at)
+        row, read, wanted_row = have[3], have[4], want[3]
+        read.sum()
+        run(want)
+        run(have)
+        assert have.placements == at, f"{name}: {at} became {have.placements}"
+        close(have, want, (name, at))
+        close(row, wanted_row, (name, at, "a row taken before"))
+        close(read, want[4], (name, at, "a row taken and read before"))
+
+
+def run_statement_with_autograd(name: str, run: Callable[[Any], Any], mesh: Any, at: Any) -> None:
+    cotangent = numbers(6, 4).float()
+    plain, leaf = torch.ones(6, 4).requires_grad_(), torch.ones(6, 4).requires_grad_()
+    sharded = spread(leaf, mesh, [Shard(0)] * mesh.ndim)
+    want, have = X * plain, spread(X.clone(), mesh, at) * sharded
+    before = have.placements
+    run(want)
+    run(have)
+    assert have.placements == before, f"{name}: {before} became {have.placements}"
+    close(have, want, (name, at))
+    (want * cotangent).sum().backward()
+    (have * cotangent).sum().backward()
+    assert sharded.grad.placements == sharded.placements
+    close(sharded.grad, plain.grad, (name, at, "gradient"))
+
+
 @pytest.mark.parametrize("mode", ["plain", "inference"])
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", [*STATEMENTS, *NO_AUTOGRAD])
 def test_a_statement(name: str, shape: tuple[int, ...], mode: str) -> None:
-    run = (STATEMENTS | NO_AUTOGRAD)[name]
     for at in places(shape):
-        with torch.inference_mode() if mode == "inference" else nullcontext():
-            want, have = X.clone(), spread(X.clone(), virtual(*shape), at)
-            row, read, wanted_row = have[3], have[4], want[3]
-            read.sum()
-            run(want)
-            run(have)
-            assert have.placements == at, f"{at} became {have.placements}"
-            close(have, want, at)
-            close(row, wanted_row, f"{at}, a row taken before")
-            close(read, want[4], f"{at}, a row taken and read before")
+        run_statement(name, (STATEMENTS | NO_AUTOGRAD)[name], virtual(*shape), at, mode)
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_a_statement_with_autograd(name: str, shape: tuple[int, ...]) -> None:
-    mesh, cotangent = virtual(*shape), numbers(6, 4).float()
     for at in places(shape):
-        plain, leaf = torch.ones(6, 4).requires_grad_(), torch.ones(6, 4).requires_grad_()
-        sharded = spread(leaf, mesh, [Shard(0)] * len(shape))
-        want, have = X * plain, spread(X.clone(), mesh, at) * sharded
-        before = have.placements
-        STATEMENTS[name](want)
-        STATEMENTS[name](have)
-        assert have.placements == before
-        close(have, want, at)
-        (want * cotangent).sum().backward()
-        (have * cotangent).sum().backward()
-        assert sharded.grad.placements == sharded.placements
-        close(sharded.grad, plain.grad, f"{at}, gradient")
+        run_statement_with_autograd(name, STATEMENTS[name], virtual(*shape), at)
 
 
 @pytest.mark.parametrize("mode", ["plain", "inference"])

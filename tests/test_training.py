@@ -89,6 +89,26 @@ def states(optimizer: torch.optim.Optimizer, p: Any) -> list[Any]:
     return [s for s in found if isinstance(s, DTensor) and s.shape == p.shape]
 
 
+@pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused", "SGD foreach"])
+def test_parameters_in_many_layouts_step_together(name: str) -> None:
+    """One list of parameters, some sharded over one axis, some over the other."""
+    mesh, x = virtual(2, 2), numbers(6, 5)
+    places = [(Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(0), Shard(0))]
+    want = make_model()
+    have = copy.deepcopy(want)
+    for index, (module, key) in enumerate([(m, k) for m in have for k in ("weight", "bias")]):
+        if hasattr(module, key):
+            value = distribute_tensor(getattr(module, key).detach(), mesh, places[index % 3])
+            setattr(module, key, nn.Parameter(value))
+    for model in (want, have):
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    same_parameters(have, want)
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:

@@ -1,0 +1,110 @@
+"""A sample of operators, writes and empty shards on real processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import Partial, Replicate, Shard, init_device_mesh
+
+from .. import test_inplace, test_ops_other, test_ops_views
+from ..compare import check, numbers, spread
+from ..test_empty_shards import CASES as OF_EMPTY
+from .harness import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+
+def ops(shape: tuple[int, ...], limit: int) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    x, y, w = numbers(7, 5), numbers(7, 5, seed=1), numbers(5, 4)
+    check(lambda x, y: [x * y + 1, torch.maximum(x, y)], x, y, mesh=mesh, limit=limit)
+    check(torch.mm, x, w, mesh=mesh, limit=limit)
+    check(F.linear, x, w.t().contiguous(), w[0], mesh=mesh, limit=limit)
+    check(lambda x: [x.sum(0), x.mean(), x.amax(1), x.var(0), x.norm()], x, mesh=mesh, limit=limit)
+    check(lambda x: [*x.max(0), x.argmax(), x.argmin(1)], x, mesh=mesh, limit=limit)
+    check(lambda x: [x.softmax(0), x.log_softmax(1), x.logsumexp(0)], x, mesh=mesh, limit=limit)
+    check(lambda x, w: F.layer_norm(x, (5,), w), x, w[:, 0].clone(), mesh=mesh, limit=limit)
+    check(lambda w, i: F.embedding(i, w), x, torch.tensor([[1, 6], [0, 1]]), mesh=mesh, limit=limit)
+    check(lambda x, y: [torch.cat([x, y]), torch.stack([x, y], 1)], x, y, mesh=mesh, limit=limit)
+    check(F.mse_loss, x, y, mesh=mesh, limit=limit)
+    check(lambda x: F.dropout(x, 0.5), x, mesh=mesh, limit=limit)
+    check(lambda x: [x.cumsum(0), *x.sort(0)], x, mesh=mesh, limit=limit)
+
+
+@pytest.mark.parametrize(("shape", "limit"), [((2,), 8), ((2, 2), 6)], ids=str)
+def test_operators(processes: Pools, shape: tuple[int, ...], limit: int) -> None:
+    processes(2 if shape == (2,) else 4).run(ops, shape, limit, timeout=120)
+
+
+def views() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for cases in (test_ops_views.VIEWS, test_ops_views.SLICES):
+        for f, *inputs in cases.values():
+            check(f, *inputs, mesh=mesh, limit=4)
+
+
+def test_views_and_slices(processes: Pools) -> None:
+    processes(2).run(views, timeout=120)
+
+
+def others(names: list[str]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name in names:
+        f, *inputs = test_ops_other.ALL[name]
+        check(f, *inputs, mesh=mesh, limit=3)
+
+
+def test_operators_without_a_rule(processes: Pools) -> None:
+    processes(2).run(others, list(test_ops_other.ALL), timeout=120)
+
+
+def empty(rows: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for f in OF_EMPTY.values():
+        check(f, numbers(rows, 4), mesh=mesh, limit=4)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_empty_shards(processes: Pools, rows: int) -> None:
+    processes(4).run(empty, rows, timeout=120)
+
+
+def statements(shape: tuple[int, ...], mode: str) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    kinds = [Replicate(), Shard(0), Shard(1), Partial()]
+    for at in itertools.product(kinds, repeat=len(shape)):
+        for name, run in test_inplace.STATEMENTS.items():
+            test_inplace.run_statement(name, run, mesh, at, mode)
+
+
+@pytest.mark.parametrize("mode", ["plain", "inference"])
+def test_writes(processes: Pools, mode: str) -> None:
+    processes(2).run(statements, (2,), mode, timeout=120)
+
+
+def grads_of_statements() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for at in [(Replicate(),), (Shard(0),), (Shard(1),), (Partial(),)]:
+        for name, run in test_inplace.STATEMENTS.items():
+            test_inplace.run_statement_with_autograd(name, run, mesh, at)
+
+
+def test_writes_with_autograd(processes: Pools) -> None:
+    processes(2).run(grads_of_statements, timeout=120)
+
+
+def stale_row() -> list[float]:
+    x = spread(torch.ones(6, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    r = x[3]
+    r.sum()
+    x.zero_()
+    return r.tolist()  # type: ignore[no-any-return]
+
+
+def test_a_row_taken_before_reads_zeros_after(processes: Pools) -> None:
+    assert processes(2).run(stale_row) == [[0.0] * 4] * 2
