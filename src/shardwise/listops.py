@@ -22,6 +22,7 @@ from .wrapper import Wrapper
 
 __all__ = ["run_list"]
 
+_MOST_PLANS = 4096
 _NOT_POINTWISE = ("norm", "max", "powsum")
 
 
@@ -133,6 +134,8 @@ def _run_on(entry: Any, mesh: Topology, args: Sequence[Any], kwargs: dict[str, A
     )
     found = entry.plans.get(key)
     if found is None:
+        if len(entry.plans) >= _MOST_PLANS:
+            entry.plans.clear()
         found = entry.plans[key] = _build(entry, mesh, listing, operands, args, kwargs)
     return found.run(operands, args, kwargs)
 

@@ -17,7 +17,7 @@ from .placement import Placement, Replicate, Shard
 from .rules import Along, Call, Dims, Row, Rule
 from .spec import DTensorSpec, TensorMeta
 
-__all__ = ["Decision", "decide"]
+__all__ = ["Decision", "decide", "spec_for"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
                     values[index] //= count
     cuts = _factor_cuts(rule, topology, chosen, leaders)
     inputs = tuple(
-        _spec(topology, [row.inputs[i] for row in chosen], rule.inputs[i], spec.meta, cuts)
+        spec_for(topology, [row.inputs[i] for row in chosen], rule.inputs[i], spec.meta, cuts)
         for i, spec in enumerate(call.specs)
     )
     outputs = tuple(
-        _spec(topology, [row.outputs[i] for row in chosen], rule.outputs[i], meta, cuts)
+        spec_for(topology, [row.outputs[i] for row in chosen], rule.outputs[i], meta, cuts)
         for i, meta in enumerate(call.results)
     )
     return Decision(inputs, outputs)
@@ -188,13 +188,14 @@ def _factor_cuts(
     return cuts
 
 
-def _spec(
+def spec_for(
     topology: Topology,
     places: list[Placement],
     dims: Dims,
     meta: TensorMeta,
     cuts: dict[str, tuple[Cuts, tuple[int, ...]]],
 ) -> DTensorSpec:
+    """The spec of a tensor whose dims walk along factors that are cut like this."""
     own: list[Cuts | None] = [None] * len(dims)
     for place in places:
         if isinstance(place, Shard):

@@ -23,7 +23,7 @@ from .infer import infer
 from .mesh import Topology, VirtualMesh, topology
 from .placement import Partial, Placement, Shard
 from .plans import CallPlan, filled
-from .propagate import _spec as spec_along
+from .propagate import spec_for
 from .random import is_random
 from .rules import Call, Dims, Operand, Row, Rule
 from .rules.call import has_fractions
@@ -180,7 +180,7 @@ class _Trial:
             places: Sequence[Placement], dims: Sequence[Dims], metas: Sequence[TensorMeta]
         ) -> list[DTensorSpec]:
             every = zip(places, dims, metas, strict=True)
-            return [spec_along(where, [place], own, meta, factors) for place, own, meta in every]
+            return [spec_for(where, [place], own, meta, factors) for place, own, meta in every]
 
         try:
             inputs = specs(row.inputs, rule.inputs, self.metas)

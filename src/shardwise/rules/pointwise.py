@@ -118,6 +118,8 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
     if name in _AFFINE and len(given) < 2:
         return ()
+    if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
+        return ()  # a divisor may hold zeros, and the parts of a sum are infinite in both directions
     found = []
     for group in groups:
         kept = tuple(given.index(index) for index in group if index in given)

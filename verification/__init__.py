@@ -1,0 +1,1 @@
+"""Every operator against plain PyTorch: `make verify` runs PyTorch's operator database."""

@@ -1,0 +1,102 @@
+"""Run PyTorch's operator database: `python -m verification`. Stops and goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from .entry import check_index, entries, entry_name
+from .page import write_page
+
+
+def _known(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return {row["name"]: row for row in rows}
+
+
+def _progress(done: int, total: int, start: float, name: str) -> None:
+    width = 30
+    filled = width * done // max(total, 1)
+    bar = "#" * filled + "." * (width - filled)
+    line = f"[{bar}] {done}/{total} {time.time() - start:6.0f} s  {name}"
+    if sys.stderr.isatty():
+        print(f"\r{line[:110]:110}", end="", file=sys.stderr, flush=True)
+    elif done % 50 == 0 or done == total:
+        print(line, file=sys.stderr, flush=True)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The table at the end."""
+    checked = [row for row in rows if not row["left_out"]]
+    lines = [f"{len(rows)} entries, {len(checked)} checked, {len(rows) - len(checked)} left out"]
+    for stage in ("forward", "backward"):
+        has = [row for row in checked if row[stage]]
+        right = [row for row in has if set(row[stage]) == {"right"}]
+        kinds = {k: sum(k in row[stage] for row in has) for k in ("wrong", "error", "time")}
+        calls = sum(sum(row[stage].values()) for row in has)
+        share = 100 * len(right) / max(len(has), 1)
+        lines.append(
+            f"{stage:9} {len(right)}/{len(has)} entries right ({share:.1f} %), {calls} calls; "
+            + ", ".join(f"{count} with {kind}" for kind, count in kinds.items())
+        )
+    fallback = sum("fallback" in row["tiers"] for row in checked)
+    share = 100 * fallback / max(len(checked), 1)
+    lines.append(f"replicate fallback when dim 0 is sharded: {share:.1f} % of entries")
+    for row in checked:
+        if row["examples"]:
+            lines.append(f"  {row['name']}: {row['forward']} {row['backward']}")
+            lines += [f"      {kind}: {text}" for kind, text in row["examples"].items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m verification")
+    parser.add_argument("--out", type=Path, default=Path("verification/results.jsonl"))
+    parser.add_argument("--page", type=Path, help="write the page of operators here")
+    parser.add_argument("--most", type=int, help="at most so many samples an entry")
+    parser.add_argument("--sample", type=int, help="only so many entries, chosen by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=int, default=120, help="at most so long an entry")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--fresh", action="store_true", help="forget what was run before")
+    parser.add_argument("names", nargs="*", help="only these entries")
+    options = parser.parse_args()
+    if options.fresh:
+        options.out.unlink(missing_ok=True)
+    names = [entry_name(entry) for entry in entries()]
+    chosen = [i for i, name in enumerate(names) if not options.names or name in options.names]
+    if options.sample is not None:
+        chosen = sorted(
+            random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+        )
+    known = _known(options.out)
+    tasks = [(i, options.most, options.seconds) for i in chosen if names[i] not in known]
+    start = time.time()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, context) as pool, options.out.open("a") as file:
+        waiting = [pool.submit(check_index, *task) for task in tasks]
+        for done, finished in enumerate(as_completed(waiting), 1):
+            row = finished.result()
+            known[row["name"]] = row
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            _progress(done, len(tasks), start, row["name"])
+    rows = [known[names[i]] for i in chosen]
+    print("\n" + summary(rows))
+    if options.page is not None:
+        write_page(options.page, rows)
+    bad = any("wrong" in row[stage] for row in rows for stage in ("forward", "backward"))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""One entry of PyTorch's operator database against plain PyTorch, in many layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+import shardwise
+from shardwise import Partial, Placement, Replicate, Shard
+from shardwise.dispatch import clear
+from shardwise.trace import unwatch, watch
+
+__all__ = ["Finding", "check_entry", "check_index", "entries", "entry_name"]
+
+MESHES = [(2,), (2, 2)]
+
+SHAPELESS = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+)
+"""Operators whose values are not defined: only shape and dtype are compared."""
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7, torch.complex64: 1e-4}
+
+
+@dataclass
+class Finding:
+    """What was seen of one entry."""
+
+    name: str
+    samples: int = 0
+    forward: dict[str, int] = field(default_factory=dict)
+    backward: dict[str, int] = field(default_factory=dict)
+    tiers: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    held: int = 0
+    examples: dict[str, str] = field(default_factory=dict)
+    left_out: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _TooLong(BaseException):
+    pass
+
+
+def _too_long(*_: object) -> None:
+    raise _TooLong
+
+
+def entry_name(entry: Any) -> str:
+    """The name with its variant."""
+    return entry.name + (f".{entry.variant_test_name}" if entry.variant_test_name else "")
+
+
+def _dtype(entry: Any) -> torch.dtype | None:
+    known = entry.supported_dtypes("cpu")
+    return next(
+        (d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in known), None
+    )
+
+
+def layouts(mesh_ndim: int, most_dims: int) -> Iterator[tuple[str, ...]]:
+    """The layouts to try: one word per mesh axis. `S1` is the dim, or the last one there is."""
+    words = ["R", *(f"S{dim}" for dim in range(max(most_dims, 1))), "P"]
+    if mesh_ndim == 1:
+        yield from ((word,) for word in words)
+        return
+    first = [("S0", "S0"), ("S0", "P"), ("R", "S0"), ("P", "R")]
+    yield from first
+    yield from (pair for pair in itertools.permutations(words[1:-1][:3], 2))
+
+
+def _place(word: str, value: torch.Tensor) -> Placement:
+    if word == "P":
+        return Partial() if value.is_floating_point() or value.is_complex() else Replicate()
+    if word == "R" or value.ndim == 0:
+        return Replicate()
+    return Shard(min(int(word[1:]), value.ndim - 1))
+
+
+def _distributed(value: torch.Tensor, mesh: Any, words: tuple[str, ...], grad: bool) -> Any:
+    """A DTensor of the value; a pending sum is split into parts that are not the value itself."""
+    if value.layout is not torch.strided:
+        return value
+    places = [_place(word, value) for word in words]
+    made = shardwise.distribute_tensor(value.detach().clone(), mesh, places)
+    if any(place.is_partial() for place in places):
+        made = _split(made)
+    wants = grad and (value.is_floating_point() or value.is_complex())
+    return made.requires_grad_() if wants else made
+
+
+def _split(made: Any) -> Any:
+    """Move half of a pending sum from its first coordinate to the last."""
+    spec = made._spec
+    axis = spec.sums[0]
+    last = spec.topology.shape[axis] - 1
+    for coord in spec.slots:
+        if coord[axis] == 0 and last:
+            there = list(coord)
+            there[axis] = last
+            a, b = made._locals[spec.slot(coord)], made._locals[spec.slot(tuple(there))]
+            half = a * 0.5
+            b += half
+            a -= half
+    return made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _same(ours: Any, theirs: Any, values: bool) -> None:
+    if isinstance(theirs, torch.Tensor):
+        assert isinstance(ours, torch.Tensor), f"{type(ours)} where a tensor is expected"
+        assert ours.shape == theirs.shape, f"shape {list(ours.shape)}, not {list(theirs.shape)}"
+        assert ours.dtype == theirs.dtype, f"dtype {ours.dtype}, not {theirs.dtype}"
+        if values and theirs.layout is torch.strided:
+            whole = ours.full_tensor() if isinstance(ours, shardwise.DTensor) else ours
+            close = TOLERANCE.get(theirs.dtype, 0)
+            torch.testing.assert_close(
+                whole.detach(), theirs.detach(), rtol=close, atol=close, equal_nan=True
+            )
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), f"{len(ours)} results, not {len(theirs)}"
+        for a, b in zip(ours, theirs, strict=True):
+            _same(a, b, values)
+    elif isinstance(theirs, (bool, int, float, complex)) and values:
+        equal = ours == theirs or (ours != ours and theirs != theirs)
+        assert equal or abs(ours - theirs) < 1e-4, f"{ours}, not {theirs}"
+
+
+@dataclass
+class _Reference:
+    """What plain PyTorch gives for a sample."""
+
+    results: Any
+    cotangents: list[torch.Tensor]
+    grads: tuple[torch.Tensor | None, ...]
+
+
+def _needs_grad(tree: Any) -> list[torch.Tensor]:
+    return [t for t in _tensors(tree) if t.requires_grad]
+
+
+def _reference(entry: Any, given: Any, grad: bool) -> _Reference:
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        copy = value.detach().clone()
+        floats = value.is_floating_point() or value.is_complex()
+        return copy.requires_grad_() if grad and floats and value.layout is torch.strided else copy
+
+    args, kwargs = tree_map(own, given)
+    torch.manual_seed(0)
+    results = entry(*args, **kwargs)
+    roots, leaves = _needs_grad(results), _needs_grad((args, kwargs))
+    if not (grad and roots and leaves):
+        return _Reference(results, [], ())
+    torch.manual_seed(1)
+    cotangents = [torch.randn_like(root) for root in roots]
+    grads = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+    return _Reference(results, cotangents, grads)
+
+
+def _forward(entry: Any, given: Any, mesh: Any, words: tuple[str, ...], grad: bool) -> Any:
+    def own(value: Any) -> Any:
+        return _distributed(value, mesh, words, grad) if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = tree_map(own, given)
+    leaves = _needs_grad((args, kwargs))
+    torch.manual_seed(0)
+    return entry(*args, **kwargs), leaves
+
+
+def _backward(results: Any, leaves: list[Any], reference: _Reference, mesh: Any) -> None:
+    roots = _needs_grad(results)
+    assert len(roots) == len(reference.cotangents), "other results require grad"
+    whole = [Replicate()] * mesh.ndim
+    cotangents = [shardwise.distribute_tensor(c, mesh, whole) for c in reference.cotangents]
+    grads = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+    for ours, theirs in zip(grads, reference.grads, strict=True):
+        assert (ours is None) == (theirs is None), "a gradient is missing, or too many"
+        if theirs is not None:
+            _same(ours, theirs, True)
+
+
+def check_entry(entry: Any, meshes: list[Any], most: int | None, seconds: int) -> Finding:
+    """Run one entry: every sample (at most `most`), every mesh, every layout."""
+    finding = Finding(entry_name(entry))
+    dtype = _dtype(entry)
+    if dtype is None:
+        finding.left_out = "no CPU kernel for float32, int64, bool or complex64"
+        return finding
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(seconds)
+    counts: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samples = entry.sample_inputs("cpu", dtype, requires_grad=False)
+            for sample in itertools.islice(samples, most):
+                _check_sample(entry, sample, meshes, finding, counts)
+    except _TooLong:
+        counts["forward"]["time"] += 1
+        finding.examples["time"] = f"more than {seconds} s"
+    finally:
+        signal.alarm(0)
+    finding.forward, finding.backward = dict(counts["forward"]), dict(counts["backward"])
+    if not finding.samples and not finding.left_out:
+        finding.left_out = "no sample takes a tensor"
+    return finding
+
+
+def _check_sample(
+    entry: Any, sample: Any, meshes: list[Any], finding: Finding, counts: dict[str, Counter[str]]
+) -> None:
+    given = ((sample.input, *sample.args), sample.kwargs)
+    tensors = [t for t in _tensors(given) if t.layout is torch.strided]
+    if not tensors:
+        return
+    try:
+        reference = _reference(entry, given, entry.supports_autograd)
+    except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError):
+        return  # what plain PyTorch refuses is no sample
+    finding.samples += 1
+    most_dims = max(t.ndim for t in tensors)
+    for mesh in meshes:
+        for words in layouts(mesh.ndim, most_dims):
+            with _observed(finding, given, mesh, words):
+                _check_layout(entry, given, mesh, words, reference, finding, counts)
+
+
+@contextlib.contextmanager
+def _observed(finding: Finding, given: Any, mesh: Any, words: tuple[str, ...]) -> Iterator[None]:
+    """Note who serves the calls, and the bytes, when dim 0 is sharded on one axis."""
+    if words != ("S0",):
+        yield
+        return
+    clear()
+    tiers: set[str] = set(finding.tiers)
+
+    def seen(op: object, tier: str) -> None:
+        tiers.add(tier)
+
+    watch(seen)
+    try:
+        with shardwise.CommDebugMode() as comm:
+            yield
+    finally:
+        unwatch(seen)
+    finding.tiers = sorted(tiers)
+    finding.nbytes += sum(comm.bytes.values())
+    finding.held += sum(t.numel() * t.element_size() for t in _tensors(given))
+
+
+def _check_layout(
+    entry: Any,
+    given: Any,
+    mesh: Any,
+    words: tuple[str, ...],
+    reference: _Reference,
+    finding: Finding,
+    counts: dict[str, Counter[str]],
+) -> None:
+    grad = bool(reference.grads)
+    stage = "forward"
+    try:
+        results, leaves = _forward(entry, given, mesh, words, grad)
+        _same(results, reference.results, entry.name not in SHAPELESS)
+        counts[stage]["right"] += 1
+        if grad:
+            stage = "backward"
+            _backward(results, leaves, reference, mesh)
+            counts[stage]["right"] += 1
+    except _TooLong:
+        raise
+    except BaseException as error:
+        kind = "wrong" if isinstance(error, AssertionError) else "error"
+        counts[stage][kind] += 1
+        shapes = [list(t.shape) for t in _tensors(given)]
+        text = f"{words} on {tuple(mesh.shape)}, {shapes}: {type(error).__name__}: {error}"
+        finding.examples.setdefault(f"{stage} {kind}", text.replace("\n", " ")[:400])
+        if isinstance(error, KeyboardInterrupt):
+            raise
+
+
+def entries() -> list[Any]:
+    """PyTorch's operator database."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
+
+
+def check_index(index: int, most: int | None, seconds: int) -> dict[str, Any]:
+    """Check one entry of the database, in a process of its own."""
+    torch.set_num_threads(1)
+    meshes = [shardwise.init_device_mesh("cpu", shape) for shape in MESHES]
+    return check_entry(entries()[index], meshes, most, seconds).as_dict()
