@@ -119,7 +119,7 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     if name in _AFFINE and len(given) < 2:
         return ()
     if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
-        return ()  # a divisor may hold zeros, and the parts of a sum are infinite in both directions
+        return ()  # a divisor may hold zeros, and the parts of a sum may be infinite both ways
     found = []
     for group in groups:
         kept = tuple(given.index(index) for index in group if index in given)
