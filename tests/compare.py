@@ -107,7 +107,7 @@ def check(
     f: Callable[..., Any],
     *inputs: torch.Tensor,
     mesh: AnyMesh,
-    limit: int = 12,
+    limit: int = 8,
     ops: Sequence[str] = ("sum",),
     mixed: bool = True,
     **options: Any,

@@ -47,7 +47,7 @@ CASES = {
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_of_one(name: str, rows: int, shape: tuple[int, ...]) -> None:
-    check(CASES[name], numbers(rows, 4), mesh=virtual(*shape), limit=10)
+    check(CASES[name], numbers(rows, 4), mesh=virtual(*shape), limit=8)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
