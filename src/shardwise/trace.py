@@ -7,7 +7,7 @@ from typing import Protocol
 
 from .mesh import Topology
 
-__all__ = ["Listener", "listen", "planned", "record", "unlisten", "unwatch", "watch"]
+__all__ = ["Listener", "is_heard", "listen", "planned", "record", "unlisten", "unwatch", "watch"]
 
 
 class Listener(Protocol):
@@ -32,6 +32,11 @@ def listen(listener: Listener) -> None:
 def unlisten(listener: Listener) -> None:
     """Stop reporting to `listener`."""
     _listeners.remove(listener)
+
+
+def is_heard() -> bool:
+    """Whether anybody listens: what to report need not be computed otherwise."""
+    return bool(_listeners)
 
 
 def record(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from ..engine import Cut, Hop, Locals, Shape, engine_of, identity
 from ..geometry import Box, box_numel, box_shape, intersect, is_dense, relative
 from ..mesh import Coord
-from ..trace import record
+from ..trace import is_heard, record
 from .plan import Step
 
 __all__ = ["run_steps"]
@@ -26,7 +26,7 @@ def run_steps(
     order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
     now = tuple(local)
     for step in steps:
-        if not step.is_local:
+        if not step.is_local and is_heard():
             record(step.kind, step.src.topology, step.axes, step.elements_received * _itemsize(now))
         now = tuple(_ordered(part, order) for part in _run(step, now))
     if fresh and all(step.kind == "slice" for step in steps):

@@ -64,8 +64,16 @@ class Layout:
             return 0
         return flat_index(coord, self.topology.shape, self.axes)
 
+    @cached_property
+    def _boxes(self) -> dict[Coord, Box]:
+        return {}
+
     def box(self, coord: Coord) -> Box:
-        return tuple(dim.at(coord, self.topology.shape) for dim in self.dims)
+        found = self._boxes.get(coord)
+        if found is None:
+            shape = self.topology.shape
+            found = self._boxes[coord] = tuple([dim.at(coord, shape) for dim in self.dims])
+        return found
 
     def with_dims(self, dims: tuple[DimMap, ...]) -> Layout:
         return replace(self, dims=dims)
