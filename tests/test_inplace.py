@@ -182,6 +182,37 @@ def test_a_view_written_shows_in_all_other_views(shape: tuple[int, ...]) -> None
                 close(other, wanted, at)
 
 
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_data_takes_the_values_and_the_layout_of_another_tensor(place: Any) -> None:
+    p = torch.nn.Parameter(spread(X.clone(), virtual(2), [place]))
+    p.data = p.data * 2
+    torch.testing.assert_close(p.full_tensor(), X * 2)
+    p.data = spread(X * 3, virtual(2), [Shard(1)])
+    assert p.placements == (Shard(1),)
+    (p * p).sum().backward()
+    assert p.grad.placements == (Shard(1),)
+    torch.testing.assert_close(p.grad.full_tensor(), X * 6)
+    with pytest.raises(ValueError, match=r"data: Tensor cannot become.*distribute_tensor"):
+        p.data = X
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_views_in_place(place: Any) -> None:
+    want, have = X.clone(), spread(X.clone(), virtual(2), [place])
+    for x in (want, have):
+        x.t_()
+        x[1].zero_()
+        x.unsqueeze_(0).transpose_(0, 2)
+    assert have.shape == want.shape and have.stride() == want.stride()
+    close(have, want, place)
+
+
+def test_a_view_that_lives_elsewhere_keeps_its_shape() -> None:
+    row = spread(X.clone(), virtual(2), [Shard(0)])[3]
+    with pytest.raises(ValueError, match=r"unsqueeze_.*cannot change its shape in place"):
+        row.unsqueeze_(0)
+
+
 LISTED = list(STATEMENTS)[:8]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .deferred import DeferredView
 from .errors import LayoutError, MeshError
 from .placement import Partial, Placement, Replicate
 from .plans import moved
@@ -21,11 +22,14 @@ __all__ = [
     "WholeLocal",
     "keep_partial_grads",
     "not_partial",
+    "take_data",
     "watch_leaf",
 ]
 
 requires_grad: Any = torch.Tensor.requires_grad
 """The attribute as autograd has it; `DTensor` wraps it to learn of new leaves."""
+data: Any = torch.Tensor.data
+"""As `requires_grad`: `DTensor` wraps it to take the local tensors too."""
 _WATCHED = "_watched"
 
 
@@ -131,8 +135,25 @@ def keep_partial_grads() -> Iterator[None]:
 def watch_leaf(tensor: Any) -> None:
     """See to it that the gradient of a leaf arrives in the leaf's own layout."""
     if tensor.is_leaf and requires_grad.__get__(tensor) and not hasattr(tensor, _WATCHED):
-        setattr(tensor, _WATCHED, True)
-        tensor.register_hook(_LikeLeaf(tensor._spec))
+        like_leaf = _LikeLeaf(tensor._spec)
+        setattr(tensor, _WATCHED, like_leaf)
+        tensor.register_hook(like_leaf)
+
+
+def take_data(tensor: Any, value: Any) -> None:
+    """Let a tensor take the memory and the layout of another, as `tensor.data = value` does."""
+    if isinstance(tensor, DeferredView) or not isinstance(value, Wrapper):
+        raise LayoutError(
+            f"data: {type(value).__name__} cannot become the data of {tensor._spec}. Give a "
+            "DTensor to a tensor that is no view: distribute_tensor makes one of a plain tensor."
+        )
+    local = value._locals
+    data.__set__(tensor, value)
+    tensor._spec, tensor._locals = value._spec, local
+    tensor._cell, tensor._memo = share_cell(value), None
+    watched = getattr(tensor, _WATCHED, None)
+    if watched is not None:
+        watched.spec = value._spec
 
 
 class _LikeLeaf:

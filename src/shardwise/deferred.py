@@ -181,6 +181,11 @@ def own_value(op: OpOverload, view: Any) -> Any:
         raise LayoutError(
             f"{op}: a write into {made_by} of a DTensor. Write into the tensor itself."
         )
+    if torch.Tag.inplace_view in op.tags:
+        raise LayoutError(
+            f"{op}: a view of elements that live on other ranks cannot change its shape in place. "
+            "Use the form that returns a new view."
+        )
     spec = view._spec
     if op._schema.name in _OVERWRITES:
         shapes = [spec.local_shape(coord) for coord in spec.slots]

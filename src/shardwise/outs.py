@@ -70,11 +70,7 @@ def reshape_form(op: OpOverload) -> Callable[..., Any]:
     view_op = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"))
 
     def run(target: Any, *args: Any, **kwargs: Any) -> Any:
-        view = view_op(target, *args, **kwargs)
-        local = view._locals
-        target.data = view
-        target._spec, target._locals = view._spec, local
-        target._memo = None
+        target.data = view_op(target, *args, **kwargs)
         return target
 
     return run

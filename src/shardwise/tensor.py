@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .autograd import Redistribute, WholeLocal, watch_leaf
+from .autograd import Redistribute, WholeLocal, take_data, watch_leaf
+from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .deferred import DeferredView
 from .dispatch import dispatch
@@ -174,6 +175,15 @@ class DTensor(Wrapper):
     def requires_grad(self, value: bool) -> None:
         autograd_requires_grad.__set__(self, value)
         watch_leaf(self)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history; assigning to it gives the tensor other values."""
+        return autograd_data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        take_data(self, value)
 
     # --- copies ------------------------------------------------------------------------------
 
