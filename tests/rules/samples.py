@@ -468,6 +468,17 @@ def _norms() -> Iterator[Sample]:
                 )
 
 
+def _attention() -> Iterator[Sample]:
+    op = aten._scaled_dot_product_flash_attention_for_cpu
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    q, k, v, grad = x(3, 4, 5, 8), x(3, 4, 6, 8), x(3, 4, 6, 8), x(3, 4, 5, 8)
+    for mask in (None, x(5, 6), x(3, 1, 5, 6), x(1, 4, 5, 6)):
+        yield call(op.default, q, k, v, attn_mask=mask)
+        out, lse = op.default(q, k, v, attn_mask=mask)
+        yield call(back.default, grad, q, k, v, out, lse, 0.0, False, attn_mask=mask)
+    yield call(op.default, q, k[:, :, :5], v[:, :, :5], 0.0, True)
+
+
 def _embedding() -> Iterator[Sample]:
     for shape in ((5,), (2, 3), (), (0,), (5, 1)):
         where = index(*shape, below=7)
@@ -536,6 +547,7 @@ def table_samples() -> list[Sample]:
         _joins,
         _creation,
         _norms,
+        _attention,
         _embedding,
         _losses,
         _nll,

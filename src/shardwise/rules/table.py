@@ -106,6 +106,8 @@ TABLE: dict[str, Family] = {
     # networks
     "native_layer_norm": nn.layer_norm,
     "native_layer_norm_backward": nn.layer_norm_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": nn.attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": nn.attention_backward,
     "embedding": nn.embedding,
     "embedding_dense_backward": nn.embedding_backward,
     **dict.fromkeys(
