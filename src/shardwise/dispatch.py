@@ -15,9 +15,8 @@ import torch
 from . import policy
 from ._torch import OpOverload
 from .build import Entry, build
-from .engine import engine_of, tell
-from .errors import PlainTensorError
-from .plain import adopt, digest
+from .engine import tell
+from .plain import adopt, check_plain
 from .plans import Plan
 from .trace import planned
 from .wrapper import Plain, Wrapper
@@ -89,7 +88,7 @@ def dispatch(
     if found is None:
         found = _build(entry, tuple(key), operands, args, kwargs, plain)
     elif plain and policy.current().plain == "check_always":
-        _check_plain(entry, operands)
+        check_plain(entry.op, operands)
     try:
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
@@ -160,7 +159,7 @@ def _build(
 ) -> Plan:
     made = build(entry, operands, args, kwargs)
     if plain and policy.current().plain in ("check", "check_always"):
-        _check_plain(entry, operands)
+        check_plain(entry.op, operands)
     with _lock:
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()
@@ -168,22 +167,3 @@ def _build(
         _counts["misses"] += 1
     planned(entry.op, made.tier)
     return made
-
-
-def _check_plain(entry: Entry, operands: Sequence[Any]) -> None:
-    """An error, on every rank, if a plain operand is not equal on all ranks."""
-    for operand in operands:
-        if not isinstance(operand, Plain):
-            continue
-        value, topology = operand._locals[0], operand._spec.topology
-        if value.ndim == 0 or topology.virtual:
-            continue
-        if not engine_of(topology).check_equal(topology, digest(value)):
-            raise PlainTensorError(
-                f"{entry.op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is "
-                "mixed with DTensors, but it is not equal on all ranks. A plain tensor counts as "
-                "replicated.\n"
-                "If each rank has its own part of a batch, say so: "
-                "DTensor.from_local(tensor, mesh, [Shard(0)]). If it is one value for all, use "
-                "distribute_tensor(tensor, mesh, [Replicate()]), which takes the first rank's."
-            )

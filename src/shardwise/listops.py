@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from . import policy
 from ._torch import OpOverload
 from .deferred import is_deferred, own_value, store_through
 from .errors import LayoutError
 from .infer import infer
 from .mesh import Topology
-from .plain import adopt, full_local
+from .plain import adopt, check_plain, full_local
 from .plans import Element, ListPlan
 from .propagate import decide
 from .rules import Call, Operand
@@ -134,6 +135,8 @@ def _run_on(entry: Any, mesh: Topology, args: Sequence[Any], kwargs: dict[str, A
     )
     found = entry.plans.get(key)
     if found is None:
+        if policy.current().plain in ("check", "check_always"):
+            check_plain(entry.op, operands)
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()
         found = entry.plans[key] = _build(entry, mesh, listing, operands, args, kwargs)

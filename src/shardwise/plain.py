@@ -3,17 +3,19 @@ whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .engine import as_bytes
+from .engine import as_bytes, engine_of
+from .errors import PlainTensorError
 from .mesh import Topology
 from .plans import moved
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Plain, Wrapper
 
-__all__ = ["adopt", "digest", "full_local"]
+__all__ = ["adopt", "check_plain", "digest", "full_local"]
 
 _HOOKED = "_shardwise_grad_is_plain"
 
@@ -52,3 +54,22 @@ def digest(value: torch.Tensor) -> int:
         weight = (place * 2654435761 + 97531) % 2147483647
         total = (total + int((part * weight).sum())) % (1 << 61)
     return total
+
+
+def check_plain(op: object, operands: Sequence[Any]) -> None:
+    """An error, on every rank, if a plain operand is not equal on all ranks."""
+    for operand in operands:
+        if not isinstance(operand, Plain):
+            continue
+        value, topology = operand._locals[0], operand._spec.topology
+        if value.ndim == 0 or topology.virtual:
+            continue
+        if not engine_of(topology).check_equal(topology, digest(value)):
+            raise PlainTensorError(
+                f"{op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is "
+                "mixed with DTensors, but it is not equal on all ranks. A plain tensor counts as "
+                "replicated.\n"
+                "If each rank has its own part of a batch, say so: "
+                "DTensor.from_local(tensor, mesh, [Shard(0)]). If it is one value for all, use "
+                "distribute_tensor(tensor, mesh, [Replicate()]), which takes the first rank's."
+            )

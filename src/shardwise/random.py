@@ -6,18 +6,21 @@ The result equals plain PyTorch's with the same seed, whatever the mesh and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from . import policy
 from ._torch import OpOverload
 from .engine import engine_of
 from .errors import CommunicationError
 from .mesh import AnyMesh, Topology, VirtualMesh
 from .plain import digest, full_local
+from .plans import describe_moves
 from .replicated import mesh_of, run_whole, tensors_in
+from .spec import default_placements
 from .wrapper import Wrapper
 
 __all__ = ["is_random", "manual_seed", "random_form"]
@@ -63,10 +66,22 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
         if mesh not in checked:
             _check_generators(op, mesh, kwargs.get("generator"))
             checked.add(mesh)
+        if policy.current().moves != "auto":
+            policy.on_moves(op, _gathers(tensors))
         like = next(t._spec for t in tensors if isinstance(t, Wrapper))
         return run_whole(op, args, kwargs, whole, like)
 
     return run
+
+
+def _gathers(tensors: Sequence[Any]) -> list[str]:
+    """What running whole moves: every operand that is not whole yet."""
+    specs = [tensor._spec for tensor in tensors if isinstance(tensor, Wrapper)]
+    whole = [spec.with_placements(default_placements(spec.topology)) for spec in specs]
+    moves = [
+        (i, dst) for i, (src, dst) in enumerate(zip(specs, whole, strict=True)) if src is not dst
+    ]
+    return describe_moves(moves, specs)
 
 
 def _check_generators(op: OpOverload, mesh: Topology, generator: torch.Generator | None) -> None:

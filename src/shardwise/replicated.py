@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from . import policy
 from ._torch import OpOverload
 from .errors import MeshError
 from .infer import meta_of
 from .mesh import Topology
 from .plain import full_local
-from .plans import describe_moves, filled, wrote
+from .plans import filled, wrote
 from .redistribute import plan as steps_of
 from .redistribute import run_steps
 from .spec import DTensorSpec, default_placements
@@ -100,8 +99,6 @@ def run_whole(
     """
     tensors: list[Any] = list(tensors_in(args, kwargs))
     mesh = mesh_of(op, tensors)
-    if policy.current().moves != "auto":
-        policy.on_moves(op, _gathers(tensors))
     written = written_in(op, args)
     ours = [isinstance(t, Wrapper) and any(t is w for w in written) for t in tensors]
     plain = [whole(tensor, mine) for tensor, mine in zip(tensors, ours, strict=True)]
@@ -112,16 +109,6 @@ def run_whole(
             store(tensor, value)
     same = {id(value): tensor for tensor, value in zip(tensors, plain, strict=True)}
     return wrapped(made, mesh, like, same)
-
-
-def _gathers(tensors: Sequence[Any]) -> list[str]:
-    """What running whole moves: every operand that is not whole yet."""
-    specs = [tensor._spec for tensor in tensors if isinstance(tensor, Wrapper)]
-    whole = [spec.with_placements(default_placements(spec.topology)) for spec in specs]
-    moves = [
-        (i, dst) for i, (src, dst) in enumerate(zip(specs, whole, strict=True)) if src is not dst
-    ]
-    return describe_moves(moves, specs)
 
 
 def fallback_form(op: OpOverload) -> Callable[..., Any]:

@@ -79,6 +79,7 @@ TABLE: dict[str, Family] = {
     ),
     # views
     "view": views.view,
+    "view.dtype": views.view_dtype,
     "_unsafe_view": views.view,
     "reshape": views.view,
     "permute": views.permute,

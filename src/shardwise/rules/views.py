@@ -33,6 +33,7 @@ __all__ = [
     "unbind",
     "unsqueeze",
     "view",
+    "view_dtype",
 ]
 
 aten = torch.ops.aten
@@ -56,6 +57,16 @@ def view(call: Call) -> Rule:
 
 
 _PASSES = tuple(((0,), op, op) for op in ("max", "min", "product"))
+
+
+def view_dtype(call: Call) -> Rule:
+    """The same bytes as another dtype; the last dim is whole if elements change their size."""
+    src, dst = call.specs[0], call.results[0]
+    names = _names(src.ndim)
+    if src.dtype.itemsize != dst.dtype.itemsize:
+        names[-1] = None
+    sizes = {name: size for name, size in _sizes(src.meta.shape).items() if name in names}
+    return Rule((along(names),), (along(names),), sizes, reduce=None)
 
 
 def regroup(src: Sequence[int], dst: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
