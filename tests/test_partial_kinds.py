@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise import DTensor, Partial, init_device_mesh, per_rank
+
 from .compare import check, ints, numbers, virtual
 
 X = numbers(6, 4)
@@ -72,3 +74,14 @@ def test_several_kinds_on_one_tensor(name: str) -> None:
 def test_integers_that_pass_their_range_only_in_parts() -> None:
     small = ints(6, 4, high=9).to(torch.uint8)
     check(lambda x: [x.sum(), x.float(), x * 0.5, x + x], small, mesh=virtual(3))
+
+
+@pytest.mark.parametrize("number", [0, 0.0, float("inf"), 2.0])
+def test_a_number_that_makes_parts_infinite_waits_for_the_sum(number: float) -> None:
+    """3 and -1 are infinite both ways after a division by 0, but their sum is only one way."""
+    mesh = init_device_mesh("cpu", (2,))
+    parts = per_rank(mesh, lambda coord: torch.tensor([3.0, 1.0]) - 4 * coord[0])
+    pending = DTensor.from_local(parts, mesh, [Partial()])
+    whole = pending.full_tensor()
+    for ours, theirs in ((pending / number, whole / number), (pending * number, whole * number)):
+        torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)

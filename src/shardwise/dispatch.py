@@ -68,7 +68,7 @@ def dispatch(
             key.append(value._spec)
         elif kind in _NUMBERS:
             key.append(kind)
-            if not by_type:
+            if not by_type or value == 0 or value - value != 0:  # 0 and infinity are special
                 key.append(value)
         elif kind is list or kind is tuple:
             plain |= _add_list(value, operands, key)
@@ -120,7 +120,7 @@ def _add_named(entry: Entry, kwargs: dict[str, Any], operands: list[Any], key: l
             plain |= _add_list(value, operands, key)
         elif type(value) in _NUMBERS:
             key.append(type(value))
-            if name not in entry.kw_by_type:
+            if name not in entry.kw_by_type or value == 0 or value - value != 0:
                 key.append(value)
         else:
             key.append(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .call import Call, Operand, has_fractions, keeps_sums
 from .rule import Along, Dims, Rule
@@ -118,6 +119,8 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
     if name in _AFFINE and len(given) < 2:
         return ()
+    if _breaks_sums(name, call.args):
+        return ()
     if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
         return ()  # a divisor may hold zeros, and the parts of a sum may be infinite both ways
     found = []
@@ -126,6 +129,16 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
         if len(kept) == len(group) and all(_keeps_sums(call, name, index) for index in kept):
             found.append(kept)
     return tuple(found)
+
+
+def _breaks_sums(name: str, args: Sequence[Any]) -> bool:
+    """Whether a number turns the finite parts of a sum into infinities of both signs."""
+    numbers = [
+        v for v in args if isinstance(v, (int, float, complex)) and not isinstance(v, Operand)
+    ]
+    if name in ("div", "true_divide"):
+        return any(value == 0 for value in numbers)
+    return name == "mul" and any(value - value != 0 for value in numbers)
 
 
 def _keeps_sums(call: Call, name: str, operand: int) -> bool:
