@@ -68,7 +68,7 @@ class WholeLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return wrap(_spec_like(ctx.spec, grad), (grad,))
+        return FromLocal.apply(_spec_like(ctx.spec, grad), grad)
 
 
 def _spec_like(spec: DTensorSpec, value: torch.Tensor) -> DTensorSpec:
@@ -77,7 +77,11 @@ def _spec_like(spec: DTensorSpec, value: torch.Tensor) -> DTensorSpec:
 
 
 class ToLocal(torch.autograd.Function):
-    """From a DTensor to its local tensors."""
+    """From a DTensor to its local tensors.
+
+    Backwards here are made of these functions, not of what they do, so that they can be
+    differentiated again.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
@@ -86,7 +90,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return wrap(ctx.spec, tuple(grads)), None
+        return FromLocal.apply(ctx.spec, *grads), None
 
 
 class FromLocal(torch.autograd.Function):
@@ -101,7 +105,7 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         spec: DTensorSpec = ctx.spec
         back = DTensorSpec._intern(spec.topology, not_partial(spec), grad._spec.meta, spec.cuts)
-        whole = wrap(back, moved(grad, back))
+        whole = ToLocal.apply(Redistribute.apply(grad, back), back)
         scale = 1
         for axis, place in enumerate(spec.placements):
             if place.is_partial("avg"):
@@ -111,7 +115,7 @@ class FromLocal(torch.autograd.Function):
                     f"the gradient of local tensors that make up a {place!r} is not defined. "
                     "Reduce with redistribute before going on."
                 )
-        parts = [whole._locals[back.slot(coord)] / scale for coord in spec.slots]
+        parts = [whole[back.slot(coord)] / scale for coord in spec.slots]
         return None, *parts
 
 

@@ -17,7 +17,7 @@ import torch
 from ._torch import OpOverload, make_wrapper
 from .engine import identity
 from .errors import LayoutError
-from .geometry import is_dense
+from .geometry import contiguous_stride
 from .plain import full_local
 from .plans import Plan, stamp, wrote
 from .rules.pointwise import pointwise
@@ -156,7 +156,7 @@ def write_through(
     first = args[0]
     if is_deferred(first) and writes == (0,) and family is pointwise:
         made_by, base = first._how[0]._schema.name, first._of
-        if made_by in _SAME_ORDER:
+        if made_by in _SAME_ORDER and base.dtype is first.dtype:
             op(base, *[_as_base(value, first, base) for value in args[1:]], **kwargs)
             return first
     given = list(args)
@@ -208,14 +208,11 @@ def store_through(view: Any, value: torch.Tensor) -> None:
     """Put the elements of a view where they live: every rank writes those in its box."""
     root = root_of(view)
     spec = root._spec
-    if not is_dense(spec.meta.shape, spec.meta.stride):
-        raise NotImplementedError(f"a write through a view of a tensor with strides {spec.stride}")
-    address = _addresses(view, spec).to(value.device)
-    order = sorted(range(spec.ndim), key=lambda d: -spec.stride[d])
-    index: list[torch.Tensor] = [address] * spec.ndim
-    for dim in order:
-        size, stride = spec.meta.shape[dim], max(spec.stride[dim], 1)
-        index[dim] = (address // stride) % size if size > 1 else torch.zeros_like(address)
+    shape = spec.meta.shape
+    address = _addresses(view, root).to(value.device)
+    index: list[torch.Tensor] = []
+    for size, stride in zip(shape, contiguous_stride(shape), strict=True):
+        index.append((address // stride) % max(size, 1))
     for coord, local in zip(spec.slots, root._locals, strict=True):
         here = torch.ones_like(address, dtype=torch.bool)
         places = []
@@ -224,21 +221,32 @@ def store_through(view: Any, value: torch.Tensor) -> None:
             places.append(index[dim] - start)
         new = value[here]
         for axis in spec.sums:
-            if coord[axis]:
-                new = torch.full_like(new, identity(spec.placements[axis].reduce_op, new.dtype))
+            kind = spec.placements[axis].reduce_op
+            if coord[axis] and kind != "avg":  # the average of equal values is the value
+                new = torch.full_like(new, identity(kind, new.dtype))
         local[tuple(place[here] for place in places)] = new.to(local.dtype)
     wrote(root)
 
 
-def _addresses(view: Any, spec: DTensorSpec) -> torch.Tensor:
-    """For each element of a view the place in the root's memory, as one device would lay it out."""
-    chain = []
-    while isinstance(view, DeferredView):
-        chain.append(view._how)
+def _addresses(view: Any, root: Any) -> torch.Tensor:
+    """For each element of a view its place in the root, counted as in a contiguous tensor.
+
+    Views go by index, so it does not matter how the root really lies in memory; only `as_strided`
+    goes by memory, and needs a root that is contiguous.
+    """
+    chain: list[Any] = []
+    while is_deferred(view):
+        chain.append((view._how, view.dtype))
         view = view._of
-    shape, stride, _ = spec.meta
-    meta: Any = torch.empty_strided(shape, stride, device="meta")
-    for op, _, args, kwargs, place in reversed(chain):
+    shape, stride, dtype = root._spec.meta
+    meta: Any = torch.empty(shape, dtype=dtype, device="meta")
+    for (op, _, args, kwargs, place), seen in reversed(chain):
+        by_memory = op._schema.name == "aten::as_strided" and stride != contiguous_stride(shape)
+        if by_memory or seen is not dtype:
+            raise LayoutError(
+                f"a write into the result of {op} of {root._spec}, whose elements live on other "
+                "ranks, is not supported. Write into the tensor itself."
+            )
         meta = op(meta, *args, **kwargs)
         meta = meta if place is None else meta[place]
     address = torch.full(tuple(meta.shape), meta.storage_offset())

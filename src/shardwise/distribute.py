@@ -19,7 +19,7 @@ from .placement import Partial, Placement, Shard
 from .plain import digest
 from .plans import moved
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
-from .wrapper import Wrapper, wrap
+from .wrapper import Wrapper, expose, wrap
 
 __all__ = ["distribute", "from_local", "to_local"]
 
@@ -40,6 +40,7 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
         parts = ToLocal.apply(tensor, grad_spec)
     else:
         parts = tensor._locals
+    expose(tensor)
     if spec.topology.virtual:
         return PerRank(spec.topology, spec.slot_axes, parts)
     if not parts:

@@ -60,7 +60,8 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _looped(name, args, kwargs)
     listing = _Listing(args, kwargs)
     writes = [n for n, a in enumerate(entry.op._schema.arguments) if a.alias_info is not None]
-    if any(is_deferred(each) for n in writes if n in listing.lists for each in args[n]):
+    written = [each for n in writes if n in listing.lists for each in args[n]]
+    if any(map(is_deferred, written)) or _overlap(written):
         return _one_by_one(entry.op, writes, listing, args, kwargs)
     meshes: dict[Topology | None, list[int]] = {}
     for index in range(listing.length):
@@ -72,6 +73,12 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for index, value in zip(indices, made or (), strict=False):
             results[index] = value
     return results if entry.op._schema.returns else None
+
+
+def _overlap(written: Sequence[Any]) -> bool:
+    """Whether two written elements may be the same memory."""
+    cells = [id(each._cell) for each in written if getattr(each, "_cell", None) is not None]
+    return len({id(each) for each in written}) < len(written) or len(set(cells)) < len(cells)
 
 
 def _one_by_one(
@@ -124,14 +131,21 @@ def _chosen(
     )
 
 
+def _kind(value: Any) -> Any:
+    """What of an argument enters the key: the type of a number, of each number in a list."""
+    if isinstance(value, (bool, torch.dtype)):
+        return value
+    return tuple(map(type, value)) if isinstance(value, (list, tuple)) else type(value)
+
+
 def _run_on(entry: Any, mesh: Topology, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     listing = _Listing(args, kwargs)
     operands = [t if isinstance(t, Wrapper) else adopt(t, mesh) for t in listing.tensors]
     key = (
         tuple(operand._spec for operand in operands),
         tuple(sorted((str(name), len(ids)) for name, ids in listing.lists.items())),
-        tuple(v if isinstance(v, (bool, torch.dtype)) else type(v) for v in args),
-        tuple((k, v if isinstance(v, (bool, torch.dtype)) else type(v)) for k, v in kwargs.items()),
+        tuple(map(_kind, args)),
+        tuple((name, _kind(value)) for name, value in kwargs.items()),
     )
     found = entry.plans.get(key)
     if found is None:

@@ -24,12 +24,18 @@ def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
     """A plain tensor as an operand on `mesh`."""
     if value.requires_grad and not hasattr(value, _HOOKED):
         setattr(value, _HOOKED, True)
-        value.register_hook(full_local)
+        value.register_hook(_plain_grad)
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     meta = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
     spec = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
     return Plain(spec, value)
+
+
+def _plain_grad(grad: Any) -> Any:
+    """The gradient of a plain tensor is plain; the way there can be differentiated again."""
+    whole: Any = grad
+    return whole.full_tensor() if isinstance(grad, Wrapper) else grad
 
 
 def full_local(value: torch.Tensor) -> torch.Tensor:

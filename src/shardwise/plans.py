@@ -46,7 +46,11 @@ def stamp(tensor: Any) -> tuple[object, ...]:
     """What changes when the tensor is written, through the dispatcher or through its local
     tensors."""
     cell = tensor._cell
-    seen = tuple(None if t.is_inference() else t._version for t in tensor._locals)
+    exposed = cell is not None and len(cell) > 1
+    seen = tuple(
+        t._version if not t.is_inference() else object() if exposed else None
+        for t in tensor._locals
+    )
     return (0 if cell is None else cell[0], seen)
 
 

@@ -66,6 +66,13 @@ class Plain:
         self._memo: dict[Any, Any] | None = None
 
 
+def expose(tensor: Wrapper) -> None:
+    """Note that the user holds the local tensors, and may write into them where nobody counts."""
+    cell = share_cell(tensor)
+    if len(cell) == 1:
+        cell.append(1)
+
+
 def share_cell(base: Wrapper) -> list[int]:
     """The version cell of a tensor, made now if this is its first alias."""
     cell = base._cell

@@ -358,6 +358,9 @@ def _views() -> Iterator[Sample]:
     for a in (x(6, 4), x(6, 4, dtype=I64), x(6, 4, dtype=BOOL), x(6, 4, dtype=C128)):
         yield call(aten.view.default, a, [2, 3, 4])
         yield call(aten.view.dtype, a, torch.uint8)
+    yield call(aten.view_as_real.default, x(5, 3, dtype=C128))
+    yield call(aten.view_as_complex.default, x(5, 3, 2))
+    for a in (x(6, 4), x(6, 4, dtype=I64), x(6, 4, dtype=BOOL), x(6, 4, dtype=C128)):
         yield call(aten.t.default, a)
         yield call(aten.slice.Tensor, a, 0, 1, 5)
         yield call(aten.expand.default, a, [2, 6, 4])

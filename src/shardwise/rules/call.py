@@ -31,11 +31,16 @@ def has_fractions(dtype: torch.dtype) -> bool:
 def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
     """Whether a sum may be pending while values go from `src` to `dst`.
 
-    Truth values saturate, narrow integers wrap around, and a cast to integers drops fractions.
+    Truth values saturate, narrow integers wrap around, a cast to integers drops fractions, and one
+    to a narrower float may overflow where the sum does not.
     """
     if src is dst:
         return src is not torch.bool
-    return has_fractions(dst) and (has_fractions(src) or src is torch.int64)
+    if not has_fractions(dst):
+        return False
+    if src is torch.int64:
+        return True
+    return has_fractions(src) and torch.promote_types(src, dst) is dst
 
 
 class Call:

@@ -161,7 +161,7 @@ def _passes(call: Call, name: str) -> tuple[tuple[tuple[int, ...], str, str], ..
             return (((0,), "min", "min"),)
         if name in _UP and not _negative_slope(call, name):
             return (((0,), "max", "max"), ((0,), "min", "min"))
-        if name in _DOWN:
+        if name in _DOWN and has_fractions(call.specs[0].dtype):  # integers wrap around
             return (((0,), "max", "min"), ((0,), "min", "max"))
     if len(call.specs) == 2 and name in _JOINT:
         return (((0, 1), _JOINT[name], _JOINT[name]),)

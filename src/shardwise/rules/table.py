@@ -80,6 +80,8 @@ TABLE: dict[str, Family] = {
     # views
     "view": views.view,
     "view.dtype": views.view_dtype,
+    "view_as_real": views.view_as_real,
+    "view_as_complex": views.view_as_complex,
     "_unsafe_view": views.view,
     "reshape": views.view,
     "permute": views.permute,

@@ -33,6 +33,8 @@ __all__ = [
     "unbind",
     "unsqueeze",
     "view",
+    "view_as_complex",
+    "view_as_real",
     "view_dtype",
 ]
 
@@ -67,6 +69,19 @@ def view_dtype(call: Call) -> Rule:
         names[-1] = None
     sizes = {name: size for name, size in _sizes(src.meta.shape).items() if name in names}
     return Rule((along(names),), (along(names),), sizes, reduce=None)
+
+
+def view_as_real(call: Call) -> Rule:
+    """Complex numbers as pairs."""
+    names = _names(len(call.shape(0)))
+    return replace(_reordered(call, [*names, None]), passes=())
+
+
+def view_as_complex(call: Call) -> Rule:
+    """Pairs as complex numbers; the pairs are whole."""
+    names = _names(len(call.shape(0)) - 1)
+    sizes = _sizes(call.shape(0)[:-1])
+    return Rule((along([*names, None]),), (along(names),), sizes, reduce=None, linear=((0,),))
 
 
 def regroup(src: Sequence[int], dst: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:

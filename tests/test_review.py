@@ -1,0 +1,131 @@
+"""Facts that once were wrong: each test here is a bug that a careful reader found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import init_device_mesh as make_mesh
+
+MESH = make_mesh("cpu", (2,))
+LAYOUTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")]
+
+
+def on_mesh(value: torch.Tensor, place: Placement) -> Any:
+    return distribute_tensor(value, MESH, [place])
+
+
+def penalty(w: Any, x: Any) -> Any:
+    """The sum of a weight and of a gradient that depends on it."""
+    (grad,) = torch.autograd.grad((w * x**2).sum(), x, create_graph=True)
+    return w.sum() + grad.sum()
+
+
+def test_a_gradient_of_a_plain_tensor_can_be_differentiated_again() -> None:
+    w = on_mesh(torch.ones(2), Shard(0)).requires_grad_()
+    x = torch.full((2,), 3.0, requires_grad=True)
+    penalty(w, x).backward()
+    assert w.grad.full_tensor().tolist() == [7.0, 7.0]
+
+
+def test_local_tensors_can_be_differentiated_twice() -> None:
+    w = on_mesh(torch.full((2,), 2.0), Shard(0)).requires_grad_()
+    y = DTensor.from_local(w.to_local() ** 3, MESH, [Shard(0)]).sum()
+    (grad,) = torch.autograd.grad(y, w, create_graph=True)
+    (grad.sum() + w.sum()).backward()
+    assert w.grad.full_tensor().tolist() == [13.0, 13.0]
+
+
+def test_the_whole_tensor_can_be_differentiated_twice() -> None:
+    w = on_mesh(torch.full((2,), 2.0), Shard(0)).requires_grad_()
+    (grad,) = torch.autograd.grad((w.full_tensor() ** 3).sum(), w, create_graph=True)
+    grad.sum().backward()
+    assert w.grad.full_tensor().tolist() == [12.0, 12.0]
+
+
+def test_the_same_layout_is_a_view_that_autograd_knows_of() -> None:
+    x = on_mesh(torch.ones(3), Replicate()).requires_grad_()
+    h = x * 2
+    square = h * h
+    h.redistribute(placements=[Replicate()]).mul_(10)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "diagonal": lambda x: x[0].diagonal().fill_(3.0),
+    "x[:, 1, 2]": lambda x: x[:, 1, 2].fill_(5.0),
+    "x[:, 1][0]": lambda x: x[:, 1][0].fill_(5.0),
+    "x[:, 1, 1:3]": lambda x: x[:, 1, 1:3].add_(2.0),
+    "x[0, :, 2][1]": lambda x: x[0, :, 2][1].add_(2.0),
+    "x.transpose(1, 2)[0][1][1:]": lambda x: x.transpose(1, 2)[0][1][1:].fill_(4.0),
+    "unfold": lambda x: x.unfold(1, 2, 2)[0].mul_(3.0),
+}
+
+
+@pytest.mark.parametrize("place", [*LAYOUTS, Shard(2)], ids=repr)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_into_views_of_views(write: Callable[[Any], Any], place: Placement) -> None:
+    theirs = torch.arange(24.0).view(2, 3, 4)
+    ours = on_mesh(theirs.clone(), place)
+    write(ours)
+    write(theirs)
+    torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1), Partial()], ids=repr)
+def test_writes_into_the_parts_of_complex_numbers(place: Placement) -> None:
+    theirs = torch.randn(4, 3, dtype=torch.complex64)
+    ours = on_mesh(theirs.clone(), place)
+    for value in (ours, theirs):
+        value.real.zero_()
+        value.imag.mul_(2)
+        torch.view_as_real(value)[2].fill_(1.0)
+    torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_the_same_bytes_as_another_dtype(place: Placement) -> None:
+    theirs = torch.arange(12.0).view(4, 3)
+    ours = on_mesh(theirs.clone(), place)
+    assert torch.equal(ours.view(torch.int32).full_tensor(), theirs.view(torch.int32))
+    ours.view(torch.int32).add_(1)
+    theirs.view(torch.int32).add_(1)
+    assert torch.equal(ours.full_tensor(), theirs)
+
+
+def test_a_pending_sum_is_not_cast_to_a_narrower_float() -> None:
+    value = torch.tensor([[1e5, -1e5]])
+    assert on_mesh(value, Shard(1)).sum(1).half().full_tensor().tolist() == [0.0]
+
+
+def test_one_tensor_twice_in_a_list_is_written_twice() -> None:
+    for place in LAYOUTS:
+        x = on_mesh(torch.zeros(2, 2), place)
+        torch._foreach_add_([x, x], 1.0)
+        assert x.full_tensor().unique().tolist() == [2.0], place
+
+
+def test_a_list_of_numbers_enters_the_key_by_their_types() -> None:
+    x = on_mesh(torch.arange(4), Shard(0))
+    assert torch._foreach_add([x], [1])[0].dtype is torch.int64
+    assert torch._foreach_add([x], [1.5])[0].dtype is torch.float32
+
+
+def test_the_negative_of_integers_that_wrap() -> None:
+    x = DTensor.from_local(torch.tensor([0], dtype=torch.uint8), MESH, [Partial("max")])
+    x._locals[1].fill_(1)
+    assert (-x).full_tensor().tolist() == [255]
+
+
+def test_a_view_sees_what_is_written_into_local_tensors_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = on_mesh(torch.zeros(4, 3), Shard(0))
+        row = x[1]
+        assert row.full_tensor().tolist() == [0.0, 0.0, 0.0]
+        x.to_local().parts[0].add_(1)
+        assert row.full_tensor().tolist() == [1.0, 1.0, 1.0]
