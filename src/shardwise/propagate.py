@@ -8,6 +8,7 @@ taken; otherwise every row is priced and the cheapest wins. No rank, clock or se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from .cost import debt, move_cost, recut_cost
@@ -42,21 +43,12 @@ class _Leader:
 
 def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
     """Choose the layouts for a call. Operand `written` keeps its layout if any row allows it."""
-    topology = call.specs[0].topology
     if rule.ignores:
         return _by_example(rule, call)
-    leaders = _leaders(rule, call.specs, written)
-    chosen: list[Row] = []
-    sizes = [prod(spec.meta.shape) * spec.dtype.itemsize for spec in call.specs]
-    results = [prod(meta.shape) * meta.dtype.itemsize for meta in call.results]
-    for axis, count in enumerate(topology.shape):
-        row = _choose(rule, call.specs, leaders, axis, count, written, sizes, results)
-        chosen.append(row)
-        for values, places in ((sizes, row.inputs), (results, row.outputs)):
-            for index, place in enumerate(places):
-                if place.is_shard():
-                    values[index] //= count
-    cuts = _factor_cuts(rule, topology, chosen, leaders)
+    topology = call.specs[0].topology
+    choice = _Choice(rule, call, written)
+    chosen = [choice.next_row(axis, count) for axis, count in enumerate(topology.shape)]
+    cuts = _factor_cuts(rule, topology, chosen, choice.leaders)
     inputs = tuple(
         spec_for(topology, [row.inputs[i] for row in chosen], rule.inputs[i], spec.meta, cuts)
         for i, spec in enumerate(call.specs)
@@ -100,77 +92,79 @@ def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
     return cuts if at.link is None else at.link.to_factor(cuts)
 
 
-def _choose(
-    rule: Rule,
-    specs: tuple[DTensorSpec, ...],
-    leaders: dict[str, _Leader],
-    axis: int,
-    count: int,
-    written: int | None,
-    sizes: list[int],
-    results: list[int],
-) -> Row:
-    rows = rule.rows
-    if written is not None:
-        place = specs[written].placements[axis]
+class _Choice:
+    """The choice of a row for one axis after another, with the sizes that the axes before leave."""
+
+    __slots__ = ("leaders", "results", "rule", "sizes", "specs", "written")
+
+    def __init__(self, rule: Rule, call: Call, written: int | None) -> None:
+        self.rule = rule
+        self.specs = call.specs
+        self.written = written
+        self.leaders = _leaders(rule, call.specs, written)
+        self.sizes = [prod(spec.meta.shape) * spec.dtype.itemsize for spec in call.specs]
+        self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in call.results]
+
+    def next_row(self, axis: int, count: int) -> Row:
+        """The row for `axis`: one that fits, or else the cheapest."""
+        rows = self._allowed(axis)
+        fitting = (row for row in rows if all(self._fits(axis, row, i) for i in self._operands()))
+        row = next(fitting, None)
+        if row is None:
+            prices = [self._price(axis, count, row) for row in rows]
+            row = rows[prices.index(min(prices))]
+        for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
+            for index, place in enumerate(places):
+                if place.is_shard():
+                    values[index] //= count
+        return row
+
+    def _operands(self) -> range:
+        return range(len(self.specs))
+
+    def _allowed(self, axis: int) -> tuple[Row, ...]:
+        """The rows in which a written operand holds the result; if possible, where it is now."""
+        rows, written = self.rule.rows, self.written
+        if written is None:
+            return rows
+        place = self.specs[written].placements[axis]
         rows = tuple(row for row in rows if row.inputs[written] is row.outputs[0])
-        rows = tuple(row for row in rows if row.inputs[written] is place) or rows
-    for row in rows:
-        if all(_fits(rule, specs, leaders, axis, row, i) for i in range(len(specs))):
-            return row
-    prices = [_price(rule, specs, leaders, axis, count, row, sizes, results) for row in rows]
-    return rows[prices.index(min(prices))]
+        return tuple(row for row in rows if row.inputs[written] is place) or rows
 
+    def _fits(self, axis: int, row: Row, operand: int) -> bool:
+        """Whether an operand can stay as it is on `axis`: its placement, and where it is cut."""
+        spec = self.specs[operand]
+        place = spec.placements[axis]
+        if row.inputs[operand] is not place:
+            return False
+        if not isinstance(place, Shard):
+            return True
+        at = self.rule.inputs[operand][place.dim]
+        leader = self.leaders.get(at.factor) if at is not None else None
+        if at is None or leader is None:
+            return False
+        mine = _to_factor(at, spec.dim_cuts[place.dim])
+        if mine is None:  # cuts that follow from the factor's, as those of a slice do
+            assert at.link is not None
+            counts = tuple(spec.topology.shape[a] for a in leader.axes)
+            same = at.link.from_factor(leader.cuts, counts) == spec.dim_cuts[place.dim]
+            return same and leader.axes == spec.dim_axes[place.dim]
+        return leader.axes != spec.dim_axes[place.dim] or leader.cuts == mine
 
-def _fits(
-    rule: Rule,
-    specs: tuple[DTensorSpec, ...],
-    leaders: dict[str, _Leader],
-    axis: int,
-    row: Row,
-    operand: int,
-) -> bool:
-    spec = specs[operand]
-    place = spec.placements[axis]
-    if row.inputs[operand] is not place:
-        return False
-    if not isinstance(place, Shard):
-        return True
-    at = rule.inputs[operand][place.dim]
-    leader = leaders.get(at.factor) if at is not None else None
-    if at is None or leader is None:
-        return False
-    mine = _to_factor(at, spec.dim_cuts[place.dim])
-    if mine is None:  # cuts that follow from the factor's, as those of a slice do
-        assert at.link is not None
-        counts = tuple(spec.topology.shape[a] for a in leader.axes)
-        same = at.link.from_factor(leader.cuts, counts) == spec.dim_cuts[place.dim]
-        return same and leader.axes == spec.dim_axes[place.dim]
-    return leader.axes != spec.dim_axes[place.dim] or leader.cuts == mine
-
-
-def _price(
-    rule: Rule,
-    specs: tuple[DTensorSpec, ...],
-    leaders: dict[str, _Leader],
-    axis: int,
-    count: int,
-    row: Row,
-    sizes: list[int],
-    results: list[int],
-) -> int:
-    total = 0
-    for operand, spec in enumerate(specs):
-        if not _fits(rule, specs, leaders, axis, row, operand):
+    def _price(self, axis: int, count: int, row: Row) -> int:
+        """What a row costs: moving the operands that do not fit, and reducing what it leaves."""
+        total = 0
+        for operand, spec in enumerate(self.specs):
+            if self._fits(axis, row, operand):
+                continue
             have, want = spec.placements[axis], row.inputs[operand]
-            nbytes = sizes[operand] // count if have.is_shard() else sizes[operand]
-            total += (
-                recut_cost(count, nbytes) if have is want else move_cost(have, want, count, nbytes)
-            )
-    for place, nbytes in zip(row.outputs, results, strict=True):
-        if not any(p.is_partial() for p in (s.placements[axis] for s in specs)):
-            total += debt(place, count, nbytes)
-    return total
+            nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
+            moved = recut_cost if have is want else partial(move_cost, have, want)
+            total += moved(count, nbytes)
+        if not any(spec.placements[axis].is_partial() for spec in self.specs):
+            for place, nbytes in zip(row.outputs, self.results, strict=True):
+                total += debt(place, count, nbytes)
+        return total
 
 
 def _factor_cuts(

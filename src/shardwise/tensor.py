@@ -109,6 +109,7 @@ class DTensor(Wrapper):
         """The same tensor in another layout.
 
         `cuts` gives for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s.
+        `async_op` allows the move to overlap with what follows; now the result is always ready.
 
         >>> import torch, shardwise
         >>> from shardwise import Replicate, Shard

@@ -430,32 +430,23 @@ def _together(call: Call) -> dict[str, Any]:
 
 def cat(call: Call) -> Rule:
     """Tensors one after another along a dim that must be whole."""
-    out = call.results[0].shape
-    dim = call.get("dim", 0) % len(out)
-    names = _names(len(out))
-    names[dim] = None
-    return Rule(
-        tuple(
-            along(names) if len(spec.meta.shape) == len(out) else (None,) * spec.ndim
-            for spec in call.specs
-        ),
-        (along(names),),
-        {f"i{d}": size for d, size in enumerate(out) if d != dim},
-        reduce=None,
-        **_together(call),
+    ndim = len(call.results[0].shape)
+    dims = _names(ndim)
+    dims[call.get("dim", 0) % ndim] = None
+    return _joined(
+        call, [dims if spec.ndim == ndim else [None] * spec.ndim for spec in call.specs], dims
     )
 
 
 def stack(call: Call) -> Rule:
     """Tensors of one shape along a new dim."""
-    out = call.results[0].shape
-    dim = call.get("dim", 0) % len(out)
-    names = _names(len(out))
-    names[dim] = None
-    return Rule(
-        (along(_without(names, dim)),) * len(call.specs),
-        (along(names),),
-        {f"i{d}": size for d, size in enumerate(out) if d != dim},
-        reduce=None,
-        **_together(call),
-    )
+    ndim = len(call.results[0].shape)
+    dim = call.get("dim", 0) % ndim
+    dims = _names(ndim)
+    dims[dim] = None
+    return _joined(call, [_without(dims, dim)] * len(call.specs), dims)
+
+
+def _joined(call: Call, inputs: Sequence[list[str | None]], dims: list[str | None]) -> Rule:
+    sizes = {name: size for name, size in zip(dims, call.results[0].shape, strict=True) if name}
+    return Rule(tuple(map(along, inputs)), (along(dims),), sizes, reduce=None, **_together(call))
