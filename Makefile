@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo lint bench clean
+.PHONY: test demo lint verify bench clean
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --ignore=tests/process
@@ -19,6 +19,9 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+verify: $(READY)
+	$(BIN)/python -m verification --page docs/operators.md
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py

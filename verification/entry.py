@@ -48,6 +48,7 @@ class Finding:
     held: int = 0
     examples: dict[str, str] = field(default_factory=dict)
     left_out: str = ""
+    refused: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,7 +87,8 @@ def layouts(mesh_ndim: int, most_dims: int) -> Iterator[tuple[str, ...]]:
 
 def _place(word: str, value: torch.Tensor) -> Placement:
     if word == "P":
-        return Partial() if value.is_floating_point() or value.is_complex() else Replicate()
+        floats = value.is_floating_point() or value.is_complex()
+        return Partial() if floats and bool(value.isfinite().all()) else Replicate()
     if word == "R" or value.ndim == 0:
         return Replicate()
     return Shard(min(int(word[1:]), value.ndim - 1))
@@ -222,7 +224,7 @@ def check_entry(entry: Any, meshes: list[Any], most: int | None, seconds: int) -
         signal.alarm(0)
     finding.forward, finding.backward = dict(counts["forward"]), dict(counts["backward"])
     if not finding.samples and not finding.left_out:
-        finding.left_out = "no sample takes a tensor"
+        finding.left_out = finding.refused or "no sample takes a tensor"
     return finding
 
 
@@ -235,7 +237,8 @@ def _check_sample(
         return
     try:
         reference = _reference(entry, given, entry.supports_autograd)
-    except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError):
+    except (AssertionError, RuntimeError, ValueError, IndexError, TypeError) as error:
+        finding.refused = f"plain PyTorch refuses: {error}".replace("\n", " ")[:100]
         return  # what plain PyTorch refuses is no sample
     finding.samples += 1
     most_dims = max(t.ndim for t in tensors)
