@@ -91,9 +91,14 @@ def main() -> int:
             file.flush()
             _progress(done, len(tasks), start, row["name"])
     rows = [known[names[i]] for i in chosen]
-    print("\n" + summary(rows))
+    text = summary(rows)
+    print("\n" + text)
     if options.page is not None:
-        write_page(options.page, rows)
+        many = (
+            "every sample" if options.most is None else f"at most {options.most} samples an entry"
+        )
+        head = [line for line in text.splitlines() if not line.startswith(" ")]
+        write_page(options.page, rows, "\n".join([many, *head]))
     bad = any("wrong" in row[stage] for row in rows for stage in ("forward", "backward"))
     return 1 if bad else 0
 

@@ -186,7 +186,9 @@ def _forward(entry: Any, given: Any, mesh: Any, words: tuple[str, ...], grad: bo
     args, kwargs = tree_map(own, given)
     leaves = _needs_grad((args, kwargs))
     torch.manual_seed(0)
-    return entry(*args, **kwargs), leaves
+    with shardwise.CommDebugMode() as comm:
+        results = entry(*args, **kwargs)
+    return results, leaves, sum(comm.bytes.values())
 
 
 def _backward(results: Any, leaves: list[Any], reference: _Reference, mesh: Any) -> None:
@@ -244,13 +246,13 @@ def _check_sample(
     most_dims = max(t.ndim for t in tensors)
     for mesh in meshes:
         for words in layouts(mesh.ndim, most_dims):
-            with _observed(finding, given, mesh, words):
+            with _observed(finding, words):
                 _check_layout(entry, given, mesh, words, reference, finding, counts)
 
 
 @contextlib.contextmanager
-def _observed(finding: Finding, given: Any, mesh: Any, words: tuple[str, ...]) -> Iterator[None]:
-    """Note who serves the calls, and the bytes, when dim 0 is sharded on one axis."""
+def _observed(finding: Finding, words: tuple[str, ...]) -> Iterator[None]:
+    """Note who serves the calls when dim 0 is sharded on one axis."""
     if words != ("S0",):
         yield
         return
@@ -262,13 +264,10 @@ def _observed(finding: Finding, given: Any, mesh: Any, words: tuple[str, ...]) -
 
     watch(seen)
     try:
-        with shardwise.CommDebugMode() as comm:
-            yield
+        yield
     finally:
         unwatch(seen)
     finding.tiers = sorted(tiers)
-    finding.nbytes += sum(comm.bytes.values())
-    finding.held += sum(t.numel() * t.element_size() for t in _tensors(given))
 
 
 def _check_layout(
@@ -283,7 +282,10 @@ def _check_layout(
     grad = bool(reference.grads)
     stage = "forward"
     try:
-        results, leaves = _forward(entry, given, mesh, words, grad)
+        results, leaves, nbytes = _forward(entry, given, mesh, words, grad)
+        if words == ("S0",):
+            finding.nbytes += nbytes
+            finding.held += sum(t.numel() * t.element_size() for t in _tensors(given))
         _same(results, reference.results, entry.name not in SHAPELESS)
         counts[stage]["right"] += 1
         if grad:

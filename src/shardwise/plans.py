@@ -253,7 +253,7 @@ class CallPlan(Plan):
             return quick_write(self._call) if self._written == 0 and tail is None else None
         several = None
         if not isinstance(self._shape, int):
-            if self._shape is None or None in self._shape:
+            if not self._shape or None in self._shape:
                 return None
             several = _returned_type(self._op)
         return quick_call(self._call, len(spots), tail, self._outs, several, device, self._aliases)
