@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -235,13 +236,9 @@ class Topology:
         shape = tuple(size if axis in axes else 1 for axis, size in enumerate(self.shape))
         return all_coords(shape)
 
-    def group_coords(self, coord: Coord, axes: Sequence[int]) -> Iterator[Coord]:
+    def group_coords(self, coord: Coord, axes: Sequence[int]) -> tuple[Coord, ...]:
         """The coordinates that differ from `coord` only in `axes`, first axis slowest."""
-        for part in all_coords(tuple(self.shape[axis] for axis in axes)):
-            member = list(coord)
-            for axis, index in zip(axes, part, strict=True):
-                member[axis] = index
-            yield tuple(member)
+        return _group_coords(self.shape, coord, tuple(axes))
 
     def rank_of(self, coord: Coord) -> int:
         """The rank at a coordinate."""
@@ -253,6 +250,17 @@ class Topology:
     def __repr__(self) -> str:
         names = self.mesh.mesh_dim_names
         return f"({_axes_text(self.shape, names)})"
+
+
+@lru_cache(maxsize=65536)
+def _group_coords(shape: tuple[int, ...], coord: Coord, axes: tuple[int, ...]) -> tuple[Coord, ...]:
+    members = []
+    for part in all_coords(tuple(shape[axis] for axis in axes)):
+        member = list(coord)
+        for axis, index in zip(axes, part, strict=True):
+            member[axis] = index
+        members.append(tuple(member))
+    return tuple(members)
 
 
 _lock = threading.Lock()
