@@ -109,11 +109,6 @@ def pointwise_samples(op: Any) -> Iterator[Sample]:
                     yield sample
 
 
-def _divides(op: Any) -> bool:
-    """Whether a pending sum is divided: by zero, its parts would be infinities that cancel."""
-    return "div" in op._schema.name or op is aten.logit_backward.default
-
-
 def _has_number(op: Any) -> bool:
     return any(_is_number(str(a.type)) for a in op._schema.arguments)
 
@@ -134,14 +129,9 @@ def _filled(op: Any, arguments: Any, shapes: Any, dtypes: Any, number: float) ->
             value = x(*shapes[at], dtype=dtypes[at], shift=2 * tensors)
             if argument.name in ("condition", "mask"):
                 value = x(*shapes[at], dtype=BOOL, shift=1)
-            if tensors and _divides(op):
-                value = value.long() + 2 if value.dtype is BOOL else value
-                value = torch.where((value == 0) | (value == 1), 2, value).to(value.dtype)
             tensors += 1
         elif _is_number(kind):
             value = number + 2 if argument.name.startswith("max") else number
-            if _divides(op) and not value:
-                value = 3.5
         elif argument.has_default_value():
             continue
         elif kind == "int":
@@ -260,8 +250,7 @@ def _every_dim(value: torch.Tensor, dims: tuple[tuple[int, ...], ...]) -> Iterat
         for keep in (False, True):
             for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
                 samples.append(call(op, value, list(dim), keep))
-            if dim:  # PyTorch's meta kernel thinks that nansum of no dims reduces nothing
-                samples.append(call(aten.nansum.default, value, list(dim), keep))
+            samples.append(call(aten.nansum.default, value, list(dim), keep))
             samples.append(call(aten.any.dims, value, list(dim), keep))
             samples.append(call(aten.all.dims, value, list(dim), keep))
             if len(dim) == 1:

@@ -114,7 +114,7 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     if name in ("div", "true_divide") and call.get("rounding_mode") is not None:
         return ()
     groups = _LINEAR.get(name, ())
-    if name.endswith("_backward"):
+    if name.endswith("_backward") and name != "logit_backward":  # that one divides by x(1 - x)
         groups = ((0,),)  # a backward is linear in the incoming gradient
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
     if name in _AFFINE and len(given) < 2:
