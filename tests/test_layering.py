@@ -28,6 +28,7 @@ ORDER = [
     "wrapper",
     "plans",
     "infer",
+    "windows",
     "plain",
     "deferred",
     "replicated",

@@ -19,7 +19,7 @@ from ..placement import Partial, Shard
 from ..spec import DTensorSpec
 from .layout import DimMap, Layout
 
-__all__ = ["Step", "plan"]
+__all__ = ["Step", "move", "plan"]
 
 Routes = dict[Coord, tuple[Coord, ...]]
 
@@ -97,7 +97,7 @@ def _steps(src: DTensorSpec, dst: DTensorSpec) -> Iterator[Step]:
         yield step
         now = step.dst
     if now.dims != goal.dims:
-        step = _move(now, now.with_dims(goal.dims))
+        step = move(now, now.with_dims(goal.dims))
         yield step
         now = step.dst
     if now != goal:
@@ -230,7 +230,7 @@ def _splits(topology: Topology, have: DimMap, want: DimMap, axis: int) -> bool:
     return True
 
 
-def _move(now: Layout, goal: Layout) -> Step:
+def move(now: Layout, goal: Layout) -> Step:
     """One gather or exchange over the fewest axes whose members hold all that is needed."""
     changed = [d for d, (a, b) in enumerate(zip(now.dims, goal.dims, strict=True)) if a != b]
     have = now.with_dims(tuple(now.dims[d] for d in changed))
