@@ -35,6 +35,7 @@ ORDER = [
     "random",
     "listops",
     "outs",
+    "conform",
     "build",
     "dispatch",
     "autograd",

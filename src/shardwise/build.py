@@ -11,6 +11,7 @@ import torch
 
 from . import policy
 from ._torch import OpOverload, decomposition
+from .conform import conforming
 from .deferred import DeferredPlan, defer, is_deferred, write_through
 from .errors import MeshError, RuleError
 from .infer import Unknown, infer
@@ -294,7 +295,8 @@ def _by_rule(
     decision, local = _decided(entry, call, written, structure)
     fits = decision.fits(specs)
     if not fits and entry.form is not None and entry.form.when(call):
-        return FormPlan(entry.form.run)
+        run = entry.form.run
+        return FormPlan(run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
     return DeferredPlan(plan) if entry.is_view and (not fits or entry.copies) else plan
 

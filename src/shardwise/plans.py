@@ -12,7 +12,7 @@ from . import policy
 from ._torch import make_wrapper
 from .mesh import Coord, Topology
 from .redistribute import plan as steps_of
-from .redistribute import run_steps
+from .redistribute import relaid, run_steps, steps_between
 from .rules import Local, Site
 from .spec import DTensorSpec
 from .wrapper import Locals, Wrapper, share_cell, wrap
@@ -60,15 +60,14 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
     src = tensor._spec
     if src is spec:
         return tuple(t.clone() for t in tensor._locals) if fresh else tensor._locals
-    steps = steps_of(src, spec)
     if fresh or not src.sums:
-        return run_steps(steps, tensor._locals, spec.meta.stride, fresh=fresh)
+        return relaid(src, spec, tensor._locals, fresh=fresh)
     memo, now = tensor._memo, stamp(tensor)
     if memo is None:
         memo = tensor._memo = {}
     found = memo.get(spec)
     if found is None or found[0] != now:
-        found = memo[spec] = (now, run_steps(steps, tensor._locals, spec.meta.stride))
+        found = memo[spec] = (now, relaid(src, spec, tensor._locals))
     local: Locals = found[1]
     return local
 
@@ -78,7 +77,7 @@ def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[
     texts = []
     for operand, dst in moves:
         src = specs[operand]
-        steps = [step for step in steps_of(src, dst) if not step.is_local]
+        steps = [step for step in steps_between(src, dst) if not step.is_local]
         if steps:
             kinds = ", ".join(
                 f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"

@@ -102,7 +102,7 @@ class _Choice:
         self.specs = call.specs
         self.written = written
         self.leaders = _leaders(rule, call.specs, written)
-        self.sizes = [prod(spec.meta.shape) * spec.dtype.itemsize for spec in call.specs]
+        self.sizes = [_stored(spec.meta) * spec.dtype.itemsize for spec in call.specs]
         self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in call.results]
 
     def next_row(self, axis: int, count: int) -> Row:
@@ -165,6 +165,11 @@ class _Choice:
             for place, nbytes in zip(row.outputs, self.results, strict=True):
                 total += debt(place, count, nbytes)
         return total
+
+
+def _stored(meta: TensorMeta) -> int:
+    """How many elements a tensor has in memory: what it repeats, as `expand` does, never moves."""
+    return prod(n for n, stride in zip(meta.shape, meta.stride, strict=True) if stride)
 
 
 def _factor_cuts(

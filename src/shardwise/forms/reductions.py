@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from ..build import register_form
+from ..rules import Call
+from ..rules.reductions import reduced_dims
+from .statistics import cut_along, in_full, settled
 
 __all__ = ["logsumexp", "std", "std_mean", "var", "var_mean", "vector_norm"]
 
@@ -18,13 +21,18 @@ def _dims(x: Any, dim: Any) -> list[int]:
     return [d % max(x.ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
 
 
-@register_form("linalg_vector_norm")
+def _cut(call: Call) -> bool:
+    """Whether a dim that is reduced is sharded."""
+    return cut_along(call, 0, reduced_dims(call))
+
+
+@register_form("linalg_vector_norm", when=_cut)
 def vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """Sums of powers, or extremes, of what each rank has."""
     dims = _dims(x, dim)
-    size = x.abs() if dtype is None else x.to(dtype).abs()
+    size = in_full(x if dtype is None else x.to(dtype)).abs()
     if ord == float("inf"):
         return size.amax(dims, keepdim)
     if ord == float("-inf"):
@@ -34,55 +42,58 @@ def vector_norm(
     if ord == 1:
         return size.sum(dims, keepdim)
     if ord == 2:
-        return (size * size).sum(dims, keepdim).sqrt()
-    return size.pow(ord).sum(dims, keepdim).pow(1.0 / ord)
+        return settled((size * size).sum(dims, keepdim)).sqrt()
+    return settled(size.pow(ord).sum(dims, keepdim)).pow(1.0 / ord)
 
 
 def _moments(x: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
     dims = _dims(x, dim)
+    x = in_full(x)
     count = prod(x.shape[d] for d in dims)
-    mean = x.mean(dims, True)
+    mean = settled(x.mean(dims, True))
     apart = x - mean
     square = (apart * apart.conj()).real if x.is_complex() else apart * apart
     by = 1 if correction is None else correction
     free = max(count - by, 0)
-    total = square.sum(dims, keepdim)
+    total = settled(square.sum(dims, keepdim))
     var = total / free if free else total * float("nan") if count == 0 else total / 0.0
     return var, mean if keepdim else mean.sum(dims)
 
 
-@register_form("var.correction")
+@register_form("var.correction", when=_cut)
 def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """The mean first, then the squares of what is apart from it."""
     return _moments(x, dim, correction, keepdim)[0]
 
 
-@register_form("std.correction")
+@register_form("std.correction", when=_cut)
 def std(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """The root of the variance."""
     return _moments(x, dim, correction, keepdim)[0].sqrt()
 
 
-@register_form("var_mean.correction")
+@register_form("var_mean.correction", when=_cut)
 def var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance and mean."""
     return _moments(x, dim, correction, keepdim)
 
 
-@register_form("std_mean.correction")
+@register_form("std_mean.correction", when=_cut)
 def std_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Standard deviation and mean."""
     square, mean = _moments(x, dim, correction, keepdim)
     return square.sqrt(), mean
 
 
-@register_form("logsumexp")
+@register_form("logsumexp", when=_cut)
 def logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     """The largest element is taken out first, as on one device."""
     dims = _dims(x, dim)
     if not x.dtype.is_floating_point and not x.is_complex():
         x = x.to(torch.get_default_dtype())
+    x = in_full(x)
     top = x.real.amax(dims, True) if x.is_complex() else x.amax(dims, True)
+    top = settled(top)
     top = torch.where(top.abs() == float("inf"), 0.0, top)
-    total = (x - top).exp().sum(dims, keepdim).log()
-    return total + (top if keepdim else top.sum(dims))
+    total = settled((x - top).exp().sum(dims, keepdim))
+    return total.log() + (top if keepdim else top.sum(dims))

@@ -1,7 +1,18 @@
-"""Changing layouts: `plan(src, dst)` gives the steps, `run_steps` runs them."""
+"""Changing layouts: `plan(src, dst)` gives the steps, `relaid` takes them."""
 
-from .execute import run_steps
+from .execute import ordered, run_steps
 from .layout import DimMap, Layout
 from .plan import Step, move, plan
+from .repeated import relaid, steps_between
 
-__all__ = ["DimMap", "Layout", "Step", "move", "plan", "run_steps"]
+__all__ = [
+    "DimMap",
+    "Layout",
+    "Step",
+    "move",
+    "ordered",
+    "plan",
+    "relaid",
+    "run_steps",
+    "steps_between",
+]

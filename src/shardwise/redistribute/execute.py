@@ -13,7 +13,7 @@ from ..mesh import Coord
 from ..trace import is_heard, record
 from .plan import Step
 
-__all__ = ["run_steps"]
+__all__ = ["ordered", "run_steps"]
 
 
 def run_steps(
@@ -28,7 +28,7 @@ def run_steps(
     for step in steps:
         if not step.is_local and is_heard():
             record(step.kind, step.src.topology, step.axes, step.elements_received * _itemsize(now))
-        now = tuple(_ordered(part, order) for part in _run(step, now))
+        now = tuple(ordered(part, order) for part in _run(step, now))
     if fresh and all(step.kind == "slice" for step in steps):
         return tuple(part.clone() for part in now)
     return now
@@ -142,7 +142,7 @@ def _assemble(
     return result
 
 
-def _ordered(part: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def ordered(part: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """`part` dense in memory, with its dims in the order that the global tensor has them."""
     if is_dense(part.shape, part.stride()):
         sizes = [(part.stride(d), d) for d in order if part.shape[d] != 1]

@@ -1,0 +1,124 @@
+"""Softmax and layer norm of dims that are sharded: only their statistics are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..build import register_form
+from ..rules import Call
+from .statistics import aligned, cut_along, in_full, settled
+
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward",
+    "log_softmax",
+    "log_softmax_backward",
+    "safe_softmax",
+    "softmax",
+    "softmax_backward",
+]
+
+
+def _of(operand: int) -> Any:
+    """Whether the dim that is normalised is the one that is sharded."""
+    return lambda call: cut_along(call, operand, [call.get("dim")])
+
+
+def _shifted(x: Any, dim: int) -> tuple[Any, Any, Any]:
+    """The elements below the largest one, their exponentials, and the largest one."""
+    top = settled(x.amax(dim, True))
+    below = x - top
+    return below, below.exp(), top
+
+
+@register_form("_softmax", when=_of(0))
+def softmax(x: Any, dim: int, half_to_float: bool) -> Any:
+    """The largest element and the sum of exponentials are those of all shards."""
+    _, exps, _ = _shifted(in_full(x), dim)
+    return exps / settled(exps.sum(dim, True))
+
+
+@register_form("_safe_softmax", when=_of(0))
+def safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    """As `softmax`, with zeros where everything is masked."""
+    _, exps, top = _shifted(in_full(x if dtype is None else x.to(dtype)), dim)
+    return torch.where(top == float("-inf"), 0.0, exps / settled(exps.sum(dim, True)))
+
+
+@register_form("_log_softmax", when=_of(0))
+def log_softmax(x: Any, dim: int, half_to_float: bool) -> Any:
+    """As `softmax`, in logarithms."""
+    below, exps, _ = _shifted(in_full(x), dim)
+    return below - settled(exps.sum(dim, True)).log()
+
+
+@register_form("_softmax_backward_data", when=_of(1))
+def softmax_backward(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    """The sum over the sharded dim is the only thing that ranks share."""
+    grad, output = in_full(aligned(grad, output)), in_full(output)
+    product = grad * output
+    return product - output * settled(product.sum(dim, True))
+
+
+@register_form("_log_softmax_backward_data", when=_of(1))
+def log_softmax_backward(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    """As `softmax_backward`, for logarithms."""
+    grad, output = in_full(aligned(grad, output)), in_full(output)
+    return grad - output.exp() * settled(grad.sum(dim, True))
+
+
+# --- layer norm ------------------------------------------------------------------------------
+
+
+def _inner(operand: int) -> Any:
+    """Whether one of the dims that are normalised is sharded."""
+
+    def when(call: Call) -> bool:
+        return cut_along(call, operand, range(-len(call.get("normalized_shape")), 0))
+
+    return when
+
+
+@register_form("native_layer_norm", when=_inner(0))
+def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    """Mean and variance are those of all shards."""
+    x = in_full(x)
+    var, mean = torch.ops.aten.var_mean.correction(
+        x, list(range(-len(normalized_shape), 0)), correction=0, keepdim=True
+    )
+    rstd = (var + eps).rsqrt()
+    out = (x - mean) * rstd
+    if weight is not None:
+        out = out * weight
+    return out if bias is None else out + bias, mean, rstd
+
+
+@register_form("native_layer_norm_backward", when=_inner(1))
+def layer_norm_backward(
+    grad: Any,
+    x: Any,
+    normalized_shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Two means over the normalised dims, and the sums of the parameters' gradients."""
+    grad, x = in_full(aligned(grad, x)), in_full(x)
+    inner = list(range(-len(normalized_shape), 0))
+    lead = list(range(x.ndim - len(inner)))
+    normal = (x - in_full(mean)) * in_full(rstd)
+    grads: list[Any] = [None, None, None]
+    if output_mask[0]:
+        inside = grad if weight is None else grad * weight
+        apart = inside - settled(inside.mean(inner, True))
+        along = settled((inside * normal).mean(inner, True))
+        grads[0] = (apart - normal * along) * in_full(rstd)
+    for place, value in ((1, grad * normal), (2, grad)):
+        if output_mask[place]:
+            grads[place] = value.sum(lead) if lead else value
+    return tuple(grads)

@@ -1,0 +1,74 @@
+"""Dims along which a tensor repeats itself, as `expand` makes them: one place of each moves."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..geometry import Cuts
+from ..placement import Replicate, Shard
+from ..spec import DTensorSpec, TensorMeta
+from .execute import run_steps
+from .plan import Step, plan
+
+__all__ = ["relaid", "steps_between"]
+
+Locals = tuple[torch.Tensor, ...]
+
+
+def relaid(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = False) -> Locals:
+    """The local tensors of a tensor laid out as `src`, now as `dst`.
+
+    With `fresh` none of them shares memory with another tensor.
+    """
+    if _once(src, dst) is None:
+        return run_steps(plan(src, dst), local, dst.meta.stride, fresh=fresh)
+    have, want = _once_of(src), _once_of(dst)
+    parts = []
+    for coord in have.slots:
+        part = local[src.slot(coord)]
+        for dim in _repeated(src.meta):
+            part = part.narrow(dim, 0, 1)
+        parts.append(part)
+    made = run_steps(plan(have, want), tuple(parts), want.meta.stride)
+    wide = tuple(made[want.slot(at)].expand(dst.local_shape(at)) for at in dst.slots)
+    if not fresh:
+        return wide
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in wide)
+
+
+def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
+    """The steps that `relaid` takes."""
+    return _once(src, dst) or plan(src, dst)
+
+
+def _repeated(meta: TensorMeta) -> list[int]:
+    """The dims of stride 0: every place along them is the same memory."""
+    pairs = enumerate(zip(meta.shape, meta.stride, strict=True))
+    return [dim for dim, (size, stride) in pairs if stride == 0 and size > 1]
+
+
+@lru_cache(maxsize=16384)
+def _once(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...] | None:
+    """The steps of one place of each repeated dim; None if there is no such dim, or if some rank
+    holds no place of it."""
+    dims = _repeated(src.meta)
+    if not dims or 0 in src.meta.shape or any(0 in src.dim_cuts[dim] for dim in dims):
+        return None
+    return plan(_once_of(src), _once_of(dst))
+
+
+@lru_cache(maxsize=16384)
+def _once_of(spec: DTensorSpec) -> DTensorSpec:
+    """The layout of one place of each repeated dim: it is with everybody who holds some place."""
+    dims = _repeated(spec.meta)
+    places = [
+        Replicate() if isinstance(place, Shard) and place.dim in dims else place
+        for place in spec.placements
+    ]
+    cuts: list[Cuts | None] = [
+        None if dim in dims else each for dim, each in enumerate(spec.cuts or (None,) * spec.ndim)
+    ]
+    shape = tuple(1 if dim in dims else size for dim, size in enumerate(spec.meta.shape))
+    return DTensorSpec(spec.topology, places, spec.meta._replace(shape=shape), cuts=cuts)

@@ -1,0 +1,131 @@
+"""Operators of statistics on a sharded dim: the values of one device, and no operand moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import CommDebugMode, DTensor, Replicate, Shard
+
+from .compare import assert_same, check, numbers, spread, virtual
+
+INF, NAN = float("inf"), float("nan")
+X, CUBE = numbers(7, 5), numbers(5, 4, 6)
+MESHES = [(2,), (4,), (2, 2)]
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "softmax": (lambda x: [x.softmax(0), x.softmax(-1)], X),
+    "softmax, middle": (lambda x: x.softmax(1), CUBE),
+    "log_softmax": (lambda x: [x.log_softmax(0), x.log_softmax(-1)], X),
+    "softmax of transposed": (lambda x: [x.t().softmax(0), x.t().log_softmax(1)], X),
+    "logsumexp": (lambda x: [x.logsumexp(1), x.logsumexp((0, 1)), x.logsumexp(0, True)], X),
+    "var, std": (lambda x: [x.var(0), x.std(1, correction=2), x.var(), *torch.var_mean(x, 1)], X),
+    "norms": (
+        lambda x: [torch.linalg.vector_norm(x, p, 1) for p in (0, 1, 2, 3.5, INF, -INF, -1)],
+        X,
+    ),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), X, X[0], X[1]),
+    "layer_norm, two dims": (lambda x, w: F.layer_norm(x, (4, 6), w), CUBE, CUBE[0]),
+    "layer_norm of all": (lambda x: F.layer_norm(x, (7, 5)), X),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w), X, X[0]),
+}
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name: str, shape: tuple[int, ...]) -> None:
+    f, *inputs = VALUES[name]
+    check(f, *inputs, mesh=virtual(*shape), limit=8)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp", "var, std", "rms_norm"])
+def test_more_ranks_than_elements(name: str) -> None:
+    f, *inputs = VALUES[name]
+    check(f, *inputs, mesh=virtual(8), limit=6)
+
+
+def test_cuts_of_ones_own() -> None:
+    f, x, w, b = VALUES["layer_norm"]
+    cuts: list[Any] = [[None, (4, 0, 1)], [(4, 0, 1)], None]
+    at: list[Any] = [(Shard(1),), (Shard(0),), (Replicate(),)]
+    assert_same(f, [x, w, b], at, virtual(3), cuts=cuts)
+    assert_same(lambda x: x.softmax(1), [x], at[:1], virtual(3), cuts=cuts[:1])
+
+
+def test_infinities_and_nan() -> None:
+    x = torch.tensor(
+        [[INF, 1, -INF, 2], [-INF] * 4, [1, 2, NAN, -INF], [0, 0, 0, 0], [-0.0, 1e4, -1e4, 5]],
+        dtype=torch.float64,
+    )
+
+    def f(x: Any) -> list[Any]:
+        safe = [torch.ops.aten._safe_softmax.default(x, dim) for dim in (0, 1)]
+        return [*safe, x.softmax(0), x.softmax(1), x.log_softmax(1), x.logsumexp(0), x.var(1)]
+
+    check(f, x, mesh=virtual(3), ops=(), grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_floats_have_wide_statistics(dtype: torch.dtype) -> None:
+    x = (numbers(6, 8) * 90).to(dtype)
+
+    def f(x: Any) -> list[Any]:
+        normed = torch.ops.aten.native_layer_norm.default(x, [8], None, None, 1e-5)
+        return [x.softmax(1), x.log_softmax(1), (x * 7).norm(dim=1), x.var(1), *normed]
+
+    check(f, x, mesh=virtual(2), ops=(), grad=False, tolerance=2e-2)
+
+
+def test_complex() -> None:
+    x = torch.complex(X, X.flip(0))
+    check(lambda x: [x.var(0), x.norm(dim=1), x.std(1)], x, mesh=virtual(3))
+
+
+def test_of_nothing() -> None:
+    check(lambda x: [x.softmax(0), x.log_softmax(1), x.norm(dim=0)], X[:0], mesh=virtual(2))
+    check(lambda x: F.layer_norm(x, (5,)), X[:0], mesh=virtual(2))
+
+
+# --- what is moved ---------------------------------------------------------------------------
+
+ROWS, COLUMNS = 8, 38
+
+
+def received(f: Callable[[], Any]) -> int:
+    """The bytes that the rank that receives most receives in a call."""
+    with CommDebugMode() as comm:
+        f()
+    return sum(comm.bytes.values())
+
+
+MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
+    # name: the call on [8, 38], statistics of a row in the forward, and in the backward
+    "softmax": (lambda x: x.softmax(1), 2, 1),
+    "log_softmax": (lambda x: x.log_softmax(1), 2, 1),
+    "safe_softmax": (lambda x: torch.ops.aten._safe_softmax.default(x, 1), 2, 1),
+    "logsumexp": (lambda x: x.logsumexp(1), 2, 0),
+    "var": (lambda x: x.var(1), 2, 1),
+    "std_mean": (lambda x: torch.std_mean(x, 1)[0], 2, 1),
+    "vector_norm": (lambda x: torch.linalg.vector_norm(x, 3, 1), 1, 0),
+    "layer_norm": (lambda x: F.layer_norm(x, (COLUMNS,)), 2, 2),
+    "mean": (lambda x: x.mean(1), 0, 0),
+    "sum, scattered": (lambda x: x.sum(1) + 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", MOVED)
+def test_only_statistics_move(name: str, shape: tuple[int, ...]) -> None:
+    f, forward, backward = MOVED[name]
+    mesh = virtual(*shape)
+    x: Any = spread(numbers(ROWS, COLUMNS).requires_grad_(), mesh, [Shard(1)] * len(shape))
+    made: list[Any] = []
+    statistic = 4 * ROWS * x.element_size()  # of each row, from each rank
+    assert received(lambda: made.append(f(x))) <= forward * statistic
+    grad = torch.ones_like(made[0])
+    assert isinstance(grad, DTensor)
+    assert received(lambda: made[0].backward(grad)) <= backward * statistic
