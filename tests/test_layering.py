@@ -27,6 +27,7 @@ ORDER = [
     "policy",
     "wrapper",
     "plans",
+    "shapes",
     "infer",
     "windows",
     "plain",

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 
 from .plans import filled
+from .shapes import OWN_SHAPES, Unknown
 from .spec import DTensorSpec, TensorMeta
 
 __all__ = ["Unknown", "infer"]
 
 Structure = int | None | tuple[int | None, ...]
-
-
-class Unknown(Exception):
-    """The results of a call cannot be known before it runs."""
 
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -29,7 +26,9 @@ def infer(
 
     Errors in shapes and dtypes are PyTorch's own, and come before anything is moved.
     """
-    if any(tag in op.tags for tag in _DYNAMIC):
+    on_cpu = bool(specs) and specs[0].topology.device_type == "cpu"
+    own = OWN_SHAPES.get(op._schema.name) if on_cpu else None
+    if own is None and any(tag in op.tags for tag in _DYNAMIC):
         raise Unknown
     metas = iter(
         [
@@ -43,7 +42,7 @@ def infer(
     if op._schema.name == "aten::nansum" and len(given) > 1 and given[1] == []:
         given[1] = None  # PyTorch's meta kernel takes no dims for none; its others take all
     try:
-        made = op(*given, **named)
+        made = (own or op)(*given, **named)
     except (NotImplementedError, ZeroDivisionError) as error:  # losses divide by numel()
         raise Unknown from error
     found, structure = _listed(made)

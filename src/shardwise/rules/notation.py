@@ -114,12 +114,15 @@ def notation(
     linear: Sequence[Sequence[int]] = (),
     added: Sequence[int] = (),
     reduce: str | None = "sum",
+    alike: Sequence[int] = (),
     local: Local | None = None,
 ) -> Family:
     """A family written in index notation.
 
     `linear` are sets of operands that may hold pending sums together; `added` are operands that
-    are added to the result, so that they count once. `local` replaces the local call.
+    are added to the result, so that they count once; `alike` are results that an operand with a
+    factor which they lack does not enter. `local` replaces the local call. A result of shape [0]
+    where there should be more dims is one that was not asked for.
     """
     inputs, outputs = parse(text)
 
@@ -138,18 +141,21 @@ def notation(
             for operand, pattern in enumerate(patterns):
                 _bind(call, text, operand, pattern, sizes, optional)
         whole = {name for p in patterns for dim in p if dim.whole for name in dim.factors}
+        made = [_expand(pattern, rank) for pattern in outputs]
+        unasked = [i for i, r in enumerate(call.results) if r.shape == (0,) and len(made[i]) != 1]
         return Rule(
             inputs=tuple(
                 _dims(pattern, call.shape(operand), sizes, whole)
                 for operand, pattern in enumerate(patterns)
             ),
             outputs=tuple(
-                _dims(_expand(pattern, rank), result.shape, sizes, whole)
-                for pattern, result in zip(outputs, call.results, strict=True)
+                (None,) if index in unasked else _dims(made[index], result.shape, sizes, whole)
+                for index, result in enumerate(call.results)
             ),
             sizes={name: size for name, size in sizes.items() if name not in whole},
             reduce=reduce,
             added=frozenset(given.index(index) for index in added if index in given),
+            alike=frozenset([*alike, *unasked]),
             linear=tuple(
                 kept
                 for each in linear

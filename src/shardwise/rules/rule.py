@@ -112,6 +112,8 @@ class Rule:
 
     `reduce` is the pending reduction of results that lack a sharded factor (None: not allowed).
     `added` are operands that count once per result, so they must be partial where the result is.
+    `alike` are results that no sharded or pending operand of such a row enters, so that every rank
+    makes the whole of them.
     `linear` are sets of operands that may hold pending sums or, with `averages`, averages
     together. `passes` are triples
     (operands, op, op of the results) for other pending reductions. `shape_arg` is the argument to
@@ -127,6 +129,7 @@ class Rule:
     sizes: dict[str, int] = field(default_factory=dict)
     reduce: str | None = "sum"
     added: frozenset[int] = frozenset()
+    alike: frozenset[int] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     averages: bool = True
     passes: tuple[tuple[tuple[int, ...], str, str], ...] = ()
@@ -151,8 +154,11 @@ class Rule:
     def _factor_row(self, factor: str) -> Row | None:
         outputs: list[Placement] = []
         partial = False
-        for dims in self.outputs:
+        for index, dims in enumerate(self.outputs):
             at = dims_of(dims, factor)
+            if not at and index in self.alike:
+                outputs.append(Replicate())
+                continue
             if len(at) > 1 or (not at and self.reduce is None):
                 return None
             partial |= not at
@@ -174,7 +180,11 @@ class Rule:
         inputs = tuple(
             Partial(op) if index in operands else Replicate() for index in range(len(self.inputs))
         )
-        return Row(inputs, (Partial(result),) * len(self.outputs))
+        outputs = tuple(
+            Replicate() if index in self.alike else Partial(result)
+            for index in range(len(self.outputs))
+        )
+        return Row(inputs, outputs)
 
     def __str__(self) -> str:
         """The rule in index notation, with its traits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import creation, nn, views
+from . import creation, linalg, nn, views
 from .call import Family
 from .notation import notation
 from .pointwise import pointwise
@@ -101,6 +101,47 @@ TABLE: dict[str, Family] = {
     "select_backward": views.select_backward,
     "cat": views.cat,
     "stack": views.stack,
+    # matrices: batches are apart
+    **dict.fromkeys(
+        _names("cholesky cholesky_inverse linalg_matrix_exp"), linalg.matrices("... _ _ -> ... _ _")
+    ),
+    **dict.fromkeys(
+        _names("linalg_cholesky_ex linalg_inv_ex"), linalg.matrices("... _ _ -> ... _ _, ...")
+    ),
+    **dict.fromkeys(
+        _names("linalg_ldl_factor_ex linalg_lu_factor_ex"),
+        linalg.matrices("... _ _ -> ... _ _, ... _, ..."),
+    ),
+    "_linalg_det": linalg.matrices("... _ _ -> ..., ... _ _, ... _"),
+    "_linalg_slogdet": linalg.matrices("... _ _ -> ..., ..., ... _ _, ... _"),
+    **dict.fromkeys(
+        _names("linalg_eig _linalg_eigh"), linalg.matrices("... _ _ -> ... _, ... _ _")
+    ),
+    "_linalg_eigvals": linalg.matrices("... _ _ -> ... _"),
+    "_linalg_svd": linalg.matrices("... _ _ -> ... _ _, ... _, ... _ _"),
+    "linalg_qr": linalg.matrices("... _ _ -> ... _ _, ... _ _"),
+    "geqrf": linalg.matrices("... _ _ -> ... _ _, ... _"),
+    "linalg_lu": linalg.matrices("... _ _ -> ... _ _, ... _ _, ... _ _"),
+    "lu_unpack": linalg.matrices("... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
+    "linalg_householder_product": linalg.matrices("... _ _, ... _ -> ... _ _"),
+    "ormqr": linalg.solve_by_factors(
+        "... _ _, ... _, ... _ k -> ... _ k", "... _ _, ... _, ... k _ -> ... k _"
+    ),
+    "linalg_pinv.atol_rtol_tensor": linalg.matrices("... _ _, ..., ... -> ... _ _"),
+    "linalg_lstsq": linalg.least_squares,
+    "_linalg_solve_ex": linalg.solve,
+    "linalg_solve_triangular": linalg.solve_by_factors(
+        "... _ _, ... _ k -> ... _ k", "... _ _, ... k _ -> ... k _"
+    ),
+    "linalg_lu_solve": linalg.solve_by_factors(
+        "... _ _, ... _, ... _ k -> ... _ k", "... _ _, ... _, ... k _ -> ... k _"
+    ),
+    "linalg_ldl_solve": linalg.matrices("... _ _, ... _, ... _ k -> ... _ k"),
+    "cholesky_solve": linalg.matrices("... _ k, ... _ _ -> ... _ k"),
+    "triangular_solve": linalg.matrices("... _ k, ... _ _ -> ... _ k, ... _ _", alike=(1,)),
+    "linalg_cross": linalg.cross,
+    "linalg__powsum": _count,
+    **dict.fromkeys(_names("_fft_c2c _fft_r2c _fft_c2r"), linalg.fourier),
     # factories by example
     **dict.fromkeys(_names("empty_like zeros_like ones_like full_like"), creation.like),
     **dict.fromkeys(

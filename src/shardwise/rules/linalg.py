@@ -1,0 +1,104 @@
+"""Matrices and Fourier transforms: what is transformed is whole, all other dims are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from .call import Call, Family
+from .notation import notation
+from .pointwise import broadcast_dims
+from .reductions import dimwise
+from .rule import Rule, Site
+
+__all__ = ["cross", "fourier", "least_squares", "matrices", "solve", "solve_by_factors"]
+
+
+def matrices(text: str, *, alike: Sequence[int] = ()) -> Family:
+    """An operator on batches of matrices: dims in `...` are apart, the matrices whole.
+
+    `alike` are results that follow from one operand: where it has no batch, or not the columns of
+    the other one, every rank makes them whole.
+    """
+    return notation(text, reduce=None, alike=alike)
+
+
+def _is_vectors(call: Call) -> bool:
+    a, b = call.shape(0), call.shape(1)
+    return len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
+
+
+_COLUMNS = matrices("... _ _, ... _ k -> ... _ k, ... _ _, ... _, ...", alike=(1, 2, 3))
+_ROWS = matrices("... _ _, ... k _ -> ... k _, ... _ _, ... _, ...", alike=(1, 2, 3))
+_VECTORS = matrices("... _ _, ... _ -> ... _, ... _ _, ... _, ...", alike=(1, 2, 3))
+
+
+def solve(call: Call) -> Rule:
+    """One system for each matrix; the columns of the right side are apart, too."""
+    if _is_vectors(call):
+        return _VECTORS(call)
+    rule = _COLUMNS(call) if call.get("left") else _ROWS(call)
+    return replace(rule, local=_as_matrices)
+
+
+_LEAST_MATRICES = matrices("... _ _, ... _ _ -> ... _ _, ... _, ..., ... _", alike=(2, 3))
+_LEAST_VECTORS = matrices("... _ _, ... _ -> ... _, ... _, ..., ... _", alike=(2, 3))
+
+
+def least_squares(call: Call) -> Rule:
+    """As `solve`; the columns stay together, for a matrix has no rank where there are none."""
+    if _is_vectors(call):
+        return _LEAST_VECTORS(call)
+    return replace(_LEAST_MATRICES(call), local=_as_matrices)
+
+
+def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """A matrix on the right side must not look like a batch of vectors, however large a shard
+    is."""
+    a, b = args[:2]
+    return op(a, b.unsqueeze(0) if b.ndim == a.ndim - 1 else b, *args[2:], **kwargs)
+
+
+def solve_by_factors(left: str, right: str) -> Family:
+    """A system whose matrix is factored: the columns, or rows, of the other side are apart."""
+    by_side = {True: matrices(left), False: matrices(right)}
+
+    def family(call: Call) -> Rule:
+        return by_side[bool(call.get("left", True))](call)
+
+    return family
+
+
+def cross(call: Call) -> Rule:
+    """The product of vectors along one dim; the others broadcast."""
+    out = call.results[0].shape
+    dim = call.get("dim") % len(out)
+    inputs = [list(broadcast_dims(spec.meta.shape, out)) for spec in call.specs]
+    result = list(broadcast_dims(out, out))
+    for dims in (*inputs, result):
+        dims[dim] = None
+    sizes = {f"i{d}": size for d, size in enumerate(out) if d != dim}
+    linear = ((0,), (1,)) if call.results[0].dtype is not torch.bool else ()
+    return Rule(tuple(map(tuple, inputs)), (tuple(result),), sizes, reduce=None, linear=linear)
+
+
+def fourier(call: Call) -> Rule:
+    """A transform is linear, and works apart on all dims but its own."""
+    if not prod(call.shape(0)):
+        return dimwise("dim")(call)
+    return replace(dimwise("dim", local=_of_none, unless=_holds_some)(call), linear=((0,),))
+
+
+def _holds_some(site: Site) -> bool:
+    return prod(site.inputs[0].local_shape(site.coord)) > 0
+
+
+def _of_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """The kernels refuse an empty batch, which a rank may hold."""
+    if args[0].numel():
+        return op(*args, **kwargs)
+    return args[0].new_empty(site.out_shapes[0], dtype=site.outputs[0].dtype)

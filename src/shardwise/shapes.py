@@ -1,0 +1,84 @@
+"""Shapes and strides of results that PyTorch's meta kernels do not know: those of CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["OWN_SHAPES", "Unknown"]
+
+
+class Unknown(Exception):
+    """The results of a call cannot be known before it runs."""
+
+
+def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(a.mT, memory_format=torch.contiguous_format).mT, a.new_empty(
+        (*a.shape[:-2], min(a.shape[-2:]))
+    )
+
+
+def _lstsq(
+    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    rows, columns = a.shape[-2:]
+    chosen = driver or "gelsy"
+    by_values = chosen in ("gelsd", "gelss")
+    if by_values and rows > columns:
+        raise Unknown  # there are residuals if all matrices have full rank
+    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: -1 if is_vector else -2])
+    width = 1 if is_vector else b.shape[-1]
+    solution = a.new_empty((*batch, width, max(rows, columns))).mT[..., :columns, :]
+    none = a.new_empty(0)
+    asked = rows > columns and chosen == "gels"
+    return (
+        solution[..., 0] if is_vector else solution,
+        a.new_empty((*batch, width)) if asked else none,
+        a.new_empty(0 if chosen == "gels" else batch, dtype=torch.int64),
+        a.new_empty((*batch, min(rows, columns))) if by_values else none,
+    )
+
+
+def _transformed(
+    x: torch.Tensor, dims: Sequence[int], size: int | None = None, dtype: Any = None
+) -> torch.Tensor:
+    """The result of a Fourier transform: dense, with the dims in `dims` innermost, in their order.
+
+    `size` is that of the last one.
+    """
+    sizes = list(x.shape)
+    if size is not None:
+        sizes[dims[-1]] = size
+    batch = sorted({*range(x.ndim)} - {*dims}, key=lambda dim: (-x.stride()[dim], dim))
+    order = [*batch, *dims]
+    made = torch.empty([sizes[dim] for dim in order], dtype=dtype or x.dtype, device="meta")
+    return made.permute([order.index(dim) for dim in range(x.ndim)])
+
+
+def _c2c(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
+    return _transformed(x, sorted(dim, key=lambda d: -x.stride()[d])) if dim else x.clone()
+
+
+def _r2c(x: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> torch.Tensor:
+    *others, last = dim
+    others.sort(key=lambda d: -x.stride()[d])
+    size = x.shape[last] // 2 + 1 if onesided else x.shape[last]
+    return _transformed(x, [*others, last], size, x.dtype.to_complex())
+
+
+def _c2r(x: torch.Tensor, dim: Sequence[int], normalization: int, size: int) -> torch.Tensor:
+    return _transformed(_c2c(x, dim[:-1], 0, False), [dim[-1]], size, x.dtype.to_real())
+
+
+OWN_SHAPES: dict[str, Any] = {
+    "aten::geqrf": _geqrf,
+    "aten::linalg_lstsq": _lstsq,
+    "aten::_fft_c2c": _c2c,
+    "aten::_fft_r2c": _r2c,
+    "aten::_fft_c2r": _c2r,
+}
+"""Operators for which PyTorch has no meta kernel, or one with strides that
+are not those of its kernels."""

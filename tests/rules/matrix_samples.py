@@ -1,0 +1,129 @@
+"""Sample calls of operators on batches of matrices, and of Fourier transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from .samples import C128, F32, F64, Sample, aten, call, x
+
+__all__ = ["matrix_samples"]
+
+_BATCHES: tuple[tuple[int, ...], ...] = ((5,), (3, 2), (), (0,), (1,))
+
+
+def matrix(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> torch.Tensor:
+    """A matrix, or many, of which none is singular."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=draw, dtype=dtype)
+
+
+def definite(*shape: int, dtype: torch.dtype = F64) -> torch.Tensor:
+    """Positive definite matrices."""
+    a = matrix(*shape, dtype=dtype, seed=1)
+    return a @ a.mH + torch.eye(shape[-1], dtype=dtype)
+
+
+def _of_one() -> Iterator[Sample]:
+    for batch, dtype in (*product(_BATCHES, (F64,)), ((5,), C128)):
+        square, tall = matrix(*batch, 3, 3, dtype=dtype), matrix(*batch, 4, 3, dtype=dtype)
+        spd = definite(*batch, 3, 3, dtype=dtype)
+        for name in ("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "linalg_matrix_exp"):
+            yield call(getattr(aten, name).default, square)
+        for name in ("linalg_eig", "_linalg_eigvals"):
+            yield call(getattr(aten, name).default, square)
+        for upper in (False, True):
+            yield call(aten.linalg_cholesky_ex.default, spd, upper=upper)
+            yield call(aten.cholesky.default, spd, upper)
+            factor = torch.linalg.cholesky_ex(spd, upper=upper).L
+            yield call(aten.cholesky_inverse.default, factor, upper)
+            yield call(aten._linalg_eigh.default, spd, "U" if upper else "L", upper)
+        yield call(aten.linalg_ldl_factor_ex.default, spd, hermitian=dtype is C128)
+        for a in (square, tall, tall.mT):
+            yield call(aten.linalg_lu_factor_ex.default, a)
+            yield call(aten.linalg_lu.default, a)
+            yield call(aten.geqrf.default, a)
+            lu, pivots, _ = aten.linalg_lu_factor_ex.default(a)
+            for data, places in ((True, True), (False, True), (True, False)):
+                yield call(aten.lu_unpack.default, lu, pivots, data, places)
+            for mode in ("reduced", "complete", "r"):
+                yield call(aten.linalg_qr.default, a, mode)
+            for full, vectors in ((False, True), (True, True), (False, False)):
+                yield call(aten._linalg_svd.default, a, full, vectors)
+        if batch != (0,):
+            yield call(aten.linalg_pinv.atol_rtol_tensor, tall, atol=x(*batch).abs(), rtol=None)
+            yield call(aten.linalg_pinv.atol_rtol_tensor, tall, rtol=x().abs())
+
+
+def _of_factors(batch: tuple[int, ...], other: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Calls with a factored matrix; its batch and that of the other side broadcast."""
+    square = matrix(*batch, 3, 3, dtype=dtype)
+    spd = definite(*batch, 3, 3, dtype=dtype)
+    lu, pivots, _ = aten.linalg_lu_factor_ex.default(square)
+    ld, places, _ = aten.linalg_ldl_factor_ex.default(spd)
+    for left in (True, False):
+        b = matrix(*other, 3, 2, dtype=dtype, seed=2)
+        b = b if left else b.mT.contiguous()
+        yield call(aten._linalg_solve_ex.default, square, b, left=left)
+        yield call(aten.linalg_lu_solve.default, lu, pivots, b, left=left)
+        yield call(aten.linalg_solve_triangular.default, square, b, upper=True, left=left)
+    b = matrix(*other, 3, 2, dtype=dtype, seed=2)
+    yield call(aten.linalg_lu_solve.default, lu, pivots, b, adjoint=True)
+    if batch == other:  # PyTorch reads beyond the pivots where the batches broadcast
+        yield call(aten.linalg_ldl_solve.default, ld, places, b)
+    yield call(aten.cholesky_solve.default, b, torch.linalg.cholesky_ex(spd).L)
+    yield call(aten.triangular_solve.default, b, square)
+    yield call(aten.triangular_solve.default, b, square, False, True, True)
+
+
+def _of_two() -> Iterator[Sample]:
+    for batch, other in (((5,), (5,)), ((5,), ()), ((), (5,)), ((1, 3), (2, 1)), ((0,), (0,))):
+        yield from _of_factors(batch, other, F64)
+    yield from _of_factors((3,), (3,), C128)
+    for vectors in (matrix(3), matrix(5, 3)):
+        yield call(aten._linalg_solve_ex.default, matrix(5, 3, 3), vectors)
+    for batch, dtype in product(_BATCHES, (F64, F32)):
+        reflectors, tau = torch.geqrf(matrix(*batch, 4, 3, dtype=dtype))
+        yield call(aten.linalg_householder_product.default, reflectors, tau)
+        other = matrix(*batch, 4, 2, dtype=dtype, seed=3)
+        for transposed in (False, True):
+            yield call(aten.ormqr.default, reflectors, tau, other, True, transposed)
+            yield call(aten.ormqr.default, reflectors, tau, other.mT, False, transposed)
+    for rows, columns in ((5, 3), (3, 5)):
+        a = matrix(4, rows, columns)
+        for b in (matrix(4, rows, 2), matrix(1, rows, 2), matrix(4, rows)):
+            for driver in ("gels", "gelsy"):
+                yield call(aten.linalg_lstsq.default, a, b, driver=driver)
+        yield call(aten.linalg_lstsq.default, a[0], matrix(rows, 3))
+    yield call(aten.linalg_lstsq.default, matrix(4, 3, 5), matrix(4, 3, 2), driver="gelsd")
+
+
+def _products() -> Iterator[Sample]:
+    for dtype in (F64, C128):
+        for a, b in (((5, 3), (5, 3)), ((4, 1, 3), (1, 5, 3)), ((3,), (3,)), ((0, 3), (0, 3))):
+            yield call(aten.linalg_cross.default, x(*a, dtype=dtype), x(*b, dtype=dtype, shift=2))
+        b = x(3, 1, dtype=dtype, shift=2)
+        yield call(aten.linalg_cross.default, x(3, 5, dtype=dtype), b, dim=0)
+    for dim, keep in product(([0], [0, -1], None), (False, True)):
+        yield call(aten.linalg__powsum.default, x(5, 3), 3, dim, keep)
+
+
+def _transforms() -> Iterator[Sample]:
+    for dims, norm in product(([0], [1], [0, 2], [2, 1], [0, 1, 2]), (0, 1, 2)):
+        value, real = x(5, 3, 4, dtype=C128), x(5, 3, 4)
+        for forward in (True, False):
+            yield call(aten._fft_c2c.default, value, dims, norm, forward)
+        for onesided in (True, False):
+            yield call(aten._fft_r2c.default, real, dims, norm, onesided)
+        last = 2 * (value.shape[dims[-1]] - 1)
+        for size in (last, last + 1):
+            yield call(aten._fft_c2r.default, value, dims, norm, size)
+
+
+def matrix_samples() -> Iterator[Sample]:
+    """All samples of this file."""
+    for part in (_of_one, _of_two, _products, _transforms):
+        yield from part()
