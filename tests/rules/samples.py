@@ -531,6 +531,8 @@ def _nll() -> Iterator[Sample]:
 
 def table_samples() -> list[Sample]:
     """All samples of operators in the table."""
+    from .matrix_samples import matrix_samples  # which is made of what is above
+
     parts = (
         _matrix,
         _reductions,
@@ -544,5 +546,6 @@ def table_samples() -> list[Sample]:
         _embedding,
         _losses,
         _nll,
+        matrix_samples,
     )
     return [sample for part in parts for sample in part()]

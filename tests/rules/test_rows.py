@@ -12,7 +12,6 @@ import torch
 import shardwise
 from shardwise.rules import TABLE, family_of
 
-from .matrix_samples import matrix_samples
 from .samples import Sample, pointwise_ops, pointwise_samples, table_samples
 
 Record = Callable[[str, object], None]
@@ -21,7 +20,7 @@ Record = Callable[[str, object], None]
 _BY_FORM = {"aten.equal.default"}
 
 _by_entry: dict[str, list[Sample]] = defaultdict(list)
-for _sample in (*table_samples(), *matrix_samples()):
+for _sample in table_samples():
     _name = _sample.op._schema.name.removeprefix("aten::")
     _full = f"{_name}.{_sample.op._overloadname or 'default'}"
     _base = _name.removesuffix("_").removesuffix("_copy")
