@@ -12,6 +12,7 @@ __all__ = [
     "autograd_node_name",
     "decomposition",
     "disabled_torch_function",
+    "fake_tensors",
     "make_wrapper",
     "shared_store",
 ]
@@ -34,6 +35,13 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op)
+
+
+def fake_tensors() -> Any:
+    """A mode in which tensors have a device but no memory; imported when it is first needed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def autograd_node_name() -> str | None:

@@ -325,6 +325,7 @@ def _decided(
         "unless": rule.unless,
         "shape_arg": rule.shape_arg,
         "tail": rule.tail,
+        "windows": rule.windows,
     }
 
 

@@ -13,8 +13,9 @@ from ._torch import make_wrapper
 from .mesh import Coord, Topology
 from .redistribute import plan as steps_of
 from .redistribute import relaid, run_steps, steps_between
-from .rules import Local, Site
+from .rules import Local, Site, Windows
 from .spec import DTensorSpec
+from .windows import fetch_parts
 from .wrapper import Locals, Wrapper, share_cell, wrap
 
 __all__ = ["CallPlan", "ListPlan", "Move", "Plan", "moved"]
@@ -184,6 +185,7 @@ class CallPlan(Plan):
         "_spots",
         "_tails",
         "_target",
+        "_windows",
         "_written",
     )
 
@@ -203,6 +205,7 @@ class CallPlan(Plan):
         unless: Callable[[Site], bool] | None = None,
         shape_arg: int | None = None,
         tail: Callable[[Site], tuple[Any, ...]] | None = None,
+        windows: Windows | None = None,
         device: torch.device | None = None,
         is_list: bool = False,
     ) -> None:
@@ -221,6 +224,8 @@ class CallPlan(Plan):
             if src is not dst
         )
         self._notice = describe_moves(self._moves, specs)
+        wide = {} if windows is None else windows(inputs, outputs)
+        self._windows = tuple((i, inputs[i], tables) for i, tables in wide.items() if tables)
         topology = inputs[0].topology
         axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
         coords = topology.coords_here(sorted(axes))
@@ -232,7 +237,7 @@ class CallPlan(Plan):
         self._rewrites = _shape_rewrites(shape_arg, self._sites)
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
-        if device is not None and len(coords) == 1 and not self._moves:
+        if device is not None and len(coords) == 1 and not (self._moves or self._windows):
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
             self.quick = self._quick(device, is_list)
@@ -264,6 +269,8 @@ class CallPlan(Plan):
         written = self._written
         for index, spec in self._moves:
             local[index] = moved(operands[index], spec, fresh=index == written)
+        for index, spec, tables in self._windows:
+            local[index] = fetch_parts(self._op, spec, local[index], tables)
         results = [self._one(index, local, args, kwargs) for index in range(len(self._calls))]
         if written is not None:
             self._write_back(operands[written], local[written])

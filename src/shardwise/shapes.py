@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ._torch import fake_tensors
+
 __all__ = ["OWN_SHAPES", "Unknown"]
 
 
@@ -73,7 +75,29 @@ def _c2r(x: torch.Tensor, dim: Sequence[int], normalization: int, size: int) -> 
     return _transformed(_c2c(x, dim[:-1], 0, False), [dim[-1]], size, x.dtype.to_real())
 
 
+def _convolved(op: Any) -> Any:
+    """Convolution: a kernel may choose its results' order of dims if an operand's is not the usual
+    one."""
+
+    def shapes(*args: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if all(value.is_contiguous() for value in tensors):
+            return op(*args)
+        with fake_tensors():
+            fakes = [
+                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+                if isinstance(value, torch.Tensor)
+                else value
+                for value in args
+            ]
+            return op(*fakes)
+
+    return shapes
+
+
 OWN_SHAPES: dict[str, Any] = {
+    "aten::convolution": _convolved(torch.ops.aten.convolution.default),
+    "aten::convolution_backward": _convolved(torch.ops.aten.convolution_backward.default),
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
     "aten::_fft_c2c": _c2c,

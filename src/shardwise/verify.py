@@ -205,6 +205,7 @@ class _Trial:
             unless=rule.unless,
             shape_arg=rule.shape_arg,
             tail=rule.tail,
+            windows=rule.windows,
         )
         operands = [
             wrap(spec, tuple(_parts(tensor, spec, self.draw)))

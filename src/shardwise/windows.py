@@ -17,7 +17,7 @@ from .redistribute import DimMap, Layout, Step, move, run_steps
 from .spec import DTensorSpec
 from .wrapper import Locals
 
-__all__ = ["fetch"]
+__all__ = ["fetch", "fetch_parts"]
 
 Tables = tuple[tuple[int, tuple[Interval, ...]], ...]
 
@@ -29,14 +29,20 @@ def fetch(op: object, x: Any, tables: Mapping[int, Sequence[Interval]]) -> Local
     all for a dim that is not sharded. The result is in the order of `x._spec.slots`. A pending
     reduction stays pending.
     """
-    spec = x._spec
+    return fetch_parts(op, x._spec, x._locals, tables)
+
+
+def fetch_parts(
+    op: object, spec: DTensorSpec, local: Locals, tables: Mapping[int, Sequence[Interval]]
+) -> Locals:
+    """As `fetch`, of local tensors that are laid out as `spec`."""
     step = _plan(spec, tuple((dim, tuple(table)) for dim, table in sorted(tables.items())))
     if step is None:
-        return tuple(x._locals)
+        return tuple(local)
     if not step.is_local and policy.current().moves != "auto":
         received = step.elements_received * spec.dtype.itemsize
         policy.on_moves(op, [f"the edges of shards ({step.kind}, {received} B received per rank)"])
-    return run_steps((step,), x._locals, spec.meta.stride)
+    return run_steps((step,), local, spec.meta.stride)
 
 
 @lru_cache(maxsize=4096)

@@ -548,4 +548,6 @@ def table_samples() -> list[Sample]:
         _nll,
         matrix_samples,
     )
-    return [sample for part in parts for sample in part()]
+    from .spatial import spatial_samples  # it is made of what stands here
+
+    return [sample for part in (*parts, spatial_samples) for sample in part()]

@@ -2,7 +2,7 @@
 
 from .call import Call, Family, Operand
 from .notation import notation, parse
-from .rule import Along, Dims, Link, Local, Row, Rule, Scaled, Site, along, dims_of
+from .rule import Along, Dims, Link, Local, Row, Rule, Scaled, Site, Windows, along, dims_of
 from .table import TABLE, family_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Rule",
     "Scaled",
     "Site",
+    "Windows",
     "along",
     "dims_of",
     "family_of",

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from ..geometry import Box, Cuts
+from ..geometry import Box, Cuts, Interval
 from ..mesh import Coord
 from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec
 
-__all__ = ["Along", "Dims", "Link", "Local", "Row", "Rule", "Scaled", "Site", "along"]
+__all__ = ["Along", "Dims", "Link", "Local", "Row", "Rule", "Scaled", "Site", "Windows", "along"]
 
 
 class Link(Protocol):
@@ -102,6 +102,12 @@ class Site:
         return all(self.coord[axis] == 0 for axis in pending)
 
 
+Windows = Callable[
+    [Sequence[DTensorSpec], Sequence[DTensorSpec]], dict[int, dict[int, tuple[Interval, ...]]]
+]
+"""What local calls read beside what their ranks hold: from the layouts of operands and results to
+the intervals of an operand's dims, one for each shard."""
+
 Local = Callable[[Any, tuple[Any, ...], dict[str, Any], Site], Any]
 """A local call that depends on where it runs: `local(op, args, kwargs, site)`."""
 
@@ -113,14 +119,14 @@ class Rule:
     `reduce` is the pending reduction of results that lack a sharded factor (None: not allowed).
     `added` are operands that count once per result, so they must be partial where the result is.
     `alike` are results that no sharded or pending operand of such a row enters, so that every rank
-    makes the whole of them.
+    makes the whole of them; `same` are pairs (result, factor) that are so for one factor alone.
     `linear` are sets of operands that may hold pending sums or, with `averages`, averages
     together. `passes` are triples
     (operands, op, op of the results) for other pending reductions. `shape_arg` is the argument to
     be replaced by the local shape of the first result; `tail` gives all arguments after the
     operands for the place where a call runs; `local` replaces the local call,
-    `unless` the operator's own is right at every place. With
-    `ignores`
+    `unless` the operator's own is right at every place. `windows` widens operands to what the
+    local call reads of their neighbours. With `ignores`
     the call does not read its operands, so that they never move.
     """
 
@@ -137,6 +143,8 @@ class Rule:
     tail: Callable[[Site], tuple[Any, ...]] | None = None
     local: Local | None = None
     unless: Callable[[Site], bool] | None = None
+    windows: Windows | None = None
+    same: frozenset[tuple[int, str]] = frozenset()
     ignores: bool = False
 
     @cached_property
@@ -156,7 +164,7 @@ class Rule:
         partial = False
         for index, dims in enumerate(self.outputs):
             at = dims_of(dims, factor)
-            if not at and index in self.alike:
+            if not at and (index in self.alike or (index, factor) in self.same):
                 outputs.append(Replicate())
                 continue
             if len(at) > 1 or (not at and self.reduce is None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import creation, linalg, nn, views
+from . import convolution, creation, linalg, nn, views
 from .call import Family
 from .notation import notation
 from .pointwise import pointwise
@@ -148,6 +148,9 @@ TABLE: dict[str, Family] = {
         _names("new_empty new_zeros new_ones new_full new_empty_strided"), creation.new
     ),
     # networks
+    "convolution": convolution.convolution,
+    "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
+    "convolution_backward": convolution.convolution_backward,
     "native_layer_norm": nn.layer_norm,
     "native_layer_norm_backward": nn.layer_norm_backward,
     "_scaled_dot_product_flash_attention_for_cpu": nn.attention,
