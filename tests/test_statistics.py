@@ -17,6 +17,8 @@ INF, NAN = float("inf"), float("nan")
 X, CUBE = numbers(7, 5), numbers(5, 4, 6)
 MESHES = [(2,), (4,), (2, 2)]
 
+IMAGE_TARGET = torch.randint(0, 4, (5, 6), generator=torch.Generator().manual_seed(1))
+
 VALUES: dict[str, tuple[Any, ...]] = {
     "softmax": (lambda x: [x.softmax(0), x.softmax(-1)], X),
     "softmax, middle": (lambda x: x.softmax(1), CUBE),
@@ -32,6 +34,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "layer_norm, two dims": (lambda x, w: F.layer_norm(x, (4, 6), w), CUBE, CUBE[0]),
     "layer_norm of all": (lambda x: F.layer_norm(x, (7, 5)), X),
     "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w), X, X[0]),
+    "cross_entropy": (lambda x: F.cross_entropy(x, torch.arange(7) % 5), X),
+    "cross_entropy of an image": (
+        lambda x: F.cross_entropy(x, IMAGE_TARGET, ignore_index=2),
+        CUBE,
+    ),
+    "cross_entropy of one": (lambda x: F.cross_entropy(x, torch.tensor(3)), X[0]),
 }
 
 
@@ -90,9 +98,42 @@ def test_of_nothing() -> None:
     check(lambda x: F.layer_norm(x, (5,)), X[:0], mesh=virtual(2))
 
 
+# --- classes that are sharded -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_of_sharded_classes(reduction: str, weighted: bool) -> None:
+    target = torch.tensor([4, 0, -100, 2, 4, 1, 3])
+    for smoothing, ignored in ((0.0, -100), (0.2, -100), (0.0, 4)):
+
+        def f(x: Any, w: Any, smoothing: float = smoothing, ignored: int = ignored) -> Any:
+            return F.cross_entropy(
+                x,
+                target.clamp(min=0) if ignored == 4 else target,
+                w.detach() if weighted else None,
+                label_smoothing=smoothing,
+                ignore_index=ignored,
+                reduction=reduction,
+            )
+
+        for mesh, at in ((virtual(2), (Shard(1),)), (virtual(2, 4), (Shard(0), Shard(1)))):
+            for weight in ((Replicate(),), (Shard(0),)):
+                assert_same(f, [X, X[0].abs()], [at, weight * mesh.ndim], mesh)
+
+
+def test_a_target_that_is_no_class() -> None:
+    x = spread(X, virtual(2), [Shard(1)])
+    with pytest.raises(IndexError, match="Target 5 is out of bounds"):
+        F.nll_loss(x, torch.tensor([0, 1, 5, 0, 0, 0, 0]))
+
+
 # --- what is moved ---------------------------------------------------------------------------
 
 ROWS, COLUMNS = 8, 38
+TARGET = torch.arange(ROWS) * 5
+TARGET[3] = -100
+WEIGHT = numbers(COLUMNS, seed=2).abs()
 
 
 def received(f: Callable[[], Any]) -> int:
@@ -112,6 +153,11 @@ MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "std_mean": (lambda x: torch.std_mean(x, 1)[0], 2, 1),
     "vector_norm": (lambda x: torch.linalg.vector_norm(x, 3, 1), 1, 0),
     "layer_norm": (lambda x: F.layer_norm(x, (COLUMNS,)), 2, 2),
+    "cross_entropy": (lambda x: F.cross_entropy(x, TARGET), 3, 1),
+    "cross_entropy, weight": (lambda x: F.cross_entropy(x, TARGET, WEIGHT), 3, 1),
+    "cross_entropy, sum": (lambda x: F.cross_entropy(x, TARGET, reduction="sum"), 3, 1),
+    "cross_entropy, smoothed": (lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.2), 4, 3),
+    "nll_loss, none": (lambda x: F.nll_loss(x, TARGET, reduction="none"), 0, 1),
     "mean": (lambda x: x.mean(1), 0, 0),
     "sum, scattered": (lambda x: x.sum(1) + 1, 1, 1),
 }

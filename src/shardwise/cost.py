@@ -25,9 +25,9 @@ def move_cost(src: Placement, dst: Placement, count: int, nbytes: int) -> int:
     return LATENCY_BYTES + (count - 1) * nbytes
 
 
-def debt(place: Placement, count: int, nbytes: int) -> int:
-    """What a result that is left partial will cost whoever needs it."""
-    return LATENCY_BYTES + (count - 1) * nbytes // count if place.is_partial() else 0
+def debt(count: int, nbytes: int) -> int:
+    """What results that are left partial, of `nbytes` together, will cost whoever needs them."""
+    return LATENCY_BYTES + (count - 1) * nbytes // count
 
 
 def recut_cost(count: int, nbytes: int) -> int:

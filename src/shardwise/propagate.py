@@ -162,8 +162,9 @@ class _Choice:
             moved = recut_cost if have is want else partial(move_cost, have, want)
             total += moved(count, nbytes)
         if not any(spec.placements[axis].is_partial() for spec in self.specs):
-            for place, nbytes in zip(row.outputs, self.results, strict=True):
-                total += debt(place, count, nbytes)
+            pairs = zip(row.outputs, self.results, strict=True)
+            pending = [nbytes for place, nbytes in pairs if place.is_partial()]
+            total += debt(count, sum(pending)) if pending else 0
         return total
 
 

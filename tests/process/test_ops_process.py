@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
 
-from .. import test_inplace, test_ops_other, test_ops_views
+from .. import test_inplace, test_ops_other, test_ops_views, test_statistics
 from ..compare import check, numbers, spread
 from ..test_empty_shards import CASES as OF_EMPTY
 from .harness import ProcessPool
@@ -61,6 +61,16 @@ def others(names: list[str]) -> None:
 
 def test_operators_without_a_rule(processes: Pools) -> None:
     processes(2).run(others, list(test_ops_other.ALL), timeout=120)
+
+
+def statistics() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for f, *inputs in test_statistics.VALUES.values():
+        check(f, *inputs, mesh=mesh, limit=3)
+
+
+def test_statistics_of_sharded_dims(processes: Pools) -> None:
+    processes(4).run(statistics, timeout=120)
 
 
 def empty(rows: int) -> None:

@@ -212,34 +212,62 @@ def loss_backward(call: Call) -> Rule:
 
 def _nll_dims(
     call: Call, operand: int
-) -> tuple[list[str | None], list[str | None], dict[str, int]]:
-    """Dims of the input and the target: the class dim is needed whole, all others are free."""
+) -> tuple[list[str | None], list[str | None], tuple[Dims, ...], dict[str, int]]:
+    """Dims of the input, the target and the weight: `c` are the classes, all others are free."""
     shape = call.shape(operand)
     classes = 0 if len(shape) == 1 else 1
-    dims: list[str | None] = [None if d == classes else f"i{d}" for d in range(len(shape))]
-    sizes = {f"i{d}": size for d, size in enumerate(shape) if d != classes}
-    return dims, [dim for dim in dims if dim is not None], sizes
+    dims: list[str | None] = ["c" if d == classes else f"i{d}" for d in range(len(shape))]
+    sizes = dict(zip(map(str, dims), shape, strict=True))
+    weight = (along(["c"]),) if isinstance(call.get("weight"), Operand) else ()
+    return dims, [dim for dim in dims if dim != "c"], weight, sizes
+
+
+def _classes_here(call: Call, operand: int) -> dict[str, Any]:
+    """The local call of a rank that holds some of the classes: it ignores targets elsewhere."""
+    shape = call.shape(operand)
+    at = 0 if len(shape) == 1 else 1
+    places = [call.position(name) for name in ("target", "ignore_index")]
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        start, stop = site.box(operand)[at]
+        given = list(args)
+        target, ignored = (given[place] for place in places)
+        counts = target != ignored
+        outside = counts & ((target < 0) | (target >= shape[at]))
+        if target.device.type == "cpu" and bool(outside.any()):
+            raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
+        here = counts & (target >= start) & (target < stop)
+        given[places[0]], given[places[1]] = torch.where(here, target - start, -1), -1
+        if start == stop:  # no class is here, and PyTorch's kernels want one
+            zeros = [
+                target.new_zeros(s.local_shape(site.coord), dtype=s.dtype) for s in site.outputs
+            ]
+            return zeros[0] if len(zeros) == 1 else tuple(zeros)
+        return op(*given, **kwargs)
+
+    return {"local": local, "unless": lambda site: site.box(operand)[at] == (0, shape[at])}
 
 
 def nll_forward(call: Call) -> Rule:
-    """`"n c!, n, c! -> n, ()"`; the mean is a form, for it divides by the weight of all targets."""
-    dims, target, sizes = _nll_dims(call, 0)
-    weight = ((None,),) if isinstance(call.get("weight"), Operand) else ()
+    """`"n c, n, c -> n, ()"`; the mean is a form, for it divides by the weight of all targets."""
+    dims, target, weight, sizes = _nll_dims(call, 0)
     if call.get("reduction") == _MEAN:
         sizes = {}
+        dims, target, weight = [None] * len(dims), [None] * len(target), ((None,),) * len(weight)
     out = along(target) if call.get("reduction") == 0 else ()
-    return Rule((along(dims), along(target), *weight), (out, ()), sizes)
+    ins = (along(dims), along(target), *weight)
+    return Rule(ins, (out, ()), sizes, **_classes_here(call, 0))
 
 
 def nll_backward(call: Call) -> Rule:
-    """The gradient by the class dim; the total weight is that of all targets."""
-    dims, target, sizes = _nll_dims(call, 1)
+    """The gradient of each class; the total weight is that of all targets."""
+    dims, target, weight, sizes = _nll_dims(call, 1)
     grad = along(target) if len(call.shape(0)) else ()
-    weight = ((None,),) if isinstance(call.get("weight"), Operand) else ()
     return Rule(
         (grad, along(dims), along(target), *weight, ()),
         (along(dims),),
         sizes,
         reduce=None,
         linear=((0,),),
+        **_classes_here(call, 1),
     )
