@@ -31,6 +31,7 @@ ORDER = [
     "shapes",
     "infer",
     "plain",
+    "ragged",
     "deferred",
     "replicated",
     "random",

@@ -17,6 +17,7 @@ from .per_rank import PerRank, is_first_rank, per_rank
 from .picture import picture
 from .placement import Partial, Placement, Replicate, Shard
 from .policy import communication, implicit_replication, plain_tensors
+from .ragged import ragged_results
 from .random import manual_seed
 from .register import register_rule
 from .spec import DTensorSpec, TensorMeta
@@ -50,6 +51,7 @@ __all__ = [
     "per_rank",
     "picture",
     "plain_tensors",
+    "ragged_results",
     "rand",
     "randn",
     "register",

@@ -281,6 +281,8 @@ def _by_rule(
     try:
         metas, structure = infer(entry.op, args, kwargs, specs)
     except Unknown as unknown:
+        if entry.form is not None:
+            return FormPlan(entry.form.run)
         if entry.user is None:
             return _without_rule(entry, specs, args, kwargs)
         raise RuleError(

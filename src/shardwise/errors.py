@@ -4,6 +4,7 @@ __all__ = [
     "CommunicationError",
     "LayoutError",
     "MeshError",
+    "OutOfRangeError",
     "PlainTensorError",
     "RuleError",
     "ShardwiseError",
@@ -32,3 +33,7 @@ class PlainTensorError(ShardwiseError, ValueError):
 
 class CommunicationError(ShardwiseError, RuntimeError):
     """Communication that the policy in force forbids, or that failed."""
+
+
+class OutOfRangeError(ShardwiseError, IndexError, RuntimeError):
+    """An index out of range. PyTorch raises one or the other, depending on the operator."""

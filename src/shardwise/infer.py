@@ -28,7 +28,8 @@ def infer(
     """
     on_cpu = bool(specs) and specs[0].topology.device_type == "cpu"
     own = OWN_SHAPES.get(op._schema.name) if on_cpu else None
-    if own is None and any(tag in op.tags for tag in _DYNAMIC):
+    dynamic = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
+    if own is None and dynamic:
         raise Unknown
     metas = iter(
         [
@@ -59,6 +60,13 @@ def _as_on_cpu(metas: list[TensorMeta], specs: Sequence[DTensorSpec]) -> None:
     dtype = torch.float32 if any(s.dtype is torch.float32 for s in specs[1:]) else specs[0].dtype
     for index in (1, 2):
         metas[index] = metas[index]._replace(dtype=dtype)
+
+
+def _by_integers(op: Any, args: Sequence[Any]) -> bool:
+    """Whether this is indexing without a mask: only masks give shapes that depend on values."""
+    return op._schema.name == "aten::index" and not any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
 
 
 def _listed(made: Any) -> tuple[list[TensorMeta], Structure]:

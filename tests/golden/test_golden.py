@@ -23,6 +23,7 @@ from shardwise.mesh import VirtualMesh
 from shardwise.redistribute import plan
 from shardwise.rules import TABLE, parse
 
+from ..rules.index_samples import index_samples
 from ..rules.samples import Sample, call, table_samples, x
 
 HERE = Path(__file__).parent
@@ -56,7 +57,7 @@ def _pointwise() -> list[Sample]:
 def rules() -> Iterator[str]:
     """The rule of a call of every operator in the table, and of some pointwise ones."""
     seen = set()
-    for sample in table_samples():
+    for sample in (*table_samples(), *index_samples()):
         if sample.op not in seen:
             seen.add(sample.op)
             yield _rule(sample)

@@ -12,6 +12,7 @@ import torch
 import shardwise
 from shardwise.rules import TABLE, family_of
 
+from .index_samples import index_samples
 from .samples import Sample, pointwise_ops, pointwise_samples, table_samples
 
 Record = Callable[[str, object], None]
@@ -20,11 +21,12 @@ Record = Callable[[str, object], None]
 _BY_FORM = {"aten.equal.default"}
 
 _by_entry: dict[str, list[Sample]] = defaultdict(list)
-for _sample in table_samples():
+for _sample in (*table_samples(), *index_samples()):
     _name = _sample.op._schema.name.removeprefix("aten::")
-    _full = f"{_name}.{_sample.op._overloadname or 'default'}"
-    _base = _name.removesuffix("_").removesuffix("_copy")
-    _by_entry[next((key for key in (_full, _name, _base) if key in TABLE), _name)].append(_sample)
+    _overload = _sample.op._overloadname or "default"
+    _bases = dict.fromkeys((_name, _name.removesuffix("_"), _name.removesuffix("_copy")))
+    _keys = [key for base in _bases for key in (f"{base}.{_overload}", base)]
+    _by_entry[next((key for key in _keys if key in TABLE), _name)].append(_sample)
 
 _tagged = [op for op in pointwise_ops() if str(op) not in _BY_FORM]
 

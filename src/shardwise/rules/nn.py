@@ -1,4 +1,4 @@
-"""Normalisation, embedding and losses."""
+"""Normalisation, attention and losses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .rule import Dims, Rule, Site, along
 
 __all__ = [
     "addmv_local",
-    "embedding",
-    "embedding_backward",
     "layer_norm",
     "layer_norm_backward",
     "loss",
@@ -106,56 +104,6 @@ def attention(call: Call) -> Rule:
 def attention_backward(call: Call) -> Rule:
     """The gradients of query, key and value, for each batch and head apart."""
     return _attention(call, *[["b", "h", None, None]] * 3)
-
-
-# --- embedding -------------------------------------------------------------------------------
-
-
-def embedding(call: Call) -> Rule:
-    """`"v h, ... -> ... h"`; with v sharded each rank looks up the rows it has, and the sum is
-    pending."""
-    rows, width = call.shape(0)
-    index = [f"i{dim}" for dim in range(len(call.shape(1)))]
-    sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(1))}
-    return Rule(
-        (along(["v", "h"]), along(index)),
-        (along([*index, "h"]),),
-        {**sizes, "v": rows, "h": width},
-        linear=((0,),),
-        local=_embedding_local,
-        unless=lambda site: site.inputs[0].box(site.coord)[0] == (0, rows),
-    )
-
-
-def _embedding_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    (start, stop), _ = site.box(0)
-    rows = site.inputs[0].meta.shape[0]
-    weight, index = args[0], args[1]
-    if (start, stop) == (0, rows):
-        return op(weight, index, *args[2:], **kwargs)
-    if index.device.type == "cpu" and index.numel() and not 0 <= index.min() <= index.max() < rows:
-        raise IndexError("index out of range in self")
-    here = (index >= start) & (index < stop)
-    if stop == start:
-        return weight.new_zeros((*index.shape, weight.shape[1]))
-    found = op(weight, torch.where(here, index - start, 0))
-    return found.masked_fill_(~here.unsqueeze(-1), 0)
-
-
-def embedding_backward(call: Call) -> Rule:
-    """Rows of the gradient added up by index."""
-    shape = call.shape(1)
-    if call.get("scale_grad_by_freq"):
-        index: list[str | None] = [None] * len(shape)
-    else:
-        index = [f"i{dim}" for dim in range(len(shape))]
-    sizes = {f"i{dim}": size for dim, size in enumerate(shape) if index[dim] is not None}
-    return Rule(
-        (along([*index, "h"]), along(index)),
-        (along([None, "h"]),),
-        {**sizes, "h": call.results[0].shape[1]},
-        linear=((0,),),
-    )
 
 
 # --- losses ----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "copy": ((0, 1),),
     "zero": ((0,),),
     "where": ((1, 2),),
+    "masked_fill": ((0, 2),),
     "lerp": ((0, 1),),
     "addcmul": ((0, 1), (0, 2)),
     "addcdiv": ((0, 1),),
@@ -40,7 +41,7 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "imag": ((0,),),
     "_to_copy": ((0,),),
 }
-_MOVES = ("alias", "clone", "copy", "detach", "lift_fresh", "where", "_to_copy")
+_MOVES = ("alias", "clone", "copy", "detach", "lift_fresh", "masked_fill", "where", "_to_copy")
 """Operators that copy values: without a change of dtype, every pending sum passes."""
 _UP = [
     "relu",
@@ -117,6 +118,8 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     if name.endswith("_backward") and name != "logit_backward":  # that one divides by x(1 - x)
         groups = ((0,),)  # a backward is linear in the incoming gradient
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
+    if name == "masked_fill" and len(given) < 3 and call.get("value") == 0:
+        groups = ((0,),)
     if name in _AFFINE and len(given) < 2:
         return ()
     if _breaks_sums(name, call.args):

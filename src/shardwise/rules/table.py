@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import convolution, creation, linalg, nn, views
+from . import convolution, creation, indexing, linalg, nn, scattering, searching, views
 from .call import Family
 from .notation import notation
 from .pointwise import pointwise
@@ -73,7 +73,7 @@ TABLE: dict[str, Family] = {
             "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
             "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
             "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
-            "logit_backward isin.Tensor_Scalar complex polar"
+            "logit_backward isin.Tensor_Scalar masked_fill.Tensor complex polar"
         ),
         pointwise,
     ),
@@ -155,8 +155,20 @@ TABLE: dict[str, Family] = {
     "native_layer_norm_backward": nn.layer_norm_backward,
     "_scaled_dot_product_flash_attention_for_cpu": nn.attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": nn.attention_backward,
-    "embedding": nn.embedding,
-    "embedding_dense_backward": nn.embedding_backward,
+    # by index
+    "gather": indexing.gather,
+    "index_select": indexing.index_select,
+    **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), indexing.index),
+    "take": indexing.take,
+    "embedding": indexing.embedding,
+    "embedding_dense_backward": indexing.embedding_backward,
+    **dict.fromkeys(_names("scatter scatter_add scatter_reduce.two"), scattering.scatter),
+    **dict.fromkeys(_names("index_add index_copy index_fill index_reduce"), scattering.index_write),
+    **dict.fromkeys(_names("index_put _unsafe_index_put _index_put_impl"), scattering.index_put),
+    "put": scattering.put,
+    "bucketize.Tensor": notation("..., b -> ..."),
+    "searchsorted": searching.searchsorted,
+    "isin": searching.isin,
     **dict.fromkeys(
         _names(
             "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "

@@ -1,0 +1,66 @@
+"""Reading and writing by index where tensors are cut first, and gradients that are sparse."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..build import register_form
+from ..errors import LayoutError
+from ..ragged import as_dtensor
+from ..replicated import mesh_of, tensors_in
+from ..rules.indexing import of_two_shapes
+
+__all__ = ["gather", "scatter", "sparse_gradient"]
+
+aten = torch.ops.aten
+
+
+def _cut(x: Any, shape: Any, skip: int | None = None) -> Any:
+    """The first places of every dim, as many as `shape` has."""
+    for dim, size in enumerate(shape):
+        if dim != skip and x.shape[dim] != size:
+            x = aten.slice.Tensor(x, dim, 0, size)
+    return x
+
+
+@register_form("gather", when=of_two_shapes)
+def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """An index smaller than the tensor walks along its first places only."""
+    return aten.gather.default(_cut(x, index.shape, dim % x.ndim), dim, index)
+
+
+def scatter(write: Any, x: Any, dim: int, index: Any, value: Any, *rest: Any, **named: Any) -> Any:
+    """An index smaller than the tensor or the source writes the first places only."""
+    if isinstance(value, torch.Tensor):
+        value = _cut(value, index.shape)
+    write(_cut(x, index.shape, dim % x.ndim), dim, index, value, *rest, **named)
+    return x
+
+
+def _scatter_copy(write: Any, x: Any, *args: Any, **named: Any) -> Any:
+    mesh = mesh_of(write, list(tensors_in((x, *args), {})))
+    return scatter(write, aten.clone.default(as_dtensor(x, mesh)), *args, **named)
+
+
+for _name, _overloads in {
+    "scatter": ("src", "value", "reduce", "value_reduce"),
+    "scatter_add": ("default",),
+    "scatter_reduce": ("two",),
+}.items():
+    for _overload in _overloads:
+        _write = getattr(getattr(aten, f"{_name}_"), _overload)
+        register_form(f"{_name}.{_overload}", when=of_two_shapes)(partial(_scatter_copy, _write))
+        register_form(f"{_name}_.{_overload}", when=of_two_shapes)(partial(scatter, _write))
+
+
+@register_form("_sparse_coo_tensor_with_dims_and_tensors", always=True)
+def sparse_gradient(*args: Any, **named: Any) -> Any:
+    """A DTensor is dense; the one way to meet this is the backward of a sparse embedding."""
+    raise LayoutError(
+        "a sparse tensor of DTensors: the gradient of embedding(..., sparse=True) would be one, "
+        "and a DTensor is dense. Use sparse=False: on shards of the weight the gradient of a rank "
+        "is no larger than its shard."
+    )

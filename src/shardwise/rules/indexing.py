@@ -1,0 +1,310 @@
+"""Picking by index: gather, index_select, advanced indexing, take, embedding.
+
+Dims that are not indexed are free, and so are the dims of the index. Where an indexed dim is
+sharded, each rank picks what lies in its box and gives zeros elsewhere: the sum is pending, exact
+in any dtype, because each element comes from one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import OutOfRangeError
+from ..geometry import Interval
+from .call import Call, has_fractions
+from .rule import Dims, Local, Rule, Site, along
+
+__all__ = [
+    "embedding",
+    "embedding_backward",
+    "gather",
+    "has_mask",
+    "index",
+    "index_dims",
+    "index_select",
+    "indexed_whole",
+    "local_address",
+    "of_two_shapes",
+    "take",
+    "within",
+]
+
+_KINDS = ("max", "min", "product")
+Names = list[str | None]
+Located = tuple[list[Any], torch.Tensor | None]
+"""The arguments for a local call, and which places of the result it finds (None: all)."""
+
+
+def within(
+    index: torch.Tensor,
+    piece: Interval,
+    size: int,
+    *,
+    wraps: bool = False,
+    dim: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An index into a dim of `size` counted from the start of `piece`, and where it falls into it.
+
+    An index that is out of range raises as on one device; `wraps` lets negative ones count from the
+    end.
+    """
+    if index.device.type == "cpu" and index.numel():
+        low, high = (int(bound) for bound in torch.aminmax(index))
+        if low < (-size if wraps else 0) or high >= size:
+            bad = high if high >= size else low
+            raise OutOfRangeError(
+                f"index {bad} is out of bounds for dimension {dim} with size {size}"
+            )
+    if wraps:
+        index = torch.where(index < 0, index + size, index)
+    return index - piece[0], (index >= piece[0]) & (index < piece[1])
+
+
+def indexed_whole(dims: Sequence[int], operand: int = 0) -> Callable[[Site], bool]:
+    """Whether a rank holds the indexed dims whole, so that the operator's own call is right."""
+
+    def whole(site: Site) -> bool:
+        box, shape = site.box(operand), site.inputs[operand].meta.shape
+        return all(box[dim] == (0, shape[dim]) for dim in dims)
+
+    return whole
+
+
+def _picking(locate: Callable[[tuple[Any, ...], Site], Located]) -> Local:
+    """A local call that finds what lies in the box, and zeros elsewhere."""
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        given, here = locate(args, site)
+        if here is None:
+            return op(*args, **kwargs)
+        if not args[0].numel():
+            return args[0].new_zeros(site.out_shapes[0])
+        return op(*given, **kwargs).masked_fill_(~here, 0)
+
+    return local
+
+
+def _pick_rule(
+    call: Call, inputs: Sequence[Names], out: Names, dims: Sequence[int], local: Local
+) -> Rule:
+    """The rule of a call that picks from its first operand along `dims`: every kind of pending
+    value passes, for each element of the result is one of the source."""
+    sizes = {
+        name: size
+        for names, spec in zip(inputs, call.specs, strict=True)
+        for name, size in zip(names, spec.meta.shape, strict=True)
+        if name is not None
+    }
+    dtype = call.specs[0].dtype
+    return Rule(
+        tuple(map(along, inputs)),
+        (along(out),),
+        sizes,
+        reduce=None if dtype is torch.uint64 else "sum",  # which PyTorch cannot add
+        linear=((0,),),
+        averages=has_fractions(dtype),
+        passes=tuple(((0,), kind, kind) for kind in _KINDS),
+        local=local,
+        unless=indexed_whole(dims),
+    )
+
+
+def of_two_shapes(call: Call) -> bool:
+    """Whether an index is smaller than what it walks along, in a dim that it does not index."""
+    shapes = [call.shape(0)]
+    if call.get("src") is not None:
+        shapes.append(call.shape(call.get("src")))
+    lead = call.shape(call.get("index"))
+    if not lead or len(lead) != len(shapes[0]):
+        return False
+    dim = call.get("dim") % len(lead)
+    return any(
+        size != lead[d]
+        for at, shape in enumerate(shapes)
+        for d, size in enumerate(shape)
+        if at or d != dim
+    )
+
+
+def gather(call: Call) -> Rule:
+    """`"... v ..., ... n ... -> ... n ..."`"""
+    shape, lead = call.shape(0), call.shape(1)
+    if not lead or len(lead) != len(shape):
+        whole: list[Names] = [[None] * len(shape), [None] * len(lead)]
+        return _pick_rule(call, whole, whole[1], (), _gather_local)
+    dim = call.get("dim") % len(shape)
+    free: Names = [f"i{d}" if shape[d] == lead[d] else None for d in range(len(shape))]
+    inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
+    along_index: Names = [*free[:dim], "n", *free[dim + 1 :]]
+    return _pick_rule(call, [inside, along_index], along_index, (dim,), _gather_local)
+
+
+def _gather(args: tuple[Any, ...], site: Site) -> Located:
+    x, dim, index = args[:3]
+    dim %= x.ndim
+    piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
+    place, here = within(index, piece, size, dim=dim)
+    return [x, dim, place.masked_fill_(~here, 0)], here
+
+
+_gather_local = _picking(_gather)
+
+
+def index_select(call: Call) -> Rule:
+    """`"... v ..., n -> ... n ..."`"""
+    shape, lead = call.shape(0), call.shape(1)
+    if not shape or not lead:
+        names: Names = [None] * len(shape)
+        return _pick_rule(call, [names, [None] * len(lead)], names, (), _index_select_local)
+    dim = call.get("dim") % len(shape)
+    free: Names = [f"i{d}" for d in range(len(shape))]
+    out: Names = [*free[:dim], "n", *free[dim + 1 :]]
+    inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
+    return _pick_rule(call, [inside, ["n"]], out, (dim,), _index_select_local)
+
+
+def _index_select(args: tuple[Any, ...], site: Site) -> Located:
+    x, dim, index = args[:3]
+    dim %= x.ndim
+    place, here = within(index, site.box(0)[dim], site.inputs[0].meta.shape[dim], dim=dim)
+    behind = (1,) * (x.ndim - dim - 1)
+    return [x, dim, place.masked_fill_(~here, 0)], here.view(-1, *behind)
+
+
+_index_select_local = _picking(_index_select)
+
+
+# --- advanced indexing -----------------------------------------------------------------------
+
+
+def has_mask(call: Call) -> bool:
+    """Whether a tensor among the indices is a mask."""
+    return any(
+        given is not None and call.specs[given].dtype in (torch.bool, torch.uint8)
+        for given in call.get("indices")
+    )
+
+
+def index_dims(call: Call) -> tuple[list[Names], Names, tuple[int, ...]]:
+    """The dims of the tensor, of each index and of what is picked; and which dims are indexed.
+
+    As in PyTorch, the dims of the indices stand where the indexed dims stood, if these were
+    neighbours, else first.
+    """
+    shape, given = call.shape(0), call.get("indices")
+    used = tuple(dim for dim, each in enumerate(given) if each is not None)
+    lead = torch.broadcast_shapes(*(call.shape(given[dim]) for dim in used))
+    names: Names = [f"b{at}" for at in range(len(lead))]
+    picked: list[Names] = []
+    for dim in used:
+        own = call.shape(given[dim])
+        behind = names[len(names) - len(own) :]
+        wide = lead[len(lead) - len(own) :]
+        picked.append([n if s == w else None for n, s, w in zip(behind, own, wide, strict=True)])
+    neighbours = used[-1] - used[0] == len(used) - 1
+    before = [f"i{d}" for d in range(used[0])] if neighbours else []
+    after = [f"i{d}" for d in range(len(shape)) if d not in used and f"i{d}" not in before]
+    inside: Names = [f"v{d}" if d in used else f"i{d}" for d in range(len(shape))]
+    return [inside, *picked], [*before, *names, *after], used
+
+
+def index(call: Call) -> Rule:
+    """x[i, :, j] with tensors of integers; a mask is made integers by a form first."""
+    inputs, out, used = index_dims(call)
+    behind = len(out) - len(out[: _last_lead(out)])
+    return _pick_rule(call, inputs, out, used, _picking(_Index(behind)))
+
+
+def _last_lead(names: Names) -> int:
+    """Where the dims of the indices end among those of the result."""
+    own = [at for at, name in enumerate(names) if name is not None and name.startswith("b")]
+    return own[-1] + 1 if own else 0
+
+
+class _Index:
+    """How `index` finds what lies in the box; `behind` dims of the result follow the indices'."""
+
+    def __init__(self, behind: int) -> None:
+        self.behind = behind
+
+    def __call__(self, args: tuple[Any, ...], site: Site) -> Located:
+        x, given = args[0], list(args[1])
+        here = None
+        for dim, each in enumerate(given):
+            piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
+            if each is None or piece == (0, size):
+                continue
+            place, mine = within(each, piece, size, wraps=True, dim=dim)
+            given[dim] = place.masked_fill_(~mine, 0)
+            here = mine if here is None else here & mine
+        if here is not None:
+            here = here.view((*here.shape, *[1] * self.behind))
+        return [x, given], here
+
+
+# --- by places counted through all dims --------------------------------------------------------
+
+
+def take(call: Call) -> Rule:
+    """`"v0 v1 ..., ... -> ..."`"""
+    shape, lead = call.shape(0), call.shape(1)
+    inside: Names = [f"v{d}" for d in range(len(shape))]
+    names: Names = [f"b{d}" for d in range(len(lead))]
+    return _pick_rule(call, [inside, names], names, range(len(shape)), _picking(_take))
+
+
+def _take(args: tuple[Any, ...], site: Site) -> Located:
+    x, place = args[:2]
+    address, here = local_address(place, site)
+    return [x, address.masked_fill_(~here, 0)], here
+
+
+def local_address(place: torch.Tensor, site: Site) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places counted through the whole tensor as places counted through the box of the first
+    operand, and which of them lie in it."""
+    shape, box = site.inputs[0].meta.shape, site.box(0)
+    rest, here = within(place, (0, prod(shape)), prod(shape), wraps=True)
+    address, step = torch.zeros_like(rest), 1
+    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
+        at = rest % size
+        rest = rest // size
+        here = here & (at >= start) & (at < stop)
+        address += (at - start) * step
+        step *= stop - start
+    return address, here
+
+
+# --- embedding -------------------------------------------------------------------------------
+
+
+def embedding(call: Call) -> Rule:
+    """`"v h, ... -> ... h"`"""
+    names: Names = [f"i{dim}" for dim in range(len(call.shape(1)))]
+    return _pick_rule(call, [["v", "h"], names], [*names, "h"], (0,), _picking(_embedding))
+
+
+def _embedding(args: tuple[Any, ...], site: Site) -> Located:
+    weight, place, *rest = args
+    place, here = within(place, site.box(0)[0], site.inputs[0].meta.shape[0])
+    return [weight, place.masked_fill_(~here, 0), *rest], here.unsqueeze(-1)
+
+
+def embedding_backward(call: Call) -> Rule:
+    """Rows of the gradient added up by index."""
+    shape = call.shape(1)
+    if call.get("scale_grad_by_freq"):
+        names: Names = [None] * len(shape)
+    else:
+        names = [f"i{dim}" for dim in range(len(shape))]
+    sizes = {f"i{dim}": size for dim, size in enumerate(shape) if names[dim] is not None}
+    out: Dims = along([None, "h"])
+    return Rule(
+        (along([*names, "h"]), along(names)),
+        (out,),
+        {**sizes, "h": call.results[0].shape[1]},
+        linear=((0,),),
+    )
