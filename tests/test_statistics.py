@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import CommDebugMode, DTensor, Replicate, Shard
+from shardwise import CommDebugMode, DTensor, Replicate, Shard, distribute_module
 
 from .compare import assert_same, check, numbers, spread, virtual
 
@@ -18,6 +18,16 @@ X, CUBE = numbers(7, 5), numbers(5, 4, 6)
 MESHES = [(2,), (4,), (2, 2)]
 
 IMAGE_TARGET = torch.randint(0, 4, (5, 6), generator=torch.Generator().manual_seed(1))
+IMAGE = numbers(5, 4, 3, 2)
+CHANNELS = [numbers(4, seed=seed) for seed in range(4)]
+
+
+def batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *, training: bool) -> list[Any]:
+    """The result and the running statistics after it."""
+    mean, var = mean.detach().clone(), var.detach().abs() + 0.1
+    out = F.batch_norm(x, mean, var, w, b, training=training, momentum=0.3)
+    return [out, mean + 0 * out.sum().detach(), var + 0 * out.sum().detach()]
+
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "softmax": (lambda x: [x.softmax(0), x.softmax(-1)], X),
@@ -34,6 +44,16 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "layer_norm, two dims": (lambda x, w: F.layer_norm(x, (4, 6), w), CUBE, CUBE[0]),
     "layer_norm of all": (lambda x: F.layer_norm(x, (7, 5)), X),
     "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w), X, X[0]),
+    "batch_norm": (lambda *given: batch_norm(*given, training=True), IMAGE, *CHANNELS),
+    "batch_norm, trained": (lambda *given: batch_norm(*given, training=False), IMAGE, *CHANNELS),
+    "batch_norm of rows": (lambda *given: batch_norm(*given, training=True), X[:, :4], *CHANNELS),
+    "batch_norm, channels last": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        IMAGE.to(memory_format=torch.channels_last),
+    ),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, *CHANNELS[:2]),
+    "group_norm, one group": (lambda x: F.group_norm(x, 1), IMAGE),
+    "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), IMAGE, CHANNELS[0]),
     "cross_entropy": (lambda x: F.cross_entropy(x, torch.arange(7) % 5), X),
     "cross_entropy of an image": (
         lambda x: F.cross_entropy(x, IMAGE_TARGET, ignore_index=2),
@@ -41,6 +61,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     ),
     "cross_entropy of one": (lambda x: F.cross_entropy(x, torch.tensor(3)), X[0]),
 }
+
+
+def received(f: Callable[[], Any]) -> int:
+    """The bytes that the rank that receives most receives in a call."""
+    with CommDebugMode() as comm:
+        f()
+    return sum(comm.bytes.values())
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -128,19 +155,53 @@ def test_a_target_that_is_no_class() -> None:
         F.nll_loss(x, torch.tensor([0, 1, 5, 0, 0, 0, 0]))
 
 
+# --- batch norm ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_running_statistics_of_a_module(distributed: bool) -> None:
+    """The buffers of a module are written in place, whether they are DTensors or plain."""
+    plain, ours = (torch.nn.BatchNorm2d(4, momentum=None, dtype=torch.float64) for _ in range(2))
+    mesh = virtual(4)
+    if distributed:
+        distribute_module(ours, mesh)
+    for seed in (1, 2):
+        x = numbers(6, 4, 3, 2, seed=seed)
+        want, got = plain(x), ours(spread(x, mesh, [Shard(0)]))
+        torch.testing.assert_close(got.full_tensor(), want)
+        for a, b in zip(plain.buffers(), ours.buffers(), strict=True):
+            whole = b.full_tensor() if isinstance(b, DTensor) else b
+            torch.testing.assert_close(whole, a)
+    plain.eval(), ours.eval()
+    with CommDebugMode() as comm:
+        torch.testing.assert_close(ours(spread(x, mesh, [Shard(0)])).full_tensor(), plain(x))
+    assert comm.get_total_counts() == 1  # full_tensor()
+
+
+def test_group_norm_moves_two_numbers_of_each_channel() -> None:
+    x: Any = spread(numbers(2, 6, 9, 5).requires_grad_(), virtual(4), [Shard(2)])
+    made: list[Any] = []
+    each = 4 * 2 * 6 * x.element_size()  # ranks, batches, channels
+    assert received(lambda: made.append(F.group_norm(x, 2))) <= 2 * each
+    assert received(lambda: made[0].sum().backward()) <= 2 * each
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_batch_norm_moves_two_numbers_of_each_channel(dim: int) -> None:
+    mean, var, x = torch.zeros(4), torch.ones(4), numbers(8, 4, 9, 3).float()
+    given: Any = spread(x.requires_grad_(), virtual(4), [Shard(dim)])
+    made: list[Any] = []
+    each = 4 * 4 * x.element_size()  # ranks, channels
+    assert received(lambda: made.append(F.batch_norm(given, mean, var, training=True))) <= 2 * each
+    assert received(lambda: made[0].sum().backward()) <= 2 * each
+
+
 # --- what is moved ---------------------------------------------------------------------------
 
 ROWS, COLUMNS = 8, 38
 TARGET = torch.arange(ROWS) * 5
 TARGET[3] = -100
 WEIGHT = numbers(COLUMNS, seed=2).abs()
-
-
-def received(f: Callable[[], Any]) -> int:
-    """The bytes that the rank that receives most receives in a call."""
-    with CommDebugMode() as comm:
-        f()
-    return sum(comm.bytes.values())
 
 
 MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
@@ -153,6 +214,7 @@ MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "std_mean": (lambda x: torch.std_mean(x, 1)[0], 2, 1),
     "vector_norm": (lambda x: torch.linalg.vector_norm(x, 3, 1), 1, 0),
     "layer_norm": (lambda x: F.layer_norm(x, (COLUMNS,)), 2, 2),
+    "batch_norm": (lambda x: F.batch_norm(x.t(), None, None, training=True), 2, 2),
     "cross_entropy": (lambda x: F.cross_entropy(x, TARGET), 3, 1),
     "cross_entropy, weight": (lambda x: F.cross_entropy(x, TARGET, WEIGHT), 3, 1),
     "cross_entropy, sum": (lambda x: F.cross_entropy(x, TARGET, reduction="sum"), 3, 1),

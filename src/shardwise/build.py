@@ -20,6 +20,7 @@ from .outs import out_form, reshape_form
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
 from .random import is_random, random_form
+from .redistribute import steps_between
 from .replicated import as_form, fallback_form, tensors_in
 from .rules import Call, Operand, Site, family_of
 from .rules.registered import registered
@@ -296,11 +297,17 @@ def _by_rule(
     call = Call(entry.op, *filled(args, kwargs, symbols), specs=specs, results=metas)
     decision, local = _decided(entry, call, written, structure)
     fits = decision.fits(specs)
-    if not fits and entry.form is not None and entry.form.when(call):
+    if entry.form is not None and not _is_free(specs, decision) and entry.form.when(call):
         run = entry.form.run
         return FormPlan(run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
     return DeferredPlan(plan) if entry.is_view and (not fits or entry.copies) else plan
+
+
+def _is_free(specs: tuple[DTensorSpec, ...], decision: Decision) -> bool:
+    """Whether each rank has what it needs: all of an operand, or more."""
+    pairs = zip(specs, decision.inputs, strict=True)
+    return all(step.kind == "slice" for src, dst in pairs for step in steps_between(src, dst))
 
 
 def _decided(

@@ -461,6 +461,27 @@ def _norms() -> Iterator[Sample]:
                 )
 
 
+def _group_norms() -> Iterator[Sample]:
+    for shape, groups in (((5, 6, 3), 3), ((3, 4, 2, 2), 4), ((4, 6), 2), ((2, 3, 4), 1)):
+        batch, channels, inside = shape[0], shape[1], prod(shape[2:])
+        value = x(*shape)
+        for weight, bias in ((x(channels, shift=1), x(channels, shift=2)), (None, None)):
+            yield call(
+                aten.native_group_norm.default,
+                *(value, weight, bias, batch, channels, inside, groups, 1e-5),
+            )
+            _, mean, rstd = aten.native_group_norm.default(
+                value, weight, bias, batch, channels, inside, groups, 1e-5
+            )
+            given = weight is not None
+            for mask in ([True, given, given], [not given, given, False]):
+                yield call(
+                    aten.native_group_norm_backward.default,
+                    *(x(*shape, shift=3), value, mean, rstd, weight),
+                    *(batch, channels, inside, groups, mask),
+                )
+
+
 def _attention() -> Iterator[Sample]:
     op = aten._scaled_dot_product_flash_attention_for_cpu
     back = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -542,6 +563,7 @@ def table_samples() -> list[Sample]:
         _joins,
         _creation,
         _norms,
+        _group_norms,
         _attention,
         _embedding,
         _losses,

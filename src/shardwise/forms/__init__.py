@@ -1,7 +1,9 @@
 """Distributed forms: a few lines over DTensors that move statistics, or only what changes owner."""
 
 from . import (
+    batches,
     counting,
+    groups,
     indexing,
     linalg,
     losses,
@@ -13,7 +15,9 @@ from . import (
 )
 
 __all__ = [
+    "batches",
     "counting",
+    "groups",
     "indexing",
     "linalg",
     "losses",

@@ -1,4 +1,4 @@
-"""Normalisation, attention and losses."""
+"""Losses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .rule import Dims, Rule, Site, along
 
 __all__ = [
     "addmv_local",
-    "layer_norm",
-    "layer_norm_backward",
     "loss",
     "loss_backward",
     "nll_backward",
@@ -29,81 +27,6 @@ _MEAN, _SUM = 1, 2
 def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """With an empty matrix PyTorch forgets to broadcast the first operand."""
     return op(args[0].expand(site.out_shapes[0]), *args[1:], **kwargs)
-
-
-def _lead(call: Call, operand: int) -> tuple[Dims, Dims, dict[str, int]]:
-    """Dims of the input and of its statistics: those before the normalised ones are free."""
-    shape = call.shape(operand)
-    inner = len(call.get("normalized_shape"))
-    lead: list[str | None] = [f"i{dim}" for dim in range(len(shape) - inner)]
-    sizes = {f"i{dim}": size for dim, size in enumerate(shape[: len(shape) - inner])}
-    whole = along([*lead, *[None] * inner])
-    return whole, (None,) * inner, sizes
-
-
-def layer_norm(call: Call) -> Rule:
-    """`"... n!, n!, n! -> ... n!, ... _, ... _"`"""
-    whole, inner, sizes = _lead(call, 0)
-    params = (inner,) * (len(call.specs) - 1)
-    return Rule((whole, *params), (whole,) * len(call.results), sizes, reduce=None)
-
-
-def layer_norm_backward(call: Call) -> Rule:
-    """Gradients of the parameters sum over the free dims."""
-    whole, inner, sizes = _lead(call, 1)
-    params = (inner,) * (len(call.specs) - 4)
-    kinds: tuple[Dims, ...] = (whole, inner, inner)
-    outputs = tuple(
-        dims for dims, asked in zip(kinds, call.get("output_mask"), strict=True) if asked
-    )
-    return Rule((whole, whole, whole, whole, *params), outputs, sizes)
-
-
-# --- attention -------------------------------------------------------------------------------
-
-
-def _attention(call: Call, *outputs: list[str | None]) -> Rule:
-    """Batch and heads are free; an operand that broadcasts over one of them does not have it."""
-    sizes = {"b": call.results[0].shape[0], "h": call.results[0].shape[1]}
-    heads = {call.shape(call.get(name))[1] for name in ("query", "key", "value")}
-    if len(heads) > 1:
-        del sizes["h"]  # several heads of the query share one of the key: they stay together
-    mask = call.get("attn_mask")
-    dims = []
-    for index, spec in enumerate(call.specs):
-        names = ["b", "h", None, None][4 - spec.ndim if index == mask else 0 :][: spec.ndim]
-        shape = spec.meta.shape
-        dims.append([n if n and sizes.get(n) == shape[d] else None for d, n in enumerate(names)])
-    free = [[name if name in sizes else None for name in names] for names in outputs]
-    return Rule(
-        tuple(map(along, dims)),
-        tuple(map(along, free)),
-        sizes,
-        reduce=None,
-        local=_attention_of_none,
-        unless=lambda site: prod(site.inputs[0].local_shape(site.coord)) > 0,
-    )
-
-
-def _attention_of_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """PyTorch's kernel divides by the number of batches and heads, also where there are none."""
-    if args[0].numel():
-        return op(*args, **kwargs)
-    dtypes = [spec.dtype for spec in site.outputs]
-    return [
-        args[0].new_empty(shape, dtype=dtype)
-        for shape, dtype in zip(site.out_shapes, dtypes, strict=True)
-    ]
-
-
-def attention(call: Call) -> Rule:
-    """`"b h l! d!, ... -> b h l! d!, b h l!"`"""
-    return _attention(call, ["b", "h", None, None], ["b", "h", None])
-
-
-def attention_backward(call: Call) -> Rule:
-    """The gradients of query, key and value, for each batch and head apart."""
-    return _attention(call, *[["b", "h", None, None]] * 3)
 
 
 # --- losses ----------------------------------------------------------------------------------

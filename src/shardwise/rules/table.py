@@ -9,7 +9,18 @@ from __future__ import annotations
 
 import torch
 
-from . import convolution, creation, indexing, linalg, nn, scattering, searching, views
+from . import (
+    attention,
+    convolution,
+    creation,
+    indexing,
+    linalg,
+    nn,
+    norms,
+    scattering,
+    searching,
+    views,
+)
 from .call import Family
 from .notation import notation
 from .pointwise import pointwise
@@ -151,10 +162,12 @@ TABLE: dict[str, Family] = {
     "convolution": convolution.convolution,
     "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
     "convolution_backward": convolution.convolution_backward,
-    "native_layer_norm": nn.layer_norm,
-    "native_layer_norm_backward": nn.layer_norm_backward,
-    "_scaled_dot_product_flash_attention_for_cpu": nn.attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": nn.attention_backward,
+    "native_layer_norm": norms.layer_norm,
+    "native_layer_norm_backward": norms.layer_norm_backward,
+    "native_group_norm": norms.group_norm,
+    "native_group_norm_backward": norms.group_norm_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": attention.attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attention.attention_backward,
     # by index
     "gather": indexing.gather,
     "index_select": indexing.index_select,
