@@ -6,11 +6,23 @@ answer.
 
 from . import (
     forms,  # registers the distributed forms
+    random,
     register,
 )
 from .autograd import keep_partial_grads
 from .debug import CommDebugMode
-from .factories import arange, empty, full, ones, rand, randn, zeros
+from .factories import (
+    arange,
+    empty,
+    full,
+    normal,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
 from .mesh import DeviceMesh, init_device_mesh
 from .parallel import distribute_module
 from .per_rank import PerRank, is_first_rank, per_rank
@@ -47,13 +59,17 @@ __all__ = [
     "is_first_rank",
     "keep_partial_grads",
     "manual_seed",
+    "normal",
     "ones",
     "per_rank",
     "picture",
     "plain_tensors",
     "ragged_results",
     "rand",
+    "randint",
     "randn",
+    "random",
+    "randperm",
     "register",
     "register_rule",
     "verify",

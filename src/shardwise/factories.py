@@ -11,11 +11,23 @@ from .errors import MeshError
 from .geometry import contiguous_stride
 from .mesh import AnyMesh, Topology, topology
 from .placement import Placement
+from .random import permutation
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from .tensor import DTensor, distribute_tensor
 from .wrapper import wrap
 
-__all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
+__all__ = [
+    "arange",
+    "empty",
+    "full",
+    "normal",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "zeros",
+]
 
 
 class _Where(TypedDict, total=False):
@@ -96,15 +108,20 @@ def empty(*size: Any, **where: Unpack[_Where]) -> DTensor:
     )
 
 
-def _random(name: str, fill: str, size: tuple[Any, ...], generator: Any, where: _Where) -> DTensor:
+Generator = torch.Generator | None
+
+
+def _random(
+    name: str, fill: str, numbers: Sequence[Any], size: Any, generator: Generator, where: _Where
+) -> DTensor:
     _mesh(name, where)
     requires_grad = where.pop("requires_grad", False)
-    made = empty(_sizes(size), **where)
-    getattr(made, fill)(generator=generator)
+    made = empty(size, **where)
+    getattr(made, fill)(*numbers, generator=generator)
     return made.requires_grad_(requires_grad)
 
 
-def rand(*size: Any, generator: torch.Generator | None = None, **where: Unpack[_Where]) -> DTensor:
+def rand(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Uniform random numbers on a mesh: those of `torch.rand` with the same seed, in any layout.
 
     >>> import torch, shardwise
@@ -113,12 +130,56 @@ def rand(*size: Any, generator: torch.Generator | None = None, **where: Unpack[_
     >>> _ = torch.manual_seed(0); torch.equal(x.full_tensor(), torch.rand(4))
     True
     """
-    return _random("rand", "uniform_", size, generator, where)
+    return _random("rand", "uniform_", (), _sizes(size), generator, where)
 
 
-def randn(*size: Any, generator: torch.Generator | None = None, **where: Unpack[_Where]) -> DTensor:
+def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Normal random numbers on a mesh: those of `torch.randn` with the same seed, in any layout."""
-    return _random("randn", "normal_", size, generator, where)
+    return _random("randn", "normal_", (), _sizes(size), generator, where)
+
+
+def normal(
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    *,
+    generator: Generator = None,
+    **where: Unpack[_Where],
+) -> DTensor:
+    """Normal random numbers on a mesh, as `torch.normal(mean, std, size)` gives them."""
+    return _random("normal", "normal_", (mean, std), tuple(size), generator, where)
+
+
+def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """Random integers on a mesh: `randint(high, size)` or `randint(low, high, size)`.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> randint(3, 9, (5, 2), device_mesh=mesh, placements=[shardwise.Shard(0)])
+    DTensor(int64[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    """
+    *limits, size = bounds
+    low, high = (0, *limits) if len(limits) == 1 else limits
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _random("randint", "random_", (low, high), tuple(size), generator, where)
+
+
+def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """The numbers below `n` in random order, on a mesh.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> randperm(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).sort()[0].tolist()
+    [0, 1, 2, 3, 4]
+    """
+    mesh = _mesh("randperm", where)
+    places = checked_placements("randperm", mesh, where.get("placements"), 1)
+    target = DTensorSpec(mesh, places, TensorMeta((n,), (1,), where.get("dtype") or torch.int64))
+    spec = target.with_placements(default_placements(mesh)) if target.sums else target
+    made: DTensor = wrap(spec, permutation(spec, generator))
+    if spec is not target:
+        made = made.redistribute(placements=places)
+    return made.requires_grad_(where.get("requires_grad", False))
 
 
 def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) -> DTensor:

@@ -21,7 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 from .errors import MeshError
 from .geometry import all_coords
 
-__all__ = ["AnyMesh", "DeviceMesh", "Topology", "VirtualMesh", "init_device_mesh", "topology"]
+__all__ = [
+    "AnyMesh",
+    "DeviceMesh",
+    "Topology",
+    "VirtualMesh",
+    "from_first_rank",
+    "init_device_mesh",
+    "topology",
+]
 
 Coord = tuple[int, ...]
 
@@ -160,7 +168,7 @@ def init_device_mesh(
             f"run. Start {prod(shape)}, or use DeviceMesh(device_type, ranks) for a part of them."
         )
     mesh = torch_init_device_mesh(device_type, shape, mesh_dim_names=names)
-    topology(mesh)
+    share_random_state(mesh)
     return mesh
 
 
@@ -187,7 +195,7 @@ class DeviceMesh(metaclass=_DeviceMeshMeta):
             return VirtualMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         made = TorchDeviceMesh(device_type, torch.as_tensor(mesh), mesh_dim_names=names)
-        topology(made)
+        share_random_state(made)
         return made
 
 
@@ -283,3 +291,23 @@ def topology(mesh: AnyMesh) -> Topology:
         with _lock:
             found = _topologies.setdefault(key, Topology(mesh))
     return found
+
+
+def from_first_rank(value: torch.Tensor, mesh: AnyMesh) -> torch.Tensor:
+    """The value that the first rank of a mesh has; ranks outside the mesh keep theirs."""
+    where = topology(mesh)
+    if isinstance(mesh, VirtualMesh) or where.coordinate is None:
+        return value
+    shared = value.to(where.device_type)
+    for axis in range(where.ndim):
+        first = (*where.coordinate[:axis], 0, *where.coordinate[axis + 1 :])
+        dist.broadcast(shared, where.rank_of(first), group=mesh.get_group(axis))
+    return shared.to(value.device)
+
+
+def share_random_state(mesh: AnyMesh) -> None:
+    """Give every rank of a mesh the first one's random state, so that replicas draw alike."""
+    torch.set_rng_state(from_first_rank(torch.get_rng_state(), mesh))
+    if mesh.device_type != "cpu":
+        device = torch.get_device_module(mesh.device_type)
+        device.set_rng_state(from_first_rank(device.get_rng_state(), mesh))

@@ -1,0 +1,12 @@
+"""Random numbers that do not depend on the layout: the same on every mesh, in every placement.
+
+`mode("exact")` gives the numbers of plain PyTorch on one device; in `mode("counter")` each rank
+makes only what it holds.
+"""
+
+from .agree import manual_seed
+from .calls import is_random, random_form
+from .modes import mode
+from .permutation import permutation
+
+__all__ = ["is_random", "manual_seed", "mode", "permutation", "random_form"]

@@ -1,0 +1,38 @@
+"""One seed for all ranks: replicas draw the same numbers only if their generators agree."""
+
+from __future__ import annotations
+
+import torch
+
+from ..engine import engine_of
+from ..errors import CommunicationError
+from ..mesh import AnyMesh, Topology, from_first_rank
+from ..plain import digest
+from .modes import checks, mode_of_call
+
+__all__ = ["begin", "manual_seed"]
+
+
+def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> str:
+    """The mode in which a call on `mesh` draws; an error, on every rank, if the ranks' generators
+    differ."""
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    if not mesh.virtual and checks() and not engine_of(mesh).check_equal(mesh, digest(state)):
+        which = "random states" if generator is None else "states of the generator given"
+        raise CommunicationError(
+            f"{what}: the ranks of mesh {mesh} have different {which}, so that replicas "
+            "would differ. Call shardwise.manual_seed(seed, mesh), or torch.manual_seed with one "
+            "seed on every rank, and draw what is one rank's own from a torch.Generator of its own."
+        )
+    return mode_of_call(state)
+
+
+def manual_seed(seed: int, device_mesh: AnyMesh | None = None) -> None:
+    """Seed PyTorch's generators, with the first rank's seed on every rank of the mesh.
+
+    >>> manual_seed(0)
+    """
+    if device_mesh is not None:
+        shared = torch.tensor([seed], dtype=torch.int64)
+        seed = int(from_first_rank(shared, device_mesh).item())
+    torch.manual_seed(seed)

@@ -1,0 +1,80 @@
+"""Random operators on DTensors: drawn whole in exact mode, by position in counter mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import policy
+from .._torch import OpOverload
+from ..plain import full_local
+from ..plans import describe_moves
+from ..replicated import mesh_of, run_whole, tensors_in
+from ..spec import default_placements
+from ..wrapper import Wrapper
+from .agree import begin
+from .counter import COUNTER, FILLS
+
+__all__ = ["is_random", "random_form"]
+
+_UNTAGGED = ("aten::binomial", "aten::_sample_dirichlet")
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether an operator draws random numbers."""
+    name = op._schema.name
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return False  # it is tagged, but has no dropout: PyTorch takes another one for that
+    tagged = torch.Tag.nondeterministic_seeded in op.tags
+    return tagged or name in _UNTAGGED or _is_fill(op)
+
+
+def _is_fill(op: OpOverload) -> bool:
+    """Whether an operator overwrites its tensor with random numbers without reading it."""
+    namespace, name = op._schema.name.split("::")
+    return namespace == "aten" and name in FILLS
+
+
+def random_form(op: OpOverload) -> Callable[..., Any]:
+    """`op` with numbers that do not depend on the layouts of its operands."""
+    namespace, name = op._schema.name.split("::")
+    by_position = COUNTER.get(name) if namespace == "aten" else None
+    overwrites = _is_fill(op)
+
+    def whole(tensor: Any, written: bool) -> torch.Tensor:
+        if written and overwrites:
+            shape, stride, dtype = tensor._spec.meta
+            return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
+        full = full_local(tensor)
+        return full.clone() if written else full
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors: list[Any] = list(tensors_in(args, kwargs))
+        mesh = mesh_of(op, tensors)
+        if begin(op, mesh, kwargs.get("generator")) == "counter" and by_position is not None:
+            return by_position(op, _bound(op, args, kwargs))
+        if policy.current().moves != "auto":
+            policy.on_moves(op, _gathers(tensors))
+        like = next(t._spec for t in tensors if isinstance(t, Wrapper))
+        return run_whole(op, args, kwargs, whole, like)
+
+    return run
+
+
+def _bound(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, with the operator's defaults."""
+    given = dict(zip([a.name for a in op._schema.arguments], args, strict=False))
+    defaults = {a.name: a.default_value for a in op._schema.arguments}
+    return defaults | given | kwargs
+
+
+def _gathers(tensors: Sequence[Any]) -> list[str]:
+    """What running whole moves: every operand that is not whole yet."""
+    specs = [tensor._spec for tensor in tensors if isinstance(tensor, Wrapper)]
+    whole = [spec.with_placements(default_placements(spec.topology)) for spec in specs]
+    moves = [
+        (i, dst) for i, (src, dst) in enumerate(zip(specs, whole, strict=True)) if src is not dst
+    ]
+    return describe_moves(moves, specs)

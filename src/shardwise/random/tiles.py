@@ -1,0 +1,186 @@
+"""Numbers by position: a tensor is cut into tiles that depend on its shape alone, and each tile is
+drawn by PyTorch's own kernel from a generator state made of key and tile.
+
+A rank draws the tiles that its box meets, so that the work falls with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import torch
+
+from ..geometry import Box
+from ..spec import DTensorSpec
+from ..wrapper import Locals
+
+__all__ = [
+    "Draw",
+    "Key",
+    "draw_box",
+    "draw_locals",
+    "generator_state",
+    "generators",
+    "new_key",
+    "tile_sides",
+]
+
+Key = bytes
+"""What a call draws: 128 bits, and the seed that the generator was given."""
+
+Draw = Callable[[torch.Tensor, torch.Generator], object]
+"""Fills a contiguous tensor with numbers from a generator."""
+
+MOST = 8192
+"""Elements of a tile, at most: a new state costs about as much as drawing a quarter of this."""
+
+_WORDS = 624
+_AT_ONCE = 64
+
+
+def new_key(generator: torch.Generator | None = None) -> Key:
+    """A key from a generator, PyTorch's default one if none is given; this advances it.
+
+    >>> g = torch.Generator().manual_seed(0)
+    >>> new_key(g) == new_key(g)
+    False
+    """
+    source = torch.default_generator if generator is None else generator
+    words = torch.empty(2, dtype=torch.int64, device=source.device)
+    words.random_(-(2**63), None, generator=source)
+    seed = source.initial_seed() % 2**64  # the state of a CPU generator depends on 32 bits of it
+    return struct.pack("<2qQ", *words.tolist(), seed)
+
+
+@lru_cache(maxsize=4096)
+def tile_sides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sides of a tile: every dim is halved in turn, so that shards of any dim meet few tiles.
+
+    >>> tile_sides((2048, 2048)), tile_sides((5, 7)), tile_sides((3, 1000000))
+    ((64, 128), (5, 7), (1, 7813))
+    """
+    counts = [1] * len(shape)
+    sides = list(shape)
+    while prod(sides) > MOST:
+        dim = min((d for d, side in enumerate(sides) if side > 1), key=counts.__getitem__)
+        counts[dim] *= 2
+        sides[dim] = -(-shape[dim] // counts[dim])
+    return tuple(sides)
+
+
+def generator_state(key: Key, stream: int, tile: int) -> bytes:
+    """The 624 words of a Mersenne twister for one tile: SHAKE-128 of key, stream and tile.
+
+    All 19968 bits come from the hash. Seeding PyTorch's CPU generator would keep 32 of them, and
+    tiles would repeat each other.
+    """
+    return hashlib.shake_128(_label(key, stream, tile)).digest(4 * _WORDS)
+
+
+def _label(key: Key, stream: int, tile: int) -> bytes:
+    return b"shardwise" + key + struct.pack("<qq", stream, tile)
+
+
+def generators(
+    device: torch.device, key: Key, stream: int, tiles: Sequence[int]
+) -> Iterator[torch.Generator]:
+    """A generator, set for one tile after another."""
+    generator = torch.Generator(device)
+    if device.type != "cpu":  # counter-based themselves, with a seed of 64 bits
+        for tile in tiles:
+            digest = hashlib.shake_128(_label(key, stream, tile)).digest(8)
+            yield generator.manual_seed(int.from_bytes(digest, "little"))
+        return
+    # PyTorch's format: seed; left and seeded; next; a word in each int64; no normal number kept.
+    state = torch.zeros(632, dtype=torch.int64)
+    state[1] = 1 | 1 << 32
+    twister, whole = state[3 : 3 + _WORDS], state.view(torch.uint8)
+    for first in range(0, len(tiles), _AT_ONCE):
+        some = tiles[first : first + _AT_ONCE]
+        raw = bytearray().join(generator_state(key, stream, tile) for tile in some)
+        words = torch.frombuffer(raw, dtype=torch.int32).view(len(some), _WORDS)
+        for row in words.to(torch.int64) & 0xFFFFFFFF:
+            twister.copy_(row)  # set_state reads a tensor from the start of its memory
+            generator.set_state(whole)
+            yield generator
+
+
+def draw_box(
+    local: torch.Tensor,
+    box: Box,
+    shape: tuple[int, ...],
+    key: Key,
+    draw: Draw,
+    stream: int = 0,
+) -> torch.Tensor:
+    """Fill `local`, which is the region `box` of a tensor of `shape`; returns it.
+
+    A tile is drawn whole and in one shape whatever the box, because kernels look at numel and
+    strides.
+    """
+    if not local.numel():
+        return local
+    sides = tile_sides(shape)
+    grid = [-(-size // side) for size, side in zip(shape, sides, strict=True)]
+    met = [
+        range(start // side, -(-stop // side))
+        for (start, stop), side in zip(box, sides, strict=True)
+    ]
+    places = list(product(*met))
+    tiles = [_flat(place, grid) for place in places]
+    space = torch.empty(prod(sides), dtype=local.dtype, device=local.device)
+    states = generators(local.device, key, stream, tiles)
+    for place, generator in zip(places, states, strict=True):
+        _draw_tile(local, box, shape, sides, place, space, draw, generator)
+    return local
+
+
+def _draw_tile(
+    local: torch.Tensor,
+    box: Box,
+    shape: tuple[int, ...],
+    sides: tuple[int, ...],
+    place: tuple[int, ...],
+    space: torch.Tensor,
+    draw: Draw,
+    generator: torch.Generator,
+) -> None:
+    target, sizes, kept = local, [], []
+    for dim, (index, side) in enumerate(zip(place, sides, strict=True)):
+        start = index * side
+        stop = min(start + side, shape[dim])
+        low, high = max(start, box[dim][0]), min(stop, box[dim][1])
+        sizes.append(stop - start)
+        kept.append((low - start, high - low))
+        if high - low != target.shape[dim]:
+            target = target.narrow(dim, low - box[dim][0], high - low)
+    if list(target.shape) == sizes and target.is_contiguous():
+        draw(target.view(-1), generator)
+        return
+    drawn = space[: prod(sizes)]
+    draw(drawn, generator)
+    piece = drawn.view(sizes)
+    for dim, (low, size) in enumerate(kept):
+        if size != sizes[dim]:
+            piece = piece.narrow(dim, low, size)
+    target.copy_(piece)
+
+
+def _flat(place: Sequence[int], grid: Sequence[int]) -> int:
+    index = 0
+    for at, size in zip(place, grid, strict=True):
+        index = index * size + at
+    return index
+
+
+def draw_locals(spec: DTensorSpec, local: Locals, key: Key, draw: Draw, stream: int = 0) -> Locals:
+    """Fill the local tensors of a spec without pending sums."""
+    shape = tuple(spec.meta.shape)
+    for coord, mine in zip(spec.slots, local, strict=True):
+        draw_box(mine, spec.box(coord), shape, key, draw, stream)
+    return local

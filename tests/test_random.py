@@ -1,0 +1,30 @@
+"""Random numbers are the same on every mesh and in every layout."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from .compare import virtual
+from .random_cases import CASES, Setting, check_counter, check_exact, settings, small_tiles
+
+SAMPLE = 3
+"""Layouts per operator and mode; `python -m tests.random_cases` tries them all."""
+
+
+def sample(name: str) -> list[Setting]:
+    return random.Random(name).sample(settings(name), SAMPLE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_is_plain_pytorch(name: str) -> None:
+    for setting in sample(name):
+        check_exact(setting, virtual(*setting.mesh))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counter_does_not_depend_on_the_layout(name: str) -> None:
+    for setting in sample(name):
+        with small_tiles():
+            check_counter(setting, virtual(*setting.mesh))
