@@ -15,8 +15,10 @@ from .conform import conforming
 from .deferred import DeferredPlan, defer, is_deferred, write_through
 from .errors import MeshError, RuleError
 from .infer import Unknown, infer
-from .listops import run_list
+from .listops import is_list_op, run_list
+from .mesh import Topology
 from .outs import out_form, reshape_form
+from .plain import full_local
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
 from .random import is_random, random_form
@@ -25,6 +27,7 @@ from .replicated import as_form, fallback_form, tensors_in
 from .rules import Call, Operand, Site, family_of
 from .rules.registered import registered
 from .spec import DTensorSpec, default_placements
+from .wrapper import Wrapper
 
 __all__ = ["FORMS", "Entry", "Form", "build", "register_form"]
 
@@ -114,9 +117,7 @@ class Entry:
         # Lazy conjugation and negation are resolved above the dispatcher: below it they are copies.
         self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
-        name = op._schema.name.split("::")[-1]
-        by_list = name.startswith(("_foreach_", "_fused_")) and user is None
-        self.is_list = by_list and self.form is None
+        self.is_list = user is None and self.form is None and is_list_op(op)
 
     def run_view(
         self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -165,7 +166,9 @@ def _build(
 ) -> Plan:
     op = entry.op
     specs = tuple(operand._spec for operand in operands)
-    _one_mesh(op, operands)
+    home = _home(op, operands)
+    if home is not None:
+        return FormPlan(_bringing_numbers(op, home))
     if torch.Tag.inplace_view in op.tags:
         return FormPlan(reshape_form(op))
     if entry.copies:
@@ -189,14 +192,39 @@ def _build(
     return _by_rule(entry, specs, args, kwargs)
 
 
-def _one_mesh(op: OpOverload, operands: Sequence[Any]) -> None:
-    meshes = {operand._spec.topology for operand in operands}
-    if len(meshes) > 1:
+def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
+    """The mesh of a call whose operands are on several meshes; None if they are on one.
+
+    A number is known to every rank that made it, so it may be used on any mesh.
+    """
+    ours = [operand for operand in operands if isinstance(operand, Wrapper)]
+    home = next((o for o in ours if o._spec.ndim), ours[0])._spec.topology
+    others = [operand._spec for operand in ours if operand._spec.topology is not home]
+    if not others:
+        return None
+    if any(spec.ndim or not spec.slots for spec in others):
         given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
         raise MeshError(
             f"{op}: the operands are on different meshes: {given}.\n"
             "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
         )
+    return home
+
+
+def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
+    """`op` with the numbers that are on other meshes made plain."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = [
+            full_local(tensor)
+            if isinstance(tensor, Wrapper) and tensor._spec.topology is not home
+            else tensor
+            for tensor in tensors_in(args, kwargs)
+        ]
+        given, named = filled(args, kwargs, iter(values))
+        return op(*given, **named)
+
+    return run
 
 
 def _spots(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,18 +14,41 @@ from .deferred import is_deferred, own_value, store_through
 from .errors import LayoutError
 from .infer import infer
 from .mesh import Topology
+from .outs import functional_of
 from .plain import adopt, check_plain, full_local
 from .plans import Element, ListPlan
 from .propagate import decide
-from .rules import Call, Operand
+from .rules import Call, Operand, Rule
 from .rules.pointwise import pointwise
 from .spec import TensorMeta
 from .wrapper import Wrapper
 
-__all__ = ["run_list"]
+__all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
 
 _MOST_PLANS = 4096
-_NOT_POINTWISE = ("norm", "max", "powsum")
+
+ListForm = Callable[..., Any]
+LIST_FORMS: dict[str, ListForm] = {}
+"""By name: list operators that are not pointwise on each element."""
+
+
+def register_list_form(name: str) -> Callable[[ListForm], ListForm]:
+    """Register a function `form(op, *args, **kwargs)` in place of all overloads of a list
+    operator."""
+
+    def register(form: ListForm) -> ListForm:
+        LIST_FORMS[name] = form
+        return form
+
+    return register
+
+
+def is_list_op(op: OpOverload) -> bool:
+    """Whether an operator takes lists of tensors and works on each element apart."""
+    name = op._schema.name.split("::")[-1]
+    if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return False
+    return any(str(argument.type) == "List[Tensor]" for argument in op._schema.arguments)
 
 
 class _Listing:
@@ -47,6 +71,13 @@ class _Listing:
                 self.tensors.extend(value)
                 self.length = max(self.length, len(value))
 
+    def check(self) -> None:
+        """All lists have one length."""
+        lengths = {len(ids) for ids in self.lists.values()}
+        if len(lengths) > 1:
+            given = " and ".join(map(str, (len(ids) for ids in self.lists.values())))
+            raise RuntimeError(f"Tensor lists must have the same number of tensors, got {given}")
+
     def operands(self, index: int) -> list[int]:
         """The operands of one element, in the order of the arguments."""
         own = [ids[index] for ids in self.lists.values()]
@@ -55,24 +86,102 @@ class _Listing:
 
 def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a list operator: elements on different meshes apart, each mesh's with one plan."""
-    name = entry.op._schema.name.split("::")[-1].removeprefix("_foreach_")
-    if name.rstrip("_") in _NOT_POINTWISE:
-        return _looped(name, args, kwargs)
+    op = entry.op
+    if entry.outs:
+        return _into_out(op, args, kwargs)
+    form = LIST_FORMS.get(op._schema.name.split("::")[-1])
+    if form is not None:
+        return form(op, *args, **kwargs)
+    if len(op._schema.returns) > 1:
+        return _functional(op, args, kwargs)
+    if op._overloadname == "Tensor" and op._schema.arguments[-1].name == "scalars":
+        return _with_numbers(op, args, kwargs)
     listing = _Listing(args, kwargs)
-    writes = [n for n, a in enumerate(entry.op._schema.arguments) if a.alias_info is not None]
+    listing.check()
+    writes = [n for n, a in enumerate(op._schema.arguments) if a.alias_info is not None]
     written = [each for n in writes if n in listing.lists for each in args[n]]
     if any(map(is_deferred, written)) or _overlap(written):
-        return _one_by_one(entry.op, writes, listing, args, kwargs)
-    meshes: dict[Topology | None, list[int]] = {}
-    for index in range(listing.length):
-        meshes.setdefault(_mesh(listing, index), []).append(index)
+        return _one_by_one(op, writes, listing, args, kwargs)
     results: list[Any] = [None] * listing.length
-    for mesh, indices in meshes.items():
+    for mesh, indices in by_mesh([_mesh(listing, i) for i in range(listing.length)]).items():
         given, named = _chosen(args, kwargs, indices, listing, None)
-        made = entry.op(*given, **named) if mesh is None else _run_on(entry, mesh, given, named)
+        given = [_at_home(op, value, mesh) for value in given]
+        named = {name: _at_home(op, value, mesh) for name, value in named.items()}
+        made = op(*given, **named) if mesh is None else _run_on(entry, mesh, given, named)
         for index, value in zip(indices, made or (), strict=False):
             results[index] = value
-    return results if entry.op._schema.returns else None
+    return results if op._schema.returns else None
+
+
+def by_mesh(meshes: Sequence[Topology | None]) -> dict[Topology | None, list[int]]:
+    """The places of each mesh in a list; None is for plain tensors."""
+    found: dict[Topology | None, list[int]] = {}
+    for index, mesh in enumerate(meshes):
+        found.setdefault(mesh, []).append(index)
+    return found
+
+
+def _at_home(op: OpOverload, value: Any, mesh: Topology | None) -> Any:
+    """A number that serves the whole list is known to every rank, whatever mesh it was made on."""
+    if not isinstance(value, Wrapper) or value._spec.topology is mesh:
+        return value
+    if value._spec.ndim:
+        raise LayoutError(
+            f"{op}: {value._spec} serves elements that are not on its mesh. Give a 0-d tensor, or "
+            "a call for each mesh."
+        )
+    return full_local(value)
+
+
+def _into_out(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Compute without `out`, then write into its elements; they keep their layouts."""
+    named = dict(kwargs)
+    targets = named.pop("out")
+    functional = functional_of(op)
+    assert functional is not None
+    made = functional(*args, **named)
+    results = made[0] if len(functional._schema.returns) > 1 else made  # as PyTorch does
+    for target, value in zip(targets, results, strict=True):
+        if target.shape != value.shape:
+            raise LayoutError(
+                f"{op}: out has shape {list(target.shape)}, but the result has shape "
+                f"{list(value.shape)}. A DTensor is not resized: give an out of that shape."
+            )
+        target.copy_(value)
+
+
+def _in_place(op: OpOverload) -> OpOverload:
+    """The overload that writes into the lists it is given."""
+    packet = getattr(torch.ops.aten, op._schema.name.split("::")[-1] + "_")
+    return getattr(packet, op._overloadname or "default")  # type: ignore[no-any-return]
+
+
+def _functional(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The operators that update several lists are their forms in place, on copies."""
+    writer = _in_place(op)
+    given, made = list(args), []
+    for place, argument in enumerate(writer._schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = args[place]
+        copied = value.clone() if isinstance(value, torch.Tensor) else [v.clone() for v in value]
+        given[place] = copied
+        made.append(copied)
+    writer(*given, **kwargs)
+    return tuple(made)
+
+
+def _with_numbers(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A vector that holds a number for each element is read, and its numbers are given."""
+    named = dict(kwargs)
+    *lists, scalars = (*args, named.pop("scalars")) if "scalars" in named else args
+    numbers = full_local(scalars)
+    if numbers.ndim != 1 or len(numbers) != len(lists[0]):
+        raise LayoutError(
+            f"{op}: scalars has shape {list(numbers.shape)}, but there are {len(lists[0])} "
+            "elements. Give a vector with a number for each."
+        )
+    return op._overloadpacket.ScalarList(*lists, numbers.tolist(), **named)
 
 
 def _overlap(written: Sequence[Any]) -> bool:
@@ -100,10 +209,9 @@ def _one_by_one(
 
 
 def _mesh(listing: _Listing, index: int) -> Topology | None:
-    specs = [
-        t._spec for i in listing.operands(index) if isinstance(t := listing.tensors[i], Wrapper)
-    ]
-    return specs[0].topology if specs else None
+    """The mesh of an element: that of its own operands, for a shared one serves all meshes."""
+    own = (listing.tensors[ids[index]] for ids in listing.lists.values())
+    return next((t._spec.topology for t in own if isinstance(t, Wrapper)), None)
 
 
 def _chosen(
@@ -132,10 +240,12 @@ def _chosen(
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument enters the key: the type of a number, of each number in a list."""
+    """What of an argument enters the key: of a number its type, and whether it is 0 or infinite."""
     if isinstance(value, (bool, torch.dtype)):
         return value
-    return tuple(map(type, value)) if isinstance(value, (list, tuple)) else type(value)
+    if isinstance(value, (int, float, complex)):
+        return (type(value), value if value == 0 or value - value != 0 else None)
+    return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else type(value)
 
 
 def _run_on(entry: Any, mesh: Topology, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -155,6 +265,31 @@ def _run_on(entry: Any, mesh: Topology, args: Sequence[Any], kwargs: dict[str, A
             entry.plans.clear()
         found = entry.plans[key] = _build(entry, mesh, listing, operands, args, kwargs)
     return found.run(operands, args, kwargs)
+
+
+def _element(
+    args: Sequence[Any], kwargs: dict[str, Any], listing: _Listing, index: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of one element, with its tensors replaced by symbols."""
+    symbols = map(Operand, range(len(listing.operands(index))))
+
+    def choose(name: Any, value: Any) -> Any:
+        if name in listing.lists or name in listing.shared:
+            return next(symbols)
+        numbers = isinstance(value, (list, tuple)) and len(value) == listing.length
+        return value[index] if numbers else value
+
+    given = [choose(place, value) for place, value in enumerate(args)]
+    return given, {name: choose(name, value) for name, value in kwargs.items()}
+
+
+def _sharing(rule: Rule, own: int) -> Rule:
+    """A rule in which operands after the first `own` are never pending: they serve all elements."""
+    return replace(
+        rule,
+        linear=tuple(group for group in rule.linear if max(group) < own),
+        passes=tuple(each for each in rule.passes if max(each[0]) < own),
+    )
 
 
 def _build(
@@ -177,9 +312,9 @@ def _build(
         ids = listing.operands(index)
         own = [specs[i] for i in ids]
         result = metas[index] if returns else own[0].meta
-        symbols = [Operand(place) for place in range(len(ids))]
-        call = Call(op, symbols, {}, own, [result])
-        decision = decide(pointwise(call), call, None if returns else 0)
+        call = Call(op, *_element(args, kwargs, listing, index), own, [result])
+        rule = _sharing(pointwise(call), len(listing.lists))
+        decision = decide(rule, call, None if returns else 0)
         outputs = decision.outputs if returns else ()
         elements.append(Element(ids, decision.inputs, outputs, own))
     arguments = op._schema.arguments
@@ -199,15 +334,3 @@ def _build(
         return _chosen(args, kwargs, indices, listing, local)
 
     return ListPlan(op, elements, specs, written=written, returns=returns, build=build)
-
-
-def _looped(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """List operators that reduce each element: one call per element."""
-    if name == "norm":
-        ord_ = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-        dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-        return [torch.linalg.vector_norm(each, ord_, dtype=dtype) for each in args[0]]
-    if name == "max":
-        return [torch.max(each) for each in args[0]]
-    ord_ = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return [each.abs().pow(ord_).sum() for each in args[0]]

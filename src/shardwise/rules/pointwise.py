@@ -122,7 +122,7 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
         groups = ((0,),)
     if name in _AFFINE and len(given) < 2:
         return ()
-    if _breaks_sums(name, call.args):
+    if _breaks_sums(name, (*call.args, *call.kwargs.values())):
         return ()
     if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
         return ()  # a divisor may hold zeros, and the parts of a sum may be infinite both ways
@@ -139,9 +139,9 @@ def _breaks_sums(name: str, args: Sequence[Any]) -> bool:
     numbers = [
         v for v in args if isinstance(v, (int, float, complex)) and not isinstance(v, Operand)
     ]
-    if name in ("div", "true_divide"):
-        return any(value == 0 for value in numbers)
-    return name == "mul" and any(value - value != 0 for value in numbers)
+    if name in ("div", "true_divide") and any(value == 0 for value in numbers):
+        return True
+    return any(value - value != 0 for value in numbers)
 
 
 def _keeps_sums(call: Call, name: str, operand: int) -> bool:

@@ -1,0 +1,185 @@
+"""List operators that reduce each element: one local call, and one communication for the list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..engine import identity
+from ..infer import infer, meta_of
+from ..listops import by_mesh, register_list_form
+from ..placement import Partial, Placement, Replicate
+from ..plain import full_local
+from ..plans import moved
+from ..replicated import laid_out
+from ..spec import DTensorSpec
+from ..wrapper import Wrapper, wrap
+
+__all__ = ["foreach_max", "foreach_mm", "foreach_norm", "foreach_powsum", "unscale"]
+
+Locally = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def _reduced(tensors: Sequence[Any], local: Locally, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """The vector of what `local` gives for each tensor of one mesh, reduced by `kind` over shards.
+
+    `local` gets the tensors that a rank holds; elements that nobody cut are not reduced.
+    """
+    mesh = tensors[0]._spec.topology
+    whole = [_without_pending(tensor) for tensor in tensors]
+    cut = [tuple(a for a, p in enumerate(spec.placements) if p.is_shard()) for spec, _ in whole]
+    values: list[Any] = [None] * len(tensors)
+    for axes, places in _grouped(cut).items():
+        pending: list[Placement] = [
+            Partial(kind) if axis in axes else Replicate() for axis in range(mesh.ndim)
+        ]
+        meta = meta_of(torch.empty(len(places), dtype=dtype, device="meta"))
+        spec = DTensorSpec(mesh, pending, meta)
+        parts = []
+        for coord in spec.slots:
+            here = [whole[i][1][whole[i][0].slot(coord)] for i in places]
+            parts.append(torch.stack([each.to(dtype) for each in local(here)]))
+        for i, value in zip(places, full_local(wrap(spec, tuple(parts))).unbind(), strict=True):
+            values[i] = value
+    return torch.stack(values)
+
+
+def _grouped(keys: Sequence[Any]) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(key, []).append(index)
+    return found
+
+
+def _without_pending(tensor: Any) -> tuple[DTensorSpec, tuple[torch.Tensor, ...]]:
+    """The layout and local tensors of a tensor whose pending values are reduced."""
+    spec = tensor._spec
+    if not spec.sums:
+        return spec, tensor._locals
+    places = [Replicate() if place.is_partial() else place for place in spec.placements]
+    known = spec.with_placements(places, spec.cuts)
+    return known, moved(tensor, known)
+
+
+def _each(op: Any, tensors: Sequence[Any], args: tuple[Any, ...], on_mesh: Any) -> list[Any]:
+    """Results of a list whose elements may be plain or on several meshes.
+
+    They are numbers that every rank knows. If the meshes differ they are plain, so that they can be
+    put together.
+    """
+    meshes = by_mesh([t._spec.topology if isinstance(t, Wrapper) else None for t in tensors])
+    several = len(meshes.keys() - {None}) > 1
+    results: list[Any] = [None] * len(tensors)
+    for mesh, places in meshes.items():
+        chosen = [tensors[i] for i in places]
+        made = op(chosen, *args) if mesh is None else on_mesh(chosen)
+        for i, value in zip(places, made, strict=True):
+            results[i] = value if mesh is None or several else laid_out(value.clone(), mesh)
+    return results
+
+
+def _dtypes(op: Any, tensors: Sequence[Any], args: tuple[Any, ...]) -> list[torch.dtype]:
+    """The dtypes of the results; errors are PyTorch's own."""
+    metas, _ = infer(op, (tensors, *args), {}, [tensor._spec for tensor in tensors])
+    return [meta.dtype for meta in metas]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In what squares are added up: half precision overflows."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _powers(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> list[Any]:
+    """Sums of powers of each tensor of one mesh, and their roots."""
+    known = _dtypes(op, tensors, (ord, dtype))
+    results: list[Any] = [None] * len(tensors)
+    for result, places in _grouped(known).items():
+        chosen, wide = [tensors[i] for i in places], _wide(result)
+        if ord in (float("inf"), float("-inf")) and root:
+            kind = "max" if ord > 0 else "min"
+            values = _reduced(chosen, _extremes(kind, wide), kind, wide)
+        else:
+            values = _reduced(chosen, _sums(ord, wide), "sum", wide)
+            if root and ord not in (0, 1):
+                values = values.sqrt() if ord == 2 else values.pow(1.0 / ord)
+        for i, value in zip(places, values.to(result).unbind(), strict=True):
+            results[i] = value
+    return results
+
+
+def _sums(ord: Any, dtype: torch.dtype) -> Locally:
+    def local(here: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if ord == 0:
+            return [torch.count_nonzero(each) for each in here]
+        wide = [each.to(dtype.to_complex() if each.is_complex() else dtype) for each in here]
+        return torch._foreach_powsum(wide, ord)
+
+    return local
+
+
+def _extremes(kind: str, dtype: torch.dtype) -> Locally:
+    """The largest or smallest absolute value; none is where there are no elements."""
+    none = 0.0 if kind == "max" else float("inf")
+
+    def local(here: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            torch.linalg.vector_norm(each, float("inf" if kind == "max" else "-inf"))
+            if each.numel()
+            else each.new_full((), none, dtype=dtype)
+            for each in here
+        ]
+
+    return local
+
+
+@register_list_form("_foreach_norm")
+def foreach_norm(op: Any, tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Any]:
+    """The norm of each tensor; one reduction serves all that are cut alike."""
+    return _each(op, tensors, (ord, dtype), lambda own: _powers(op, own, ord, dtype, True))
+
+
+@register_list_form("_foreach_powsum")
+def foreach_powsum(op: Any, tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Any]:
+    """The sum of powers of each tensor."""
+    return _each(op, tensors, (ord, dtype), lambda own: _powers(op, own, ord, dtype, False))
+
+
+@register_list_form("_foreach_max")
+def foreach_max(op: Any, tensors: Sequence[Any]) -> list[Any]:
+    """The largest value of each tensor."""
+
+    def local(here: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            each.max() if each.numel() else each.new_full((), identity("max", each.dtype))
+            for each in here
+        ]
+
+    def on_mesh(own: Sequence[Any]) -> list[Any]:
+        results: list[Any] = [None] * len(own)
+        for dtype, places in _grouped(_dtypes(op, own, ())).items():
+            values = _reduced([own[i] for i in places], local, "max", dtype)
+            for i, value in zip(places, values.unbind(), strict=True):
+                results[i] = value
+        return results
+
+    return _each(op, tensors, (), on_mesh)
+
+
+@register_list_form("_foreach_mm")
+def foreach_mm(op: Any, tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The products of pairs."""
+    return [torch.mm(a, b) for a, b in zip(tensors, others, strict=True)]
+
+
+@register_list_form("_amp_foreach_non_finite_check_and_unscale_")
+def unscale(op: Any, grads: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
+    """Scale gradients back, and note on every rank whether any element on any rank was not
+    finite."""
+    if not grads:
+        return
+    largest = torch._foreach_norm(list(grads), float("inf"))
+    finite = torch.stack([full_local(each).to(torch.float32) for each in largest]).isfinite().all()
+    found_inf.copy_(torch.maximum(full_local(found_inf), 1.0 - finite.to(torch.float32)))
+    torch._foreach_mul_(list(grads), full_local(inv_scale))

@@ -1,0 +1,194 @@
+"""Every list operator of PyTorch, on lists whose elements lie in many ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise.listops import is_list_op
+
+from .compare import numbers, spread, virtual
+
+aten = torch.ops.aten
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+SHAPES = ((5, 3), (1, 4), (3, 3), (7,), (4, 2))
+
+
+def _overloads() -> list[Any]:
+    """All list operators, with their forms in place and with `out`."""
+    found = []
+    for full in sorted(torch._C._dispatch_get_all_op_names()):
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+            found.append(getattr(getattr(aten, name), overload or "default"))
+    return [op for op in found if is_list_op(op)]
+
+
+OVERLOADS = _overloads()
+
+
+def _positive(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return numbers(*shape, seed=seed, dtype=torch.float32).sigmoid() * 0.8 + 0.1
+
+
+_WORDS = {"ord": 3, "found_inf": 0.0, "inv_scale": 0.5, "grad_scale": 2.0}
+
+
+def _argument(argument: Any, seed: int) -> Any:
+    """A value for an argument, by its type and name."""
+    kind, name = str(argument.type), argument.name
+    if kind == "List[Tensor]":
+        if name == "state_steps":
+            return [torch.tensor(2.0) for _ in SHAPES]
+        return [_positive(shape, seed * 10 + i) for i, shape in enumerate(SHAPES)]
+    if name == "scalars" and kind == "Tensor":
+        return torch.arange(1.0, len(SHAPES) + 1)
+    if kind == "Tensor":
+        return torch.tensor(_WORDS.get(name, 0.3))
+    if kind == "Optional[Tensor]":
+        return torch.tensor(_WORDS[name])
+    if kind.startswith("List["):
+        return [0.5 + i for i in range(len(SHAPES))]
+    if kind == "bool":
+        return name in ("amsgrad", "nesterov")
+    if kind in ("number", "float"):
+        return _WORDS.get(name, 0.7)
+    return None
+
+
+def _arguments(op: Any) -> tuple[list[Any], dict[str, Any]]:
+    arguments = op._schema.arguments
+    values = [_argument(argument, seed) for seed, argument in enumerate(arguments)]
+    if "_mm" in op._schema.name:
+        values[1] = [v.mT.contiguous() if v.ndim == 2 else v for v in values[1]]
+        values = [[v for v in each if v.ndim == 2] for each in values]
+    named = {
+        a.name: v for a, v in zip(arguments, values, strict=True) if a.kwarg_only and v is not None
+    }
+    if "norm" in op._schema.name or "powsum" in op._schema.name or "_max.o" in str(op):
+        named |= {"out": [torch.empty(()) for _ in SHAPES]} if "out" in named else {}
+    return [v for a, v in zip(arguments, values, strict=True) if not a.kwarg_only], named
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _layouts(which: int) -> list[Any]:
+    """How the elements of a list lie: on one mesh, on several, some of them plain."""
+    line, square = virtual(2), virtual(2, 2)
+    one = [(line, (S0,)), (line, (S1,)), (line, (R,)), (line, (S0,)), (line, (P,))]
+    two = [
+        (square, (S0, S1)),
+        (square, (R, S1)),
+        (line, (S0,)),
+        None,
+        (virtual(3), (S0,)),
+    ]
+    return [one, two][which]
+
+
+def _spread(value: Any, where: list[Any]) -> Any:
+    """Lists of matrices as DTensors; numbers stay plain."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], torch.Tensor):
+        return _copied(value)
+    return [
+        each.clone() if at is None or not each.ndim else spread(each, at[0], at[1])
+        for each, at in zip(value, where, strict=False)
+    ]
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_whole(each) for each in value]
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(_whole(ours), _whole(theirs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["one mesh", "several meshes"])
+@pytest.mark.parametrize("op", OVERLOADS, ids=str)
+def test_every_overload(op: Any, which: int) -> None:
+    args, kwargs = _arguments(op)
+    plain, named = _copied(args), {k: _copied(v) for k, v in kwargs.items()}
+    where = _layouts(which)
+    given, ours = (
+        [_spread(value, where) for value in args],
+        {k: _spread(v, where) for k, v in kwargs.items()},
+    )
+    before = [[getattr(t, "placements", None) for t in v] for v in given if isinstance(v, list)]
+    try:
+        wanted = op(*plain, **named)
+    except NotImplementedError:  # no kernel for the CPU
+        with pytest.raises(NotImplementedError):
+            op(*given, **ours)
+        return
+    _same(op(*given, **ours), wanted)
+    _same(given, plain)
+    _same(list(ours.values()), list(named.values()))
+    after = [[getattr(t, "placements", None) for t in v] for v in given if isinstance(v, list)]
+    assert before == after
+
+
+@pytest.mark.parametrize("number", [0.0, float("inf"), -2.0])
+def test_numbers_that_break_a_pending_sum(number: float) -> None:
+    """A pending sum is reduced before it is divided by nothing, or multiplied by infinity."""
+    value = torch.tensor([1.0, 0.0, -2.0])
+    for op in (aten._foreach_div_, aten._foreach_mul_):
+        for form, given in ((op.Scalar, number), (op.ScalarList, [number, number])):
+            wanted = [value.clone(), value.clone()]
+            ours = [spread(value.clone(), virtual(2), [P]) for _ in range(2)]
+            form(wanted, given)
+            form(ours, given)
+            for a, b in zip(ours, wanted, strict=True):
+                torch.testing.assert_close(a.full_tensor(), b, equal_nan=True)
+
+
+def test_lists_of_different_lengths_are_refused() -> None:
+    a = distribute_tensor(torch.ones(4), virtual(2), [S0])
+    with pytest.raises(RuntimeError, match="same number of tensors, got 2 and 1"):
+        torch._foreach_add([a, a], [a])
+    with pytest.raises(ValueError, match="a vector with a number for each"):
+        torch._foreach_addcmul([a, a], [a, a], [a, a], torch.ones(3))
+
+
+@pytest.mark.parametrize("ord", [0, 1, 2, 3.5, float("inf"), float("-inf")])
+def test_norms_of_shards_some_of_them_empty(ord: float) -> None:
+    values = [numbers(1, 3), numbers(5, 2, seed=1), numbers(7, seed=2), numbers(2, 2, seed=3) * 0]
+    wanted = torch._foreach_norm(values, ord)
+    ours = [spread(v, virtual(4), [at]) for v, at in zip(values, (S0, P, S0, S0), strict=True)]
+    for a, b in zip(torch._foreach_norm(ours, ord), wanted, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+
+
+def test_norms_in_half_precision_do_not_overflow() -> None:
+    value = torch.full((8, 64), 100.0, dtype=torch.float16)
+    (ours,) = torch._foreach_norm([distribute_tensor(value, virtual(2), [S0])], 2)
+    (wanted,) = torch._foreach_norm([value], 2)
+    assert ours.dtype is torch.float16 and ours.full_tensor() == wanted
+
+
+def test_norms_of_many_tensors_are_one_communication() -> None:
+    mesh = virtual(2)
+    many = [distribute_tensor(numbers(4, 2, seed=i), mesh, [S0]) for i in range(20)]
+    with CommDebugMode() as comm:
+        torch._foreach_norm(many)
+    assert comm.get_total_counts() == 1
+
+
+def test_gradients_of_list_operators() -> None:
+    values = [numbers(5, 3), numbers(4, seed=1)]
+    plain = [v.clone().requires_grad_() for v in values]
+    ours = [spread(v.clone().requires_grad_(), virtual(2), [S0]) for v in values]
+    for leaves in (plain, ours):
+        norms = torch._foreach_norm(torch._foreach_mul(leaves, 2.0))
+        (norms[0] * norms[1]).backward()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
