@@ -64,7 +64,28 @@ def _form_of(op: OpOverload) -> Form | None:
     namespace, name = op._schema.name.split("::")
     if namespace != "aten":  # an operator of the same name elsewhere is another operator
         return None
-    return FORMS.get(f"{name}.{op._overloadname or 'default'}") or FORMS.get(name)
+    found = _registered_form(name, op._overloadname)
+    if found is None and name.endswith("_") and torch.Tag.inplace_view not in op.tags:
+        found = _registered_form(name.removesuffix("_"), op._overloadname)
+        return None if found is None else _in_place(op, found)
+    return found
+
+
+def _registered_form(name: str, overload: str) -> Form | None:
+    return FORMS.get(f"{name}.{overload or 'default'}") or FORMS.get(name)
+
+
+def _in_place(op: OpOverload, form: Form) -> Form | None:
+    """The form of `op_`: that of `op`, and its result written into the first operand."""
+    packet = getattr(torch.ops.aten, op._schema.name.split("::")[-1].removesuffix("_"), None)
+    functional = getattr(packet, op._overloadname or "default", None)
+    if functional is None:
+        return None
+
+    def run(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return target.copy_(functional(target, *args, **kwargs))
+
+    return Form(run, form.always, form.when)
 
 
 class Entry:
@@ -187,7 +208,8 @@ def _build(
         return _replicated(entry, specs, args, kwargs)
     if entry.family is None:
         if entry.form is not None:
-            return FormPlan(entry.form.run)
+            made = FormPlan(entry.form.run)
+            return DeferredPlan(made) if entry.is_view else made
         return _without_rule(entry, specs, args, kwargs)
     return _by_rule(entry, specs, args, kwargs)
 

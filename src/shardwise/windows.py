@@ -13,13 +13,13 @@ from typing import Any
 
 from . import policy
 from .geometry import Interval
-from .redistribute import DimMap, Layout, Step, move, run_steps
+from .redistribute import DimMap, Layout, Step, bytes_received, move, run_together
 from .spec import DTensorSpec
 from .wrapper import Locals
 
-__all__ = ["fetch", "fetch_parts"]
+__all__ = ["fetch", "fetch_all", "fetch_parts"]
 
-Tables = tuple[tuple[int, tuple[Interval, ...]], ...]
+Windows = tuple[tuple[int, DimMap], ...]
 
 
 def fetch(op: object, x: Any, tables: Mapping[int, Sequence[Interval]]) -> Locals:
@@ -36,20 +36,48 @@ def fetch_parts(
     op: object, spec: DTensorSpec, local: Locals, tables: Mapping[int, Sequence[Interval]]
 ) -> Locals:
     """As `fetch`, of local tensors that are laid out as `spec`."""
-    step = _plan(spec, tuple((dim, tuple(table)) for dim, table in sorted(tables.items())))
-    if step is None:
-        return tuple(local)
-    if not step.is_local and policy.current().moves != "auto":
-        received = step.elements_received * spec.dtype.itemsize
-        policy.on_moves(op, [f"the edges of shards ({step.kind}, {received} B received per rank)"])
-    return run_steps((step,), local, spec.meta.stride)
+    dims = {dim: DimMap(spec.dim_axes[dim], tuple(table)) for dim, table in tables.items()}
+    (made,) = fetch_all(op, [(spec, local, dims)])
+    return made
+
+
+def fetch_all(
+    op: object, wanted: Sequence[tuple[DTensorSpec, Locals, Mapping[int, DimMap]]]
+) -> list[Locals]:
+    """As `fetch_parts`, for several tensors at once: what is lacking comes in one collective.
+
+    The windows of a dim may go by other axes than those that shard it now. The results are in the
+    order of the slots of a tensor that has its dims on those axes.
+    """
+    steps = [_plan(spec, _sorted(dims)) for spec, _, dims in wanted]
+    moving = [(w, step) for w, step in zip(wanted, steps, strict=True) if step is not None]
+    far = [(step, spec.dtype.itemsize) for (spec, _, _), step in moving if not step.is_local]
+    if far and policy.current().moves != "auto":
+        kind = far[0][0].kind if len(far) == 1 else "exchange"
+        received = bytes_received(*zip(*far, strict=True))
+        policy.on_moves(op, [f"the edges of shards ({kind}, {received} B received per rank)"])
+    made = iter(
+        run_together(
+            [step for _, step in moving],
+            [local for (_, local, _), _ in moving],
+            [spec.stride for (spec, _, _), _ in moving],
+        )
+    )
+    return [
+        tuple(local) if step is None else next(made)
+        for (_, local, _), step in zip(wanted, steps, strict=True)
+    ]
+
+
+def _sorted(dims: Mapping[int, DimMap]) -> Windows:
+    return tuple(sorted(dims.items(), key=lambda item: item[0]))
 
 
 @lru_cache(maxsize=4096)
-def _plan(spec: DTensorSpec, tables: Tables) -> Step | None:
+def _plan(spec: DTensorSpec, windows: Windows) -> Step | None:
     now = Layout.of(spec)
     dims = list(now.dims)
-    for dim, table in tables:
-        dims[dim] = DimMap(dims[dim].axes, table)
+    for dim, window in windows:
+        dims[dim] = window
     goal = now.with_dims(tuple(dims))
     return None if goal == now else move(now, goal)

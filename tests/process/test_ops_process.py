@@ -11,7 +11,14 @@ import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
 
-from .. import test_inplace, test_ops_other, test_ops_views, test_statistics
+from .. import (
+    test_inplace,
+    test_ops_ordering,
+    test_ops_other,
+    test_ops_structure,
+    test_ops_views,
+    test_statistics,
+)
 from ..compare import check, numbers, spread
 from ..test_empty_shards import CASES as OF_EMPTY
 from .harness import ProcessPool
@@ -71,6 +78,18 @@ def statistics() -> None:
 
 def test_statistics_of_sharded_dims(processes: Pools) -> None:
     processes(4).run(statistics, timeout=120)
+
+
+def places(shape: tuple[int, ...], every: int) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    for cases in (test_ops_ordering.CASES, test_ops_structure.CASES):
+        for f, *inputs in list(cases.values())[::every]:
+            check(f, *inputs, mesh=mesh, limit=1)
+
+
+@pytest.mark.parametrize(("shape", "every"), [((2,), 1), ((2, 2), 4)], ids=str)
+def test_order_and_structure(processes: Pools, shape: tuple[int, ...], every: int) -> None:
+    processes(2 if shape == (2,) else 4).run(places, shape, every, timeout=120)
 
 
 def empty(rows: int) -> None:

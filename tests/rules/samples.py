@@ -271,7 +271,6 @@ def _dimwise() -> Iterator[Sample]:
                     samples.append(call(getattr(aten, name).default, value, dim, keep))
                 samples.append(call(aten.kthvalue.default, value, 2, dim, keep))
                 samples.append(call(aten.logsumexp.default, value, [dim], keep))
-                samples.append(call(aten.aminmax.default, value, dim=dim, keepdim=keep))
                 for name in ("var", "std", "var_mean", "std_mean"):
                     op = getattr(aten, name)
                     samples.append(call(op.correction, value, [dim], correction=0, keepdim=keep))
@@ -288,9 +287,8 @@ def _dimwise() -> Iterator[Sample]:
                 back = getattr(aten, name + "_backward_data").default
                 samples.append(call(back, value, value.flip(0) if value.ndim else value, dim, F64))
             samples.append(call(aten._safe_softmax.default, value, dim))
-            samples.append(call(aten.flip.default, value, [dim]))
             samples.append(call(aten.renorm.default, value, 2, dim, 1.5))
-        for name in ("argmax", "argmin", "aminmax"):
+        for name in ("argmax", "argmin", "median", "nanmedian"):
             samples.append(call(getattr(aten, name).default, value))
         for name in ("var", "std", "var_mean", "std_mean"):
             samples.append(call(getattr(aten, name).default, value))

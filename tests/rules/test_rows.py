@@ -14,6 +14,7 @@ from shardwise.rules import TABLE, family_of
 
 from .index_samples import index_samples
 from .samples import Sample, pointwise_ops, pointwise_samples, table_samples
+from .structure_samples import structure_samples
 
 Record = Callable[[str, object], None]
 
@@ -21,7 +22,7 @@ Record = Callable[[str, object], None]
 _BY_FORM = {"aten.equal.default"}
 
 _by_entry: dict[str, list[Sample]] = defaultdict(list)
-for _sample in (*table_samples(), *index_samples()):
+for _sample in (*table_samples(), *index_samples(), *structure_samples()):
     _name = _sample.op._schema.name.removeprefix("aten::")
     _overload = _sample.op._overloadname or "default"
     _bases = dict.fromkeys((_name, _name.removesuffix("_"), _name.removesuffix("_copy")))

@@ -8,7 +8,7 @@ import torch
 
 from ..build import register_form
 
-__all__ = ["select", "unbind"]
+__all__ = ["select", "select_scatter", "unbind"]
 
 aten = torch.ops.aten
 
@@ -24,6 +24,14 @@ def select(x: Any, dim: int, index: int) -> Any:
 def select_copy(x: Any, dim: int, index: int) -> Any:
     """As `select`, but never an alias."""
     return select(x, dim, index).clone()
+
+
+@register_form("select_scatter")
+def select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
+    """A slice of one place is replaced, so that only its owner needs the source."""
+    place = index % x.shape[dim]
+    row = aten.unsqueeze.default(src, dim % x.ndim)
+    return aten.slice_scatter.default(x, row, dim, place, place + 1)
 
 
 @register_form("unbind")

@@ -13,7 +13,7 @@ from ..mesh import Coord
 from ..trace import is_heard, record
 from .plan import Step
 
-__all__ = ["ordered", "run_steps"]
+__all__ = ["assemble", "cut_for", "in_order", "ordered", "piece_of", "run_steps"]
 
 
 def run_steps(
@@ -23,12 +23,11 @@ def run_steps(
 
     `stride` is that of the global tensor: local tensors are made with its order of dims.
     """
-    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
     now = tuple(local)
     for step in steps:
         if not step.is_local and is_heard():
             record(step.kind, step.src.topology, step.axes, step.elements_received * _itemsize(now))
-        now = tuple(ordered(part, order) for part in _run(step, now))
+        now = in_order(_run(step, now), stride)
     if fresh and all(step.kind == "slice" for step in steps):
         return tuple(part.clone() for part in now)
     return now
@@ -44,23 +43,24 @@ def _run(step: Step, local: Locals) -> list[torch.Tensor]:
     if step.kind == "all_reduce":
         return engine.all_reduce(hop, local, step.op)
     if step.kind == "reduce_scatter":
-        return engine.reduce_scatter(hop, local, _shape(step), _cut(step), step.op)
+        return engine.reduce_scatter(hop, local, _shape(step), cut_for(step), step.op)
     received: Sequence[Sequence[torch.Tensor | None]]
     if step.kind == "all_gather":
         received = engine.all_gather(hop, local, lambda src, _: box_shape(step.src.box(src)))
     else:
-        received = engine.exchange(hop, local, _shape(step), _cut(step))
+        received = engine.exchange(hop, local, _shape(step), cut_for(step))
     pairs: Iterator[tuple[Coord, Sequence[torch.Tensor | None]]] = zip(
         hop.targets, received, strict=True
     )
-    return [_assemble(step, target, parts, local[0]) for target, parts in pairs]
+    return [assemble(step, target, parts, local[0]) for target, parts in pairs]
 
 
 def _itemsize(local: Locals) -> int:
     return local[0].element_size() if local else 0
 
 
-def _piece(step: Step, src: Coord, dst: Coord) -> Box:
+def piece_of(step: Step, src: Coord, dst: Coord) -> Box:
+    """The region that one rank holds before `step` and another after it."""
     return intersect(step.src.box(src), step.dst.box(dst))
 
 
@@ -70,14 +70,16 @@ def _shape(step: Step) -> Shape:
     def shape(src: Coord, dst: Coord) -> tuple[int, ...] | None:
         if step.kind == "exchange" and not step.sends(src, dst):
             return None
-        return box_shape(_piece(step, src, dst))
+        return box_shape(piece_of(step, src, dst))
 
     return shape
 
 
-def _cut(step: Step) -> Cut:
+def cut_for(step: Step) -> Cut:
+    """How a rank cuts out of its local tensor what another needs in `step`."""
+
     def cut(value: torch.Tensor, src: Coord, dst: Coord) -> torch.Tensor:
-        return _narrow(value, relative(_piece(step, src, dst), step.src.box(src)))
+        return _narrow(value, relative(piece_of(step, src, dst), step.src.box(src)))
 
     return cut
 
@@ -129,7 +131,7 @@ def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
     return parts
 
 
-def _assemble(
+def assemble(
     step: Step, target: Coord, parts: Sequence[torch.Tensor | None], like: torch.Tensor
 ) -> torch.Tensor:
     """Put the pieces that `target` received into its box."""
@@ -138,8 +140,14 @@ def _assemble(
     result = like.new_empty(box_shape(box))
     for member, part in zip(members, parts, strict=True):
         if part is not None and part.numel():
-            _narrow(result, relative(_piece(step, member, target), box)).copy_(part)
+            _narrow(result, relative(piece_of(step, member, target), box)).copy_(part)
     return result
+
+
+def in_order(parts: Sequence[torch.Tensor], stride: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Local tensors with their dims in the order of a global tensor with these strides."""
+    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    return tuple(ordered(part, order) for part in parts)
 
 
 def ordered(part: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

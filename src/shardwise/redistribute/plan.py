@@ -56,9 +56,10 @@ class Step:
     def elements_received(self) -> int:
         """How many elements a rank receives, for the rank that receives most."""
         coords = _coords_of(self.src.topology, {*self.src.axes, *self.dst.axes, *self.axes})
-        return max(map(self._received, coords))
+        return max(map(self.received, coords))
 
-    def _received(self, coord: Coord) -> int:
+    def received(self, coord: Coord) -> int:
+        """How many elements the rank at `coord` receives."""
         if self.is_local:
             return 0
         held, got = self.src.box(coord), self.dst.box(coord)

@@ -119,16 +119,18 @@ def slicewise(call: Call) -> Rule:
     return Rule((dims,), (dims,), {f"i{dim}": shape[dim]}, reduce=None)
 
 
-def dimwise(*names: str, local: Any = None, unless: Any = None) -> Family:
+def dimwise(*names: str, linear: bool = False, local: Any = None, unless: Any = None) -> Family:
     """An operator that needs the named dims whole and works on every other dim apart.
 
-    All operands have the shape of the first, or none of its dims; results have it too.
+    All operands have the shape of the first, or none of its dims; results have it too. With
+    `linear` a pending sum of the only operand passes.
     """
 
     def family(call: Call) -> Rule:
         shape = call.shape(0)
         dims = tuple(d for name in names or ("dim",) for d in reduced_dims(call, name))
         keepdim = bool(call.get("keepdim", False))
+        src, dst = call.specs[0].dtype, call.results[0].dtype
         free: list[str | None] = [None if d in dims else f"i{d}" for d in range(len(shape))]
         outputs: list[Dims] = []
         for result in call.results:
@@ -144,6 +146,8 @@ def dimwise(*names: str, local: Any = None, unless: Any = None) -> Family:
             outputs=tuple(outputs),
             sizes={f"i{d}": size for d, size in enumerate(shape) if d not in dims},
             reduce=None,
+            linear=((0,),) if linear and keeps_sums(src, dst) else (),
+            averages=has_fractions(src),
             local=local,
             unless=unless,
         )

@@ -19,6 +19,7 @@ from . import (
     norms,
     scattering,
     searching,
+    structure,
     views,
 )
 from .call import Family
@@ -68,13 +69,14 @@ TABLE: dict[str, Family] = {
     # one dim whole, the others apart
     **dict.fromkeys(
         _names(
-            "max.dim min.dim argmax argmin median.dim nanmedian.dim mode kthvalue sort topk "
-            "cumsum cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
+            "max.dim min.dim argmax argmin median nanmedian mode kthvalue sort topk "
+            "cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
             "_softmax_backward_data _log_softmax_backward_data _safe_softmax "
-            "linalg_vector_norm aminmax flip"
+            "linalg_vector_norm"
         ),
         dimwise("dim"),
     ),
+    "cumsum": dimwise("dim", linear=True),
     **dict.fromkeys(_names("var std var_mean std_mean"), variance),
     "renorm": slicewise,
     # pointwise, though not tagged so
@@ -153,6 +155,15 @@ TABLE: dict[str, Family] = {
     "linalg_cross": linalg.cross,
     "linalg__powsum": _count,
     **dict.fromkeys(_names("_fft_c2c _fft_r2c _fft_c2r"), linalg.fourier),
+    # where elements go
+    **dict.fromkeys(("flip", "roll"), structure.turned),
+    "repeat": structure.repeat,
+    **dict.fromkeys(("tril", "triu"), structure.triangle),
+    "trace": structure.trace,
+    "diagonal": structure.diagonal,
+    "diagonal_backward": structure.diagonal_backward,
+    "diagonal_scatter": structure.diagonal_scatter,
+    "diag_embed": structure.diag_embed,
     # factories by example
     **dict.fromkeys(_names("empty_like zeros_like ones_like full_like"), creation.like),
     **dict.fromkeys(

@@ -1,0 +1,134 @@
+"""Largest and smallest elements along a sharded dim: every shard names its candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..build import register_form
+from ..geometry import Box, contiguous_stride
+from ..rules import Call
+from ..spec import DTensorSpec
+from ..wrapper import wrap
+from .shards import candidates, columns, metas, placed, settled, sharded_on
+
+__all__ = ["aminmax", "argmax", "argmin", "max_dim", "min_dim", "topk"]
+
+aten = torch.ops.aten
+
+
+def _extreme(op: Any, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
+    """Value and index of the first extreme element: that of the first shard that has it."""
+    x = settled(op, x)
+    dim %= x.ndim
+
+    def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        if not part.shape[dim]:
+            return part, part.to(torch.int64)
+        value, index = op(part, dim, True)
+        return value, index + box[dim][0]
+
+    values, indices = candidates(op, x, [dim], 1, local, (x.dtype, torch.int64))
+    outs = [
+        placed(values._spec, meta, {}, None if keepdim else dim)
+        for meta in metas(op, x, dim, keepdim)
+    ]
+    best: list[tuple[torch.Tensor, ...]] = []
+    for value, index in zip(values._locals, indices._locals, strict=True):
+        top, at = op(value, dim, True)
+        pair = (top, index.gather(dim, at))
+        best.append(pair if keepdim else tuple(part.squeeze(dim) for part in pair))
+    tops, places = map(wrap, outs, columns(best, 2))
+    return tops, places
+
+
+@register_form("max.dim", when=sharded_on())
+def max_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    """The largest element and where it is first."""
+    return _extreme(aten.max.dim, x, dim, keepdim)
+
+
+@register_form("min.dim", when=sharded_on())
+def min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    """The smallest element and where it is first."""
+    return _extreme(aten.min.dim, x, dim, keepdim)
+
+
+def _place(op: Any, by_dim: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
+    if dim is not None:
+        return _extreme(by_dim, x, dim, keepdim)[1]
+    x = settled(op, x)
+    shape = x.shape
+
+    def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        if not part.numel():
+            few = part[tuple(slice(min(1, size)) for size in part.shape)]
+            return few, few.to(torch.int64)
+        at = op(part.reshape(-1))
+        value = part.reshape(-1)[at].view((1,) * part.ndim)
+        where = torch.unravel_index(at, part.shape)
+        index = sum(
+            (place + start) * stride
+            for place, (start, _), stride in zip(where, box, contiguous_stride(shape), strict=True)
+        )
+        return value, torch.as_tensor(index).view((1,) * part.ndim)
+
+    values, indices = candidates(op, x, range(x.ndim), 1, local, (x.dtype, torch.int64))
+    spec = _whole(values._spec, metas(op, x, None, keepdim)[0])
+    found = []
+    for value, index in zip(values._locals, indices._locals, strict=True):
+        first, order = index.reshape(-1).sort()  # of equal ones the first in the whole tensor
+        found.append(first[op(value.reshape(-1)[order])].reshape(spec.shape))
+    return wrap(spec, tuple(found))
+
+
+def _whole(spec: DTensorSpec, meta: Any) -> DTensorSpec:
+    return DTensorSpec(spec.topology, spec.placements, meta)
+
+
+@register_form("argmax", when=sharded_on())
+def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Where the largest element is first."""
+    return _place(aten.argmax.default, aten.max.dim, x, dim, keepdim)
+
+
+@register_form("argmin", when=sharded_on())
+def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Where the smallest element is first."""
+    return _place(aten.argmin.default, aten.min.dim, x, dim, keepdim)
+
+
+@register_form("aminmax")
+def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """A pending minimum and a pending maximum."""
+    dims = [] if dim is None else [dim]
+    return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)
+
+
+def _has_few(call: Call) -> bool:
+    """Whether the candidates are fewer than the elements."""
+    spec = call.specs[0]
+    dim, k = call.get("dim") % max(spec.ndim, 1), call.get("k")
+    return spec.ndim > 0 and bool(spec.dim_axes[dim]) and any(c > k for c in spec.dim_cuts[dim])
+
+
+@register_form("topk", when=_has_few)
+def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The largest k of what every shard has among its largest k."""
+    op = aten.topk.default
+    x = settled(op, x)
+    dim %= x.ndim
+
+    def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        value, index = op(part, min(k, part.shape[dim]), dim, largest, sorted)
+        return value, index + box[dim][0]
+
+    values, indices = candidates(op, x, [dim], k, local, (x.dtype, torch.int64))
+    outs = [placed(values._spec, meta, {}) for meta in metas(op, x, k, dim, largest, sorted)]
+    best: list[tuple[torch.Tensor, ...]] = []
+    for value, index in zip(values._locals, indices._locals, strict=True):
+        top, at = op(value, k, dim, largest, sorted)
+        best.append((top, index.gather(dim, at)))
+    tops, places = map(wrap, outs, columns(best, 2))
+    return tops, places

@@ -1,0 +1,135 @@
+"""What distributed forms are made of: a call on every shard, and the moving of its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .. import policy
+from ..geometry import Box, Cuts, contiguous_stride, flat_index
+from ..infer import infer
+from ..mesh import Coord
+from ..placement import Placement, Replicate, Shard
+from ..plans import describe_moves, moved
+from ..rules import Call
+from ..rules.reductions import reduced_dims
+from ..spec import DTensorSpec, TensorMeta
+from ..wrapper import wrap
+
+__all__ = [
+    "candidates",
+    "columns",
+    "gathered",
+    "metas",
+    "placed",
+    "relaid",
+    "settled",
+    "shard_of",
+    "sharded_on",
+]
+
+
+def sharded_on(name: str = "dim") -> Callable[[Call], bool]:
+    """Whether a call works along a dim that its first operand has in shards."""
+
+    def when(call: Call) -> bool:
+        spec = call.specs[0]
+        return any(spec.dim_axes[dim] for dim in reduced_dims(call, name))
+
+    return when
+
+
+@lru_cache(maxsize=4096)
+def _metas(
+    op: Any, spec: DTensorSpec, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[TensorMeta, ...]:
+    example = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    return tuple(infer(op, (example, *args), dict(kwargs), (spec,))[0])
+
+
+def metas(op: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
+    """Shapes, strides and dtypes of the results on one device."""
+    fixed = tuple(tuple(value) if isinstance(value, list) else value for value in args)
+    return _metas(op, x._spec, fixed, tuple(sorted(kwargs.items())))
+
+
+def relaid(op: Any, x: Any, spec: DTensorSpec) -> Any:
+    """`x` laid out as `spec`, with the notice that implicit communication needs."""
+    if spec is x._spec:
+        return x
+    if policy.current().moves != "auto":
+        policy.on_moves(op, describe_moves([(0, spec)], [x._spec]))
+    return wrap(spec, moved(x, spec))
+
+
+def settled(op: Any, x: Any) -> Any:
+    """`x` with nothing pending."""
+    spec = x._spec
+    if not spec.sums:
+        return x
+    places = [Replicate() if place.is_partial() else place for place in spec.placements]
+    return relaid(op, x, spec.with_placements(places, spec.cuts))
+
+
+def gathered(op: Any, x: Any, dims: Sequence[int]) -> Any:
+    """`x` with some dims whole on every rank, the others as they are."""
+    spec = x._spec
+    places = [
+        Replicate() if isinstance(place, Shard) and place.dim in dims else place
+        for place in spec.placements
+    ]
+    cuts = None if spec.cuts is None else list(spec.cuts)
+    for dim in dims if cuts is not None else ():
+        cuts[dim] = None  # type: ignore[index]
+    return relaid(op, x, spec.with_placements(places, cuts))
+
+
+def placed(
+    spec: DTensorSpec, meta: TensorMeta, cuts: Mapping[int, Cuts | None], dropped: int | None = None
+) -> DTensorSpec:
+    """The spec of a tensor in the shards of `spec`, some dims cut otherwise, one perhaps gone."""
+    own = [cuts.get(dim, spec.cuts[dim] if spec.cuts else None) for dim in range(spec.ndim)]
+    places: list[Placement] = list(spec.placements)
+    if dropped is not None:
+        del own[dropped]
+        for axis, place in enumerate(places):
+            if isinstance(place, Shard) and place.dim > dropped:
+                places[axis] = Shard(place.dim - 1)
+    return DTensorSpec(spec.topology, places, meta, cuts=own)
+
+
+def shard_of(spec: DTensorSpec, dim: int, coord: Coord) -> int:
+    """Which piece of a dim the rank at `coord` holds."""
+    return flat_index(coord, spec.topology.shape, spec.dim_axes[dim])
+
+
+def columns(rows: Sequence[tuple[torch.Tensor, ...]], count: int) -> list[tuple[torch.Tensor, ...]]:
+    """Results per shard as local tensors per result; none on a rank outside the mesh."""
+    return [tuple(row[index] for row in rows) for index in range(count)]
+
+
+def candidates(
+    op: Any,
+    x: Any,
+    dims: Sequence[int],
+    most: int,
+    local: Callable[[torch.Tensor, Box], tuple[torch.Tensor, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> list[Any]:
+    """What `local(part, box)` gives on every shard, gathered along `dims`.
+
+    `local` leaves of each of `dims` as many places as the shard has, but no more than `most`. A
+    shard without elements gives nothing, so no value has to stand for it.
+    """
+    spec = x._spec
+    cuts = {dim: tuple(min(most, size) for size in spec.dim_cuts[dim]) for dim in dims}
+    shape = tuple(sum(cuts[d]) if d in cuts else n for d, n in enumerate(spec.shape))
+    made = [local(part, spec.box(c)) for c, part in zip(spec.slots, x._locals, strict=True)]
+    found = []
+    for parts, dtype in zip(columns(made, len(dtypes)), dtypes, strict=True):
+        meta = TensorMeta(shape, contiguous_stride(shape), dtype)
+        found.append(gathered(op, wrap(placed(spec, meta, cuts), parts), dims))
+    return found
