@@ -25,6 +25,7 @@ from shardwise.rules import TABLE, parse
 
 from ..rules.index_samples import index_samples
 from ..rules.samples import Sample, call, table_samples, x
+from ..rules.structure_samples import structure_samples
 
 HERE = Path(__file__).parent
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -57,7 +58,7 @@ def _pointwise() -> list[Sample]:
 def rules() -> Iterator[str]:
     """The rule of a call of every operator in the table, and of some pointwise ones."""
     seen = set()
-    for sample in (*table_samples(), *index_samples()):
+    for sample in (*table_samples(), *index_samples(), *structure_samples()):
         if sample.op not in seen:
             seen.add(sample.op)
             yield _rule(sample)
