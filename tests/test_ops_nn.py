@@ -10,7 +10,6 @@ from .compare import MESHES, check, ints, numbers, virtual
 
 X, B = numbers(7, 5), numbers(3, 4, 5)
 WORDS = torch.tensor([[1, 0, 2], [3, 1, 6]])
-IMAGE = numbers(2, 3, 5, 4)
 
 CASES = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), X, numbers(5), numbers(5, seed=1)),
@@ -28,17 +27,6 @@ CASES = {
     "embedding of one word": (lambda w, i: F.embedding(i, w), X, torch.tensor(6)),
     "embedding twice": (lambda w, i: F.embedding(i, w) @ w.t(), X, WORDS),
     "one_hot": (lambda i: F.one_hot(i, 7), WORDS),
-    "conv1d": (F.conv1d, B, numbers(2, 4, 3)),
-    "conv2d": (
-        lambda x, w, b: F.conv2d(x, w, b, padding=1),
-        IMAGE,
-        numbers(2, 3, 3, 3),
-        numbers(2),
-    ),
-    "max_pool2d": (lambda x: F.max_pool2d(x, 2), IMAGE),
-    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), IMAGE),
-    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), IMAGE),
-    "interpolate": (lambda x: F.interpolate(x, scale_factor=2), IMAGE),
     "glu": (lambda x: F.glu(x, 1), numbers(7, 4)),
     "prelu": (F.prelu, X, numbers(1)),
     "normalize": (lambda x: F.normalize(x, dim=0), X),

@@ -13,7 +13,7 @@ from shardwise import Partial, Replicate, Shard
 
 from .compare import assert_same, check, numbers, virtual
 
-IMAGE, LINE = numbers(3, 4, 7, 5), numbers(3, 4, 7)
+IMAGE, LINE, CUBE = numbers(3, 4, 7, 5), numbers(3, 4, 7), numbers(2, 3, 4, 4, 4)
 WHOLE = Replicate()
 
 
@@ -75,6 +75,95 @@ def test_convolution(name: str, shape: tuple[int, ...]) -> None:
     check(f, *inputs, mesh=virtual(*shape), limit=5, ops=("sum", "avg"), tolerance=close)
 
 
+POOLING: dict[str, Any] = {
+    "avg 1d": (lambda x: F.avg_pool1d(x, 3, 2, 1, ceil_mode=True), LINE),
+    "avg 2d": (lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 0), count_include_pad=False), IMAGE),
+    "avg 2d, channels last": (lambda x: F.avg_pool2d(last(x), 3, 2, 1).flatten(2), IMAGE),
+    "avg 3d": (lambda x: F.avg_pool3d(x, 2, 1, 1, divisor_override=5), CUBE),
+    "lp 2d": (lambda x: F.lp_pool2d(x, 3, 2), IMAGE.abs()),
+    "max 1d": (lambda x: F.max_pool1d(x, 3, 2, 1, return_indices=True), LINE),
+    "max 2d": (
+        lambda x: F.max_pool2d(x, (3, 2), (2, 1), (1, 0), ceil_mode=True, return_indices=True),
+        IMAGE.round(),
+    ),
+    "max 2d, channels last": (lambda x: F.max_pool2d(last(x), 2, 1, 1, 2), IMAGE),
+    "max 3d": (lambda x: F.max_pool3d(x, 2, 2, 1, return_indices=True), CUBE),
+    "adaptive avg 2d": (lambda x: F.adaptive_avg_pool2d(x, 3), IMAGE),
+    "adaptive avg to one": (lambda x: F.adaptive_avg_pool2d(x, 1), IMAGE),
+    "adaptive max 1d": (lambda x: F.adaptive_max_pool1d(x, 3), LINE),
+    "adaptive max 3d": (lambda x: F.adaptive_max_pool3d(x, 2, return_indices=True), CUBE),
+    "fractional 2d": (lambda x: F.fractional_max_pool2d(x, 2, 3, return_indices=True), IMAGE),
+    "fractional 3d": (lambda x: F.fractional_max_pool3d(x, 2, 2), CUBE),
+    "unpool 1d": (lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), LINE),
+    "unpool 3d": (lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), CUBE),
+}
+PADDING: dict[str, Any] = {
+    "reflect 1d": (lambda x: F.pad(x, (2, 1), mode="reflect"), LINE),
+    "reflect 2d": (lambda x: F.pad(last(x), (2, 1, 0, 3), mode="reflect"), IMAGE),
+    "replicate 2d": (lambda x: F.pad(x, (2, 1, 9, 3), mode="replicate"), IMAGE),
+    "replicate 3d": (lambda x: F.pad(x, (2, 1, 0, 3, 1, 1), mode="replicate"), CUBE),
+    "circular": (lambda x: F.pad(x, (2, 1, 0, 3), mode="circular"), IMAGE),
+    "constant": (lambda x: F.pad(x, (2, -1, -3, 3, 1, 1, 0, 2), value=2.5), IMAGE),
+    "zero": (lambda x: F.pad(last(x), (1, 2, 9, 0)), IMAGE),
+    "less": (lambda x: F.pad(x, (-1, -1, -3, -2)), IMAGE),
+}
+BLOCKS: dict[str, Any] = {
+    "pixel_shuffle": (lambda x: F.pixel_shuffle(last(x), 2), numbers(3, 8, 3, 2)),
+    "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2), numbers(3, 2, 6, 4)),
+    "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), IMAGE),
+    "unfold": (lambda x: F.unfold(x, (3, 2), (1, 2), (1, 0), (2, 1)), IMAGE),
+    "fold": (lambda x: F.fold(F.unfold(x, 2) * 2, (7, 5), 2), IMAGE),
+    "tensor.unfold": (lambda x: x.unfold(2, 3, 2), IMAGE),
+    "tensor.unfold twice": (lambda x: x.unfold(2, 3, 1).unfold(3, 2, 1).sum(-1), IMAGE),
+    "tensor.unfold of the batch": (lambda x: x.unfold(0, 2, 1), IMAGE),
+}
+GRID = numbers(3, 5, 4, 2, seed=3) * 0.6
+SAMPLING: dict[str, Any] = {
+    "affine_grid": (lambda x: F.affine_grid(x, [3, 1, 4, 5], False), numbers(3, 2, 3)),
+    "grid_sample": (lambda x, g: F.grid_sample(x, g, "bicubic", "border", False), IMAGE, GRID),
+    "grid_sample 3d": (
+        lambda x, g: F.grid_sample(x, g, padding_mode="reflection", align_corners=True),
+        CUBE,
+        numbers(2, 3, 4, 2, 3, seed=3) * 0.6,
+    ),
+    "antialias": (
+        lambda x: F.interpolate(x, (4, 3), mode="bicubic", antialias=True, align_corners=False),
+        IMAGE,
+    ),
+    "bilinear, channels last": (lambda x: F.interpolate(last(x), (9, 4), mode="bilinear"), IMAGE),
+    "linear, corners": (
+        lambda x: F.interpolate(x, 12, mode="linear", align_corners=True),
+        LINE,
+    ),
+    **{
+        f"{mode} {value.ndim - 2}d": (
+            lambda x, mode=mode: F.interpolate(x, scale_factor=1.7, mode=mode),
+            value,
+        )
+        for mode, value in (
+            ("nearest", LINE),
+            ("nearest", IMAGE),
+            ("nearest-exact", IMAGE),
+            ("nearest-exact", CUBE),
+            ("linear", LINE),
+            ("bilinear", IMAGE),
+            ("bicubic", IMAGE),
+            ("trilinear", CUBE),
+            ("area", IMAGE),
+            ("area", CUBE),
+        )
+    },
+}
+OTHERS = {**POOLING, **PADDING, **BLOCKS, **SAMPLING}
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_images(name: str, shape: tuple[int, ...]) -> None:
+    f, *inputs = OTHERS[name]
+    check(f, *inputs, mesh=virtual(*shape), limit=3, ops=("sum", "max"))
+
+
 @pytest.mark.parametrize("cuts", [(1, 0, 6, 0), (0, 0, 3, 4), (2, 2, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", ["2d", "2d, stride", "transposed 2d"])
 def test_convolution_of_ragged_rows(name: str, cuts: tuple[int, ...]) -> None:
@@ -121,3 +210,59 @@ def test_batch_and_channels_need_nothing(x: Any, weight: Any, result: Any) -> No
     with sw.communication("error", fallback="error"):
         made = F.conv2d(spread(IMAGE, x, 2), spread(w(6, 4, 3, 3), weight, 2))
     assert made.placements == (result,)
+
+
+MIXED = {
+    ("constant", 0),
+    ("constant", 1),
+    ("channel_shuffle", 1),
+    ("tensor.unfold of the batch", 0),
+    ("affine_grid", 1),
+}
+APART = [(name, dim) for name in OTHERS for dim in (0, 1) if (name, dim) not in MIXED]
+
+
+@pytest.mark.parametrize(("name", "dim"), APART)
+def test_images_apart_need_nothing(name: str, dim: int) -> None:
+    f, x, *rest = OTHERS[name]
+    given = [spread(value, Shard(0) if dim == 0 else WHOLE, 2) for value in rest]
+    with sw.communication("error", fallback="error"):
+        f(spread(x, Shard(dim), 2), *given)
+
+
+def test_pooling_of_sharded_rows_receives_edges() -> None:
+    x = spread(numbers(2, 3, 16, 8), Shard(2))
+    row = 2 * 3 * 8 * 8
+    assert received(lambda: F.max_pool2d(x, 2)) == 0
+    assert received(lambda: F.avg_pool2d(x, 3, 1, 1)) == 2 * row
+    assert received(lambda: F.max_pool2d(x, 3, 2, 1)) == row
+    assert received(lambda: x.unfold(2, 3, 1)._locals) == 2 * row
+    assert received(lambda: F.unfold(x, 3, padding=1)) == 2 * row
+
+
+def test_a_window_of_nothing_but_the_least_value() -> None:
+    x = torch.full((1, 1, 7, 6), float("-inf"))
+    x[0, 0, 5, 2] = float("nan")
+    mesh = virtual(2, 2)
+    for where in ((Shard(2), Shard(3)), (Shard(2), Shard(2))):
+        assert_same(
+            lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), [x], [where], mesh, grad=False
+        )
+
+
+def test_a_write_into_windows_reaches_the_tensor() -> None:
+    x = spread(numbers(9, 2), Shard(0))
+    want = numbers(9, 2)
+    for value in (x, want):
+        value.unfold(0, 2, 3)[1] = 5.0
+    assert x.full_tensor().equal(want)
+
+
+def test_padding_moves_what_changes_owner() -> None:
+    x = spread(numbers(16, 6), Shard(0))
+    row = 6 * 8
+    assert received(lambda: F.pad(x, (1, 1))) == 0
+    assert received(lambda: F.pad(x, (0, 0, 2, 2))) == row
+    assert received(lambda: F.pad(x, (0, 0, -1, 1))) == row
+    image = spread(numbers(1, 1, 16, 6), Shard(2))
+    assert received(lambda: F.pad(image, (0, 0, 2, 2), mode="reflect")) == row

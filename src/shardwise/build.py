@@ -346,12 +346,11 @@ def _by_rule(
     symbols = iter([Operand(index) for index in range(len(specs))])
     call = Call(entry.op, *filled(args, kwargs, symbols), specs=specs, results=metas)
     decision, local = _decided(entry, call, written, structure)
-    fits = decision.fits(specs)
     if entry.form is not None and not _is_free(specs, decision) and entry.form.when(call):
         run = entry.form.run
         return FormPlan(run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
-    return DeferredPlan(plan) if entry.is_view and (not fits or entry.copies) else plan
+    return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
 
 
 def _is_free(specs: tuple[DTensorSpec, ...], decision: Decision) -> bool:

@@ -216,7 +216,6 @@ class CallPlan(Plan):
         self._shape = structure
         self._written = written
         self._target = target
-        self._aliases = aliases
         self._outs = tuple(outputs)
         self._moves = tuple(
             (i, dst)
@@ -225,7 +224,12 @@ class CallPlan(Plan):
         )
         self._notice = describe_moves(self._moves, specs)
         wide = {} if windows is None else windows(inputs, outputs)
-        self._windows = tuple((i, inputs[i], tables) for i, tables in wide.items() if tables)
+        self._windows = tuple(
+            (i, inputs[i], more)
+            for i, tables in wide.items()
+            if (more := {d: t for d, t in tables.items() if t != inputs[i].pieces(d)})
+        )
+        self._aliases = aliases and not self._windows
         topology = inputs[0].topology
         axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
         coords = topology.coords_here(sorted(axes))
@@ -237,10 +241,15 @@ class CallPlan(Plan):
         self._rewrites = _shape_rewrites(shape_arg, self._sites)
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
-        if device is not None and len(coords) == 1 and not (self._moves or self._windows):
+        if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
             self.quick = self._quick(device, is_list)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every rank has all that it reads."""
+        return not (self._moves or self._windows)
 
     def _quick(self, device: torch.device, is_list: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""

@@ -61,13 +61,17 @@ def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
 
 
 def _by_example(rule: Rule, call: Call) -> Decision:
-    """Operands that are not read stay; the results take the first one's shards."""
+    """Operands that are not read stay; the results take the shards of dims that the first one
+    shares with them."""
     example = call.specs[0]
-    same = tuple(call.results[0].shape) == tuple(example.meta.shape)
+    shared = [at is not None for at in rule.inputs[0]]
     places: list[Placement] = []
     for place in example.placements:
-        places.append(place if same and place.is_shard() else Replicate())
-    cuts = example.cuts if same and example.is_sharded() else None
+        kept = isinstance(place, Shard) and shared[place.dim]
+        places.append(place if kept else Replicate())
+    cuts = None
+    if example.cuts is not None and len(call.results[0].shape) == len(shared):
+        cuts = [own if kept else None for own, kept in zip(example.cuts, shared, strict=True)]
     outputs = tuple(DTensorSpec(example.topology, places, meta, cuts=cuts) for meta in call.results)
     return Decision(call.specs, outputs)
 

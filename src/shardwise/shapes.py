@@ -95,9 +95,36 @@ def _convolved(op: Any) -> Any:
     return shapes
 
 
+def _formatted(name: str, like: int = 0) -> Any:
+    """The memory format of an operand, which PyTorch's meta kernel forgets."""
+    op = getattr(torch.ops.aten, name).default
+
+    def shapes(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = op(*args, **kwargs)
+        form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.ndim)
+        given = args[like]
+        if form is None or given.is_contiguous() or not given.is_contiguous(memory_format=form):
+            return made
+        return torch.empty(made.shape, dtype=made.dtype, device=made.device, memory_format=form)
+
+    return shapes
+
+
+def _fractional(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+_PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (2, 3)]
+
 OWN_SHAPES: dict[str, Any] = {
     "aten::convolution": _convolved(torch.ops.aten.convolution.default),
     "aten::convolution_backward": _convolved(torch.ops.aten.convolution_backward.default),
+    "aten::fractional_max_pool3d_backward": _fractional,
+    **{
+        f"aten::{name}": _formatted(name)
+        for name in (*_PADS, "max_unpool2d", "pixel_shuffle", "native_channel_shuffle")
+    },
+    **{f"aten::{name}_backward": _formatted(f"{name}_backward", 1) for name in _PADS},
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
     "aten::_fft_c2c": _c2c,

@@ -253,6 +253,10 @@ class DTensorSpec:
     def _intervals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         return tuple(map(intervals, self.dim_cuts))
 
+    def pieces(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """The interval of a dim that each of its shards holds."""
+        return self._intervals[dim]
+
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
         """The shape of the local tensor at `coord`."""
         return box_shape(self.box(coord))

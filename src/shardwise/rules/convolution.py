@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..geometry import Interval, intervals
+from ..geometry import Interval
 from ..spec import DTensorSpec
 from .call import Call, Operand, has_fractions
 from .rule import Along, Dims, Rule, Scaled, Site
@@ -248,7 +248,7 @@ class _Gradients:
         for dim, slide in enumerate(self.conv.slides, 2):
             if not x.dim_axes[dim]:
                 continue
-            mine, theirs = intervals(x.dim_cuts[dim]), intervals(grad.dim_cuts[dim])
+            mine, theirs = x.pieces(dim), grad.pieces(dim)
             grads[dim] = tuple(map(partial(self._held, slide), mine, theirs))
             if self.mask[1] and not self.conv.transposed:
                 places[dim] = tuple(clipped(slide.reads(piece), slide.size) for piece in theirs)

@@ -20,16 +20,15 @@ def like(call: Call) -> Rule:
 
 
 def new(call: Call) -> Rule:
-    """A tensor of any shape: in the example's layout if it has the example's shape, else
-    replicated."""
-    shape = call.results[0].shape
-    same = tuple(shape) == tuple(call.shape(0))
-    dims = along([f"i{dim}" if same else None for dim in range(len(shape))])
-    example = dims if same else (None,) * len(call.shape(0))
-    sizes = {f"i{dim}": size for dim, size in enumerate(shape)} if same else {}
+    """A tensor of any shape: dims that have the example's size are laid out as the example's."""
+    shape, example = call.results[0].shape, call.shape(0)
+    pairs = zip(shape, example, strict=True) if len(shape) == len(example) else ()
+    sizes = {f"i{dim}": size for dim, (size, other) in enumerate(pairs) if size == other}
+    dims = along([f"i{dim}" if f"i{dim}" in sizes else None for dim in range(len(shape))])
+    given = dims if len(shape) == len(example) else (None,) * len(example)
     strided = call.op._schema.name == "aten::new_empty_strided"
     return Rule(
-        (example,),
+        (given,),
         (dims,),
         sizes,
         reduce=None,

@@ -116,8 +116,7 @@ def reached(
     for at, reach in enumerate(reaches, dim):
         if reach is not None and read.dim_axes[at]:
             size = read.meta.shape[at]
-            pieces = intervals(reader.dim_cuts[at])
-            tables[at] = tuple(clipped(reach(piece), size) for piece in pieces)
+            tables[at] = tuple(clipped(reach(piece), size) for piece in reader.pieces(at))
     return tables
 
 

@@ -11,8 +11,8 @@ import torch
 
 from . import (
     attention,
-    convolution,
     creation,
+    images,
     indexing,
     linalg,
     nn,
@@ -170,9 +170,7 @@ TABLE: dict[str, Family] = {
         _names("new_empty new_zeros new_ones new_full new_empty_strided"), creation.new
     ),
     # networks
-    "convolution": convolution.convolution,
-    "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
-    "convolution_backward": convolution.convolution_backward,
+    **images.IMAGES,
     "native_layer_norm": norms.layer_norm,
     "native_layer_norm_backward": norms.layer_norm_backward,
     "native_group_norm": norms.group_norm,
