@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError
 from shardwise.mesh import Topology, init_device_mesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.redistribute import plan, run_steps
@@ -169,13 +169,6 @@ def test_what_cannot_be_pending_is_said_before_anything_moves() -> None:
         plan(spec, spec.with_placements([Partial("avg")]))
 
 
-def test_two_meshes_are_refused() -> None:
-    a = spec_of(init_device_mesh("cpu", (2,)), [R], (2,))
-    b = spec_of(init_device_mesh("cpu", (3,)), [R], (2,))
-    with pytest.raises(MeshError, match="the meshes differ"):
-        plan(a, b)
-
-
 # --- what moves ---------------------------------------------------------------------------------
 
 
@@ -242,7 +235,8 @@ def test_one_axis_of_two_never_gathers(axis: int, other: Placement) -> None:
     for src, dst in ((S0, S1), (S1, S0), (P, S0), (P, S1)):
         kinds = {kind for kind, _, _ in heard(layout(src), layout(dst))}
         assert not kinds & {"all_gather", "all_reduce"}, (src, dst, kinds)
-        assert ("reduce_scatter" if src is P else "exchange") in kinds
+        wanted = {"reduce_scatter", "reduce_exchange"} if src is P else {"exchange"}
+        assert kinds & wanted, (src, dst, kinds)
 
 
 @pytest.mark.parametrize("size", [(7, 5), (3, 2)], ids=str)

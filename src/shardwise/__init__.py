@@ -10,7 +10,9 @@ from . import (
     register,
 )
 from .autograd import keep_partial_grads
+from .cost import Link
 from .debug import CommDebugMode
+from .engine import exchange_buffer
 from .factories import (
     arange,
     empty,
@@ -31,9 +33,10 @@ from .placement import Partial, Placement, Replicate, Shard
 from .policy import communication, implicit_replication, plain_tensors
 from .ragged import ragged_results
 from .random import manual_seed
+from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
 from .spec import DTensorSpec, TensorMeta
-from .tensor import DTensor, distribute_tensor
+from .tensor import DTensor, distribute_tensor, redistribute_all
 from .verify import verify
 
 __all__ = [
@@ -41,6 +44,8 @@ __all__ = [
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",
+    "Explanation",
+    "Link",
     "Partial",
     "PerRank",
     "Placement",
@@ -52,6 +57,8 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "exchange_buffer",
+    "explain_redistribute",
     "forms",
     "full",
     "implicit_replication",
@@ -70,6 +77,7 @@ __all__ = [
     "randn",
     "random",
     "randperm",
+    "redistribute_all",
     "register",
     "register_rule",
     "verify",

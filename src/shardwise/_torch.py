@@ -14,6 +14,7 @@ __all__ = [
     "disabled_torch_function",
     "fake_tensors",
     "make_wrapper",
+    "root_mesh",
     "shared_store",
 ]
 
@@ -53,3 +54,8 @@ def autograd_node_name() -> str | None:
 def shared_store() -> Any:
     """The key-value store that all processes share: it works while a collective is stuck."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that a `torch.distributed.DeviceMesh` was taken from by the names of its axes."""
+    return mesh._get_root_mesh()

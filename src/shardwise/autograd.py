@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
+from .pending import pending
 from .placement import Partial, Placement, Replicate
-from .plans import moved
+from .plans import started
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Wrapper, share_cell, wrap
 
@@ -22,6 +23,7 @@ __all__ = [
     "WholeLocal",
     "keep_partial_grads",
     "not_partial",
+    "redistributed",
     "take_data",
     "watch_leaf",
 ]
@@ -38,22 +40,45 @@ def not_partial(spec: DTensorSpec) -> tuple[Placement, ...]:
 
 
 class Redistribute(torch.autograd.Function):
-    """The backward of a redistribution is a redistribution."""
+    """Tensors in other layouts, all in few collectives.
+
+    The backward of a redistribution is a redistribution; those of a batch are a batch again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Any, target: DTensorSpec) -> Any:
-        src = value._spec
-        ctx.spec = src
-        if src is target:
-            return wrap(src, value._locals, share_cell(value))
-        return wrap(target, moved(value, target, fresh=True))
+    def forward(ctx: Any, targets: Sequence[DTensorSpec], async_op: bool, *values: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [value._spec for value in values]
+        pairs = list(zip(values, targets, strict=True))
+        moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
+        ready = iter(started([value for value, _ in moving], [spec for _, spec in moving]))
+        made: list[Any] = []
+        for value, spec in pairs:
+            if value._spec is spec:
+                made.append(wrap(spec, value._locals, share_cell(value)))
+            else:
+                made.append(pending(spec, next(ready)))
+        if not async_op:
+            for each in made:
+                each._locals  # noqa: B018  # waits
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        back = DTensorSpec._intern(
-            ctx.spec.topology, not_partial(ctx.spec), grad._spec.meta, ctx.spec.cuts
-        )
-        return Redistribute.apply(grad, back), None
+    def backward(ctx: Any, *grads: Any) -> Any:
+        here = [index for index, grad in enumerate(grads) if grad is not None]
+        backs = [_without_partial(ctx.specs[index], grads[index]._spec.meta) for index in here]
+        moved = iter(Redistribute.apply(backs, False, *[grads[index] for index in here]))
+        return None, None, *[None if grad is None else next(moved) for grad in grads]
+
+
+def redistributed(value: Any, target: DTensorSpec, async_op: bool = False) -> Any:
+    """One tensor in another layout."""
+    return Redistribute.apply((target,), async_op, value)[0]
+
+
+def _without_partial(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
+    """The layout for a gradient of a tensor with `spec`."""
+    return DTensorSpec._intern(spec.topology, not_partial(spec), meta, spec.cuts)
 
 
 class WholeLocal(torch.autograd.Function):
@@ -104,8 +129,8 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         spec: DTensorSpec = ctx.spec
-        back = DTensorSpec._intern(spec.topology, not_partial(spec), grad._spec.meta, spec.cuts)
-        whole = ToLocal.apply(Redistribute.apply(grad, back), back)
+        back = _without_partial(spec, grad._spec.meta)
+        whole = ToLocal.apply(redistributed(grad, back), back)
         scale = 1
         for axis, place in enumerate(spec.placements):
             if place.is_partial("avg"):
@@ -175,7 +200,5 @@ class _LikeLeaf:
             grad = wrap(DTensorSpec(mesh, default_placements(mesh), meta), (grad,))
         if _Grads.keep_partial and grad._spec.sums:
             return grad
-        target = DTensorSpec._intern(
-            self.spec.topology, not_partial(self.spec), grad._spec.meta, self.spec.cuts
-        )
-        return grad if grad._spec is target else Redistribute.apply(grad, target)
+        target = _without_partial(self.spec, grad._spec.meta)
+        return grad if grad._spec is target else redistributed(grad, target)

@@ -16,6 +16,7 @@ from . import policy
 from ._torch import OpOverload
 from .build import Entry, build
 from .engine import tell
+from .pending import PendingValue
 from .plain import adopt, check_plain
 from .plans import Plan
 from .trace import planned
@@ -101,7 +102,9 @@ def dispatch(
 
 
 def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
-    """Add an operand that is a deferred view or a plain tensor; say if it is plain."""
+    """Add an operand that is a deferred view, still under way, or plain; say if it is plain."""
+    if isinstance(value, PendingValue):
+        value._locals  # noqa: B018  # this is the first use: it waits, and is ordinary from now on
     operands.append(value)
     if isinstance(value, Wrapper):
         key.append(value._spec)

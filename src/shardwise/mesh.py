@@ -18,8 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
+from ._torch import root_mesh
+from .cost import Link, LinkLike, links_of
 from .errors import MeshError
 from .geometry import all_coords
+from .links import told_by_first
 
 __all__ = [
     "AnyMesh",
@@ -50,6 +53,7 @@ class VirtualMesh:
         mesh: torch.Tensor | Sequence[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        links: LinkLike | Sequence[LinkLike] | None = None,
     ) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         if ranks.numel() == 0:
@@ -59,6 +63,7 @@ class VirtualMesh:
         self.device_type = device_type
         self.mesh = ranks.reshape(1) if ranks.ndim == 0 else ranks
         self.mesh_dim_names = _checked_names(mesh_dim_names, self.mesh.ndim)
+        self.links = links_of(links, self.mesh.ndim)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +86,8 @@ class VirtualMesh:
         if axes != sorted(set(axes)):
             raise MeshError(f"mesh[{names!r}]: name each axis once, in the mesh's order {have}.")
         index = tuple(slice(None) if axis in axes else 0 for axis in range(self.ndim))
-        return VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted)
+        links = [self.links[axis] for axis in axes]
+        return VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted, links=links)
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         raise MeshError("get_group: a virtual mesh has no process groups; run under torchrun.")
@@ -103,7 +109,7 @@ class VirtualMesh:
 
     def _key(self) -> tuple[object, ...]:
         ranks = tuple(self.mesh.flatten().tolist())
-        return self.device_type, self.shape, ranks, self.mesh_dim_names
+        return self.device_type, self.shape, ranks, self.mesh_dim_names, self.links
 
     def __repr__(self) -> str:
         return f"VirtualMesh({self.device_type!r}, {_axes_text(self.shape, self.mesh_dim_names)})"
@@ -147,9 +153,17 @@ def distributed_is_on() -> bool:
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    links: LinkLike | Sequence[LinkLike] | None = None,
 ) -> AnyMesh:
     """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
+
+    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
+    one per axis, the same for as long as the mesh lives. Processes that are told nothing read what
+    `shardwise calibrate` has measured; all take what the mesh's first rank has.
 
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     VirtualMesh('cpu', dp=2, tp=2)
@@ -160,16 +174,14 @@ def init_device_mesh(
     names = _checked_names(mesh_dim_names, len(shape))
     if not distributed_is_on():
         ranks = torch.arange(prod(shape)).view(shape)
-        return VirtualMesh(device_type, ranks, mesh_dim_names=names)
+        return VirtualMesh(device_type, ranks, mesh_dim_names=names, links=links)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if prod(shape) != world:
         raise MeshError(
             f"init_device_mesh: mesh_shape {shape} has {prod(shape)} ranks, but {world} processes "
             f"run. Start {prod(shape)}, or use DeviceMesh(device_type, ranks) for a part of them."
         )
-    mesh = torch_init_device_mesh(device_type, shape, mesh_dim_names=names)
-    share_random_state(mesh)
-    return mesh
+    return _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
 
 
 class _DeviceMeshMeta(type):
@@ -190,13 +202,58 @@ class DeviceMesh(metaclass=_DeviceMeshMeta):
         mesh: torch.Tensor | Sequence[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        links: LinkLike | Sequence[LinkLike] | None = None,
     ) -> AnyMesh:
         if not distributed_is_on():
-            return VirtualMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+            return VirtualMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, links=links)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         made = TorchDeviceMesh(device_type, torch.as_tensor(mesh), mesh_dim_names=names)
-        share_random_state(made)
-        return made
+        return _made(made, links)
+
+
+def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) -> TorchDeviceMesh:
+    """A mesh over processes, with its links and its flattened groups: every rank comes here."""
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    own = None if links is None else links_of(links, mesh.ndim)
+    agreed = told_by_first(mesh.device_type, tuple(mesh.shape), ranks, own)
+    known = _find(mesh)
+    if known is not None and known.links != agreed:
+        if links is not None:
+            raise MeshError(
+                f"links: {list(agreed)} were given for mesh {known}, which exists already with "
+                f"{list(known.links)}. The links of a mesh stay as they are."
+            )
+        agreed = known.links
+    where = topology(mesh, agreed)
+    if not where.groups:
+        where.groups.update(_flattened_groups(where))
+    share_random_state(mesh)
+    return mesh
+
+
+def _flattened_groups(where: Topology) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for each run of adjacent axes that has none yet, made in one order by all.
+
+    `new_group` needs every rank of the world, also those that the group or the mesh leaves out.
+    """
+    assert isinstance(where.mesh, TorchDeviceMesh) and dist.group.WORLD is not None
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    axes = [axis for axis in range(where.ndim) if where.shape[axis] > 1]
+    everyone = set(range(dist.get_world_size()))
+    for count in range(2, len(axes) + 1):
+        for first in range(len(axes) - count + 1):
+            run = tuple(axes[first : first + count])
+            rest = [axis for axis in range(where.ndim) if axis not in run]
+            for start in where.group_coords((0,) * where.ndim, rest):
+                members = where.group_coords(start, run)
+                ranks = [where.rank_of(member) for member in members]
+                if set(ranks) == everyone:
+                    groups[run] = dist.group.WORLD
+                    continue
+                made = dist.new_group(ranks)
+                if where.coordinate in members:
+                    groups[run] = made
+    return groups
 
 
 class Topology:
@@ -206,6 +263,8 @@ class Topology:
         "__weakref__",
         "coordinate",
         "device_type",
+        "groups",
+        "links",
         "mesh",
         "names",
         "ndim",
@@ -222,8 +281,10 @@ class Topology:
     ranks: tuple[int, ...]
     virtual: bool
     coordinate: Coord | None
+    links: tuple[Link, ...]
+    groups: dict[tuple[int, ...], dist.ProcessGroup]
 
-    def __init__(self, mesh: AnyMesh) -> None:
+    def __init__(self, mesh: AnyMesh, links: tuple[Link, ...]) -> None:
         self.mesh = mesh
         self.device_type = mesh.device_type
         self.shape = tuple(mesh.shape)
@@ -233,6 +294,8 @@ class Topology:
         self.virtual = isinstance(mesh, VirtualMesh)
         here = None if isinstance(mesh, VirtualMesh) else mesh.get_coordinate()
         self.coordinate = None if here is None else tuple(here)
+        self.links = links
+        self.groups = {}
 
     def coords_here(self, axes: Sequence[int]) -> tuple[Coord, ...]:
         """The coordinates that live in this process, the axes outside `axes` fixed at 0 if virtual.
@@ -275,22 +338,42 @@ _lock = threading.Lock()
 _topologies: dict[tuple[object, ...], Topology] = {}
 
 
-def topology(mesh: AnyMesh) -> Topology:
+def topology(mesh: AnyMesh, links: tuple[Link, ...] | None = None) -> Topology:
     """The interned `Topology` of a mesh: meshes that are the same have the same one."""
+    found = _find(mesh)
+    if found is None:
+        own = _links(mesh) if links is None else links
+        with _lock:
+            found = _topologies.setdefault(_key(mesh), Topology(mesh, own))
+    return found
+
+
+def _find(mesh: AnyMesh) -> Topology | None:
     if not isinstance(mesh, VirtualMesh | TorchDeviceMesh):
         raise MeshError(
             f"a device mesh is needed, but got {type(mesh).__name__}. "
             "Make one with shardwise.init_device_mesh(device_type, shape)."
         )
+    return _topologies.get(_key(mesh))
+
+
+def _key(mesh: AnyMesh) -> tuple[object, ...]:
+    if isinstance(mesh, VirtualMesh):
+        return mesh._key()
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(mesh.mesh.flatten().tolist())
-    world = None if isinstance(mesh, VirtualMesh) else dist.group.WORLD
-    key = (world, mesh.device_type, tuple(mesh.shape), ranks, names)
-    found = _topologies.get(key)
-    if found is None:
-        with _lock:
-            found = _topologies.setdefault(key, Topology(mesh))
-    return found
+    return dist.group.WORLD, mesh.device_type, tuple(mesh.shape), ranks, names
+
+
+def _links(mesh: AnyMesh) -> tuple[Link, ...]:
+    """The links of a mesh that was not made here: those of the mesh that it is a part of."""
+    if isinstance(mesh, VirtualMesh):
+        return mesh.links
+    root = root_mesh(mesh)
+    whole = None if root is mesh else _topologies.get(_key(root))
+    named = {} if whole is None else dict(zip(whole.names, whole.links, strict=True))
+    default = links_of(None, 1)[0]
+    return tuple(named.get(name, default) for name in mesh.mesh_dim_names or [""] * mesh.ndim)
 
 
 def from_first_rank(value: torch.Tensor, mesh: AnyMesh) -> torch.Tensor:

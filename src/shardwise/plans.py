@@ -11,14 +11,13 @@ import torch
 from . import policy
 from ._torch import make_wrapper
 from .mesh import Coord, Topology
-from .redistribute import plan as steps_of
-from .redistribute import relaid, run_steps, steps_between
+from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
 from .windows import fetch_parts
 from .wrapper import Locals, Wrapper, share_cell, wrap
 
-__all__ = ["CallPlan", "ListPlan", "Move", "Plan", "moved"]
+__all__ = ["CallPlan", "ListPlan", "Move", "Plan", "moved", "moved_all", "started"]
 
 
 class Plan:
@@ -71,6 +70,45 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         found = memo[spec] = (now, relaid(src, spec, tensor._locals))
     local: Locals = found[1]
     return local
+
+
+def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
+    return run_between(tensor._spec, spec, tensor._locals, fresh=fresh)
+
+
+def started(tensors: Sequence[Any], specs: Sequence[DTensorSpec]) -> list[Ready]:
+    """New local tensors for many moves, in few collectives that may still be under way."""
+    return run_all([_run(t, spec, True) for t, spec in zip(tensors, specs, strict=True)])
+
+
+def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
+    """As `moved`, for many tensors, targets and whether to be fresh, in few collectives."""
+    found: dict[int, Locals] = {}
+    same: dict[tuple[int, DTensorSpec], int] = {}
+    runs: list[tuple[int, Run]] = []
+    for index, (tensor, spec, fresh) in enumerate(moves):
+        memo = tensor._memo
+        if tensor._spec is spec:
+            found[index] = moved(tensor, spec, fresh=fresh)
+        elif not fresh and (id(tensor), spec) in same:
+            continue
+        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor):
+            found[index] = memo[spec][1]
+        else:
+            if not fresh:
+                same[id(tensor), spec] = index
+            runs.append((index, _run(tensor, spec, fresh)))
+    made = run_all([run for _, run in runs])
+    for (index, _), ready in zip(runs, made, strict=True):
+        tensor, spec, fresh = moves[index]
+        found[index] = ready()
+        if not fresh and tensor._spec.sums:
+            memo = tensor._memo = {} if tensor._memo is None else tensor._memo
+            memo[spec] = (stamp(tensor), found[index])
+    return [
+        found[index if index in found else same[id(tensor), spec]]
+        for index, (tensor, spec, _) in enumerate(moves)
+    ]
 
 
 def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:
@@ -310,10 +348,8 @@ class CallPlan(Plan):
         it."""
         for index, spec in self._moves:
             if index == self._written:
-                steps = steps_of(spec, target._spec)
-                for mine, new in zip(
-                    target._locals, run_steps(steps, local, spec.meta.stride), strict=True
-                ):
+                back = relaid(spec, target._spec, local)
+                for mine, new in zip(target._locals, back, strict=True):
                     mine.copy_(new)
         wrote(target)
 
@@ -428,9 +464,11 @@ class ListPlan(Plan):
         if self._notice:
             policy.on_moves(self._op, self._notice)
         local = [operand._locals for operand in operands]
-        for element in self._elements:
-            for index, spec in element.moves:
-                local[index] = moved(operands[index], spec, fresh=index in self._written)
+        moves = [move for element in self._elements for move in element.moves]
+        if moves:
+            found = moved_all([(operands[i], spec, i in self._written) for i, spec in moves])
+            for (index, _), made in zip(moves, found, strict=True):
+                local[index] = made
         results: list[list[Any]] = [[] for _ in self._elements]
         for site in self._sites:
             chosen = {
@@ -452,13 +490,16 @@ class ListPlan(Plan):
         return None
 
     def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
-        for element in self._elements:
-            for index, spec in element.moves:
-                if index in self._written:
-                    steps = steps_of(spec, operands[index]._spec)
-                    back = run_steps(steps, local[index], spec.meta.stride)
-                    for mine, new in zip(operands[index]._locals, back, strict=True):
-                        mine.copy_(new)
+        moves = [
+            (index, spec)
+            for element in self._elements
+            for index, spec in element.moves
+            if index in self._written
+        ]
+        back = run_all([run_between(spec, operands[i]._spec, local[i]) for i, spec in moves])
+        for (index, _), ready in zip(moves, back, strict=True):
+            for mine, new in zip(operands[index]._locals, ready(), strict=True):
+                mine.copy_(new)
         for index in self._written:
             wrote(operands[index])
 

@@ -8,7 +8,6 @@ taken; otherwise every row is priced and the cheapest wins. No rank, clock or se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 from .cost import debt, move_cost, recut_cost
@@ -157,18 +156,21 @@ class _Choice:
 
     def _price(self, axis: int, count: int, row: Row) -> int:
         """What a row costs: moving the operands that do not fit, and reducing what it leaves."""
+        link = self.specs[0].topology.links[axis]
         total = 0
         for operand, spec in enumerate(self.specs):
             if self._fits(axis, row, operand):
                 continue
             have, want = spec.placements[axis], row.inputs[operand]
             nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
-            moved = recut_cost if have is want else partial(move_cost, have, want)
-            total += moved(count, nbytes)
+            if have is want:
+                total += recut_cost(count, nbytes, link)
+            else:
+                total += move_cost(have, want, count, nbytes, link)
         if not any(spec.placements[axis].is_partial() for spec in self.specs):
             pairs = zip(row.outputs, self.results, strict=True)
             pending = [nbytes for place, nbytes in pairs if place.is_partial()]
-            total += debt(count, sum(pending)) if pending else 0
+            total += debt(count, sum(pending), link) if pending else 0
         return total
 
 

@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from .autograd import Redistribute, WholeLocal, take_data, watch_leaf
+from .autograd import Redistribute, WholeLocal, redistributed, take_data, watch_leaf
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .deferred import DeferredView
 from .dispatch import dispatch
 from .distribute import distribute, from_local, to_local
-from .errors import MeshError
+from .errors import LayoutError, MeshError
 from .mesh import AnyMesh, topology
+from .pending import PendingValue
 from .per_rank import PerRank
 from .placement import Placement
 from .spec import DTensorSpec, checked_placements, default_placements
 from .wrapper import Wrapper, wrap
 
-__all__ = ["DTensor", "distribute_tensor"]
+__all__ = ["DTensor", "distribute_tensor", "redistribute_all"]
 
 
 class DTensor(Wrapper):
@@ -109,7 +110,9 @@ class DTensor(Wrapper):
         """The same tensor in another layout.
 
         `cuts` gives for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s.
-        `async_op` allows the move to overlap with what follows; now the result is always ready.
+        `device_mesh` may be another mesh, of other ranks too: all ranks of both must make the call.
+        With `async_op` the last collective overlaps with what follows; the result waits for it when
+        it is first used.
 
         >>> import torch, shardwise
         >>> from shardwise import Replicate, Shard
@@ -118,19 +121,11 @@ class DTensor(Wrapper):
         >>> x.redistribute(placements=[Shard(0)], cuts=[(1, 4)]).to_local().parts
         (tensor([0]), tensor([1, 2, 3, 4]))
         """
-        spec = self._spec
-        where = spec.topology if device_mesh is None else topology(device_mesh)
-        if where is not spec.topology:
-            raise MeshError(
-                f"redistribute: from mesh {spec.topology} to another mesh {where} is not supported "
-                "yet. Gather with full_tensor() and distribute again."
-            )
-        places = checked_placements("redistribute", where, placements, self.ndim)
-        target = DTensorSpec(where, places, spec.meta, cuts=cuts)
-        if target is spec:
+        target = _target(self, device_mesh, placements, cuts)
+        if target is self._spec:
             same: Any = self.view_as(self)  # an alias that autograd knows of
             return same  # type: ignore[no-any-return]
-        return Redistribute.apply(self, target)  # type: ignore[no-any-return]
+        return redistributed(self, target, async_op)  # type: ignore[no-any-return]
 
     # --- values ------------------------------------------------------------------------------
 
@@ -156,6 +151,8 @@ class DTensor(Wrapper):
         text = f"DTensor({self._spec!r}"
         if isinstance(self, DeferredView):
             local = "a view not read yet"
+        elif isinstance(self, PendingValue):
+            local = "still under way"
         elif self._spec.topology.virtual:
             shapes = [list(part.shape) for part in self._locals]
             local = f"local={shapes}"
@@ -229,6 +226,7 @@ _OWN = (
     "_how",
     "_seen",
     "_value",
+    "_ready",
     _watched := "_watched",
 )
 
@@ -251,8 +249,76 @@ class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is 
     """A DTensor that is a deferred view."""
 
 
+class _Pending(PendingValue, DTensor):  # type: ignore[override]  # _locals waits
+    """A DTensor that is still under way."""
+
+
 Wrapper.public = DTensor
+Wrapper.pending = _Pending  # type: ignore[attr-defined]
 Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
+
+
+def _target(
+    tensor: DTensor,
+    device_mesh: AnyMesh | None,
+    placements: Sequence[Placement] | None,
+    cuts: Sequence[Sequence[int] | None] | None = None,
+) -> DTensorSpec:
+    """The layout that a redistribution is asked for."""
+    spec = tensor._spec
+    where = spec.topology if device_mesh is None else topology(device_mesh)
+    if where.virtual is not spec.topology.virtual or where.device_type != spec.topology.device_type:
+        raise MeshError(
+            f"redistribute: from mesh {spec.topology} ({spec.topology.device_type}, "
+            f"{_served(spec.topology.virtual)}) to mesh {where} ({where.device_type}, "
+            f"{_served(where.virtual)}): both must be of one device type, and both virtual or both "
+            "over processes."
+        )
+    places = checked_placements("redistribute", where, placements, tensor.ndim)
+    return DTensorSpec(where, places, spec.meta, cuts=cuts)
+
+
+def _served(virtual: bool) -> str:
+    return "virtual" if virtual else "over processes"
+
+
+def redistribute_all(
+    tensors: Sequence[DTensor],
+    placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    *,
+    device_mesh: AnyMesh | None = None,
+    async_op: bool = False,
+) -> list[DTensor]:
+    """Many tensors in other layouts, in few collectives: those that are alike go out as one.
+
+    `placements` are for all tensors, or one list for each. All ranks must give the tensors in the
+    same order. With `async_op` the last collectives overlap with what follows; each result waits
+    when it is first used.
+
+    >>> import torch, shardwise
+    >>> from shardwise import Replicate, Shard
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> pair = [shardwise.distribute_tensor(torch.ones(n, 4), mesh, [Shard(0)]) for n in (2, 6)]
+    >>> [x.placements for x in redistribute_all(pair, [Shard(1)])]
+    [(S(1),), (S(1),)]
+    """
+    for each in tensors:
+        if not isinstance(each, DTensor):
+            raise LayoutError(
+                f"redistribute_all: DTensors are needed, but got {type(each).__name__}. "
+                "Use distribute_tensor for plain tensors."
+            )
+    one_for_all = all(isinstance(place, Placement) for place in placements)
+    if not one_for_all and len(placements) != len(tensors):
+        raise LayoutError(
+            f"redistribute_all: {len(placements)} lists of placements were given for "
+            f"{len(tensors)} tensors. Give one for each, or placements for all."
+        )
+    each_own: Any = [placements] * len(tensors) if one_for_all else placements
+    targets = [
+        _target(tensor, device_mesh, own) for tensor, own in zip(tensors, each_own, strict=True)
+    ]
+    return list(Redistribute.apply(targets, async_op, *tensors)) if tensors else []
 
 
 def distribute_tensor(

@@ -1,23 +1,26 @@
 """Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
 
 from ..mesh import Topology
+from .buffer import buffer_size, exchange_buffer
 from .faults import tell
-from .process import ProcessEngine, as_bytes
-from .protocol import Cut, Engine, Hop, Locals, Shape
-from .reduction import check_reducible, identity, reduce_list
+from .process import ProcessEngine
+from .protocol import Engine, Finish, Job, Locals, narrow
+from .reduction import check_reducible, identity
 from .virtual import VirtualEngine
+from .wire import as_bytes
 
 __all__ = [
-    "Cut",
     "Engine",
-    "Hop",
+    "Finish",
+    "Job",
     "Locals",
-    "Shape",
     "as_bytes",
+    "buffer_size",
     "check_reducible",
     "engine_of",
+    "exchange_buffer",
     "identity",
-    "reduce_list",
+    "narrow",
     "tell",
 ]
 

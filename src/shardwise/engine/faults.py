@@ -6,6 +6,7 @@ note in the store that all processes share; a rank that waits long for a collect
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from .._torch import shared_store
 from ..errors import CommunicationError, ShardwiseError
 
-__all__ = ["forgive", "tell", "wait"]
+__all__ = ["forgive", "tell", "wait", "wait_pairs"]
 
 _KEY = "shardwise/fault"
 _LOOK_AFTER = timedelta(seconds=2)
@@ -51,10 +52,29 @@ def wait(work: Any, on_cpu: bool) -> None:
             work.wait(_LOOK_AFTER)
             return
         except RuntimeError as error:
-            store = shared_store()
-            if store.check([_KEY]):
-                text = store.get(_KEY).decode()
-                raise CommunicationError(f"a collective cannot finish: {text}.") from error
+            _look(error)
             if "timed out" not in str(error).lower() or work.is_completed():
                 raise
     work.wait()
+
+
+def wait_pairs(works: Sequence[Any]) -> None:
+    """Wait for messages between pairs of ranks.
+
+    gloo closes the connection if such a wait is given up, so a rank cannot look in between: it
+    hears of a failure when the backend's own time is over, or when the other process ends.
+    """
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            _look(error)
+            raise
+
+
+def _look(error: RuntimeError) -> None:
+    """Raise if another rank has left a note."""
+    store = shared_store()
+    if store.check([_KEY]):
+        text = store.get(_KEY).decode()
+        raise CommunicationError(f"a collective cannot finish: {text}.") from error

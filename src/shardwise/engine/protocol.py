@@ -4,68 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from ..geometry import flat_index
+from ..geometry import Box, box_shape, relative, stride_like
 from ..mesh import Coord, Topology
 
-__all__ = ["Cut", "Engine", "Hop", "Locals", "Shape"]
+__all__ = ["Boxes", "Engine", "Finish", "Job", "Locals", "Task", "narrow"]
 
 Locals = Sequence[torch.Tensor]
-Shape = Callable[[Coord, Coord], tuple[int, ...] | None]
-"""The shape of what `src` sends to `dst`; None if it sends nothing."""
-Cut = Callable[[torch.Tensor, Coord, Coord], torch.Tensor]
-"""What `src` sends to `dst`, as a view of the local tensor of `src`."""
+
+
+class Boxes(Protocol):
+    """Where every element is: a box per rank, and where the local tensor of a rank is stored."""
+
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def slots(self) -> tuple[Coord, ...]: ...
+    def slot(self, coord: Coord) -> int: ...
+    def box(self, coord: Coord) -> Box: ...
+
+
+class Task(Protocol):
+    """A collective: `kind`, the axes whose members talk, the boxes before and after."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def axes(self) -> tuple[int, ...]: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def src(self) -> Boxes: ...
+    @property
+    def dst(self) -> Boxes: ...
+    def sends(self, src: Coord, dst: Coord) -> bool: ...
+    def sources(self, dst: Coord) -> tuple[Coord, ...]: ...
+    def piece(self, src: Coord, dst: Coord) -> Box: ...
 
 
 @dataclass(frozen=True)
-class Hop:
-    """Who talks to whom in a collective, and where the local tensors are stored before and after.
+class Job:
+    """One tensor in a collective. `order` is the order in memory of its dims, outermost first."""
 
-    The groups are the coordinates that differ only in `axes`. `src_axes` and `dst_axes` are the
-    axes over which the local tensors vary before and after.
-    """
+    task: Task
+    local: Locals
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
-    topology: Topology
-    axes: tuple[int, ...]
-    src_axes: tuple[int, ...]
-    dst_axes: tuple[int, ...]
+    def held(self, src: Coord, box: Box) -> torch.Tensor:
+        """The part `box` of what `src` holds, as a view."""
+        layout = self.task.src
+        return narrow(self.local[layout.slot(src)], relative(box, layout.box(src)))
 
-    @cached_property
-    def targets(self) -> tuple[Coord, ...]:
-        """The coordinates whose local tensors are wanted here."""
-        return self.topology.coords_here(self.dst_axes)
+    def empty(self, box: Box) -> torch.Tensor:
+        """Memory for a box."""
+        shape = box_shape(box)
+        stride = stride_like(shape, self.order)
+        return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
-    def members(self, coord: Coord) -> list[Coord]:
-        """The group of `coord`, in group order."""
-        return list(self.topology.group_coords(coord, self.axes))
 
-    def stored(self, coord: Coord) -> int:
-        """Where the local tensor of `coord` is stored before the collective (virtual engine)."""
-        return flat_index(coord, self.topology.shape, self.src_axes)
+Finish = Callable[[], list[list[torch.Tensor]]]
+"""Waits for a collective; gives for each job one tensor for each slot of its task's `dst`."""
 
 
 class Engine(Protocol):
-    """The collectives. Each returns one entry per coordinate of `hop.targets`, in order."""
+    """Who runs collectives."""
 
-    def all_reduce(self, hop: Hop, local: Locals, op: str) -> list[torch.Tensor]:
-        """Reduce over the group; every member gets the result."""
-
-    def all_gather(self, hop: Hop, local: Locals, shape: Shape) -> list[list[torch.Tensor]]:
-        """For each target the local tensors of its group, in group order."""
-
-    def reduce_scatter(
-        self, hop: Hop, local: Locals, shape: Shape, cut: Cut, op: str
-    ) -> list[torch.Tensor]:
-        """For each target the reduction over the group of what each member cuts for it."""
-
-    def exchange(
-        self, hop: Hop, local: Locals, shape: Shape, cut: Cut
-    ) -> list[list[torch.Tensor | None]]:
-        """For each target what each member of its group cuts for it, in group order."""
+    def start(self, jobs: Sequence[Job]) -> Finish:
+        """Start one collective for all jobs: on one mesh, of one op and then one dtype. Gathers and
+        exchanges may be mixed, over any axes."""
 
     def check_equal(self, topology: Topology, digest: int) -> bool:
         """Whether all ranks of the mesh gave the same number."""
+
+
+def narrow(value: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a tensor in a box."""
+    for dim, (start, stop) in enumerate(box):
+        if stop - start != value.shape[dim]:
+            value = value.narrow(dim, start, stop - start)
+    return value

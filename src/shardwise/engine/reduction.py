@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..errors import LayoutError
 
-__all__ = ["check_reducible", "finished", "identity", "reduce_list", "widened"]
+__all__ = ["check_reducible", "finished", "identity", "reduce_into", "reduce_list", "widened"]
 
 _WIDER = {
     torch.int16: torch.int32,
@@ -39,20 +40,32 @@ def check_reducible(op: str, dtype: torch.dtype) -> None:
         raise LayoutError(f"Partial({op!r}) of torch.uint64: PyTorch cannot reduce it. Use int64.")
 
 
-def reduce_list(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction of equally shaped tensors; a new tensor, never one of the parts."""
-    total = widened(parts[0], op).clone()
+_INTO = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
+
+
+def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+    """Put the reduction of tensors of one shape into `result`, in the order in which they come."""
+    dtype = result.dtype
+    call: Any = _INTO["sum" if op == "avg" else op]
+    wide = widened(parts[0], op)
+    if wide.dtype is dtype and len(parts) > 1:
+        call(parts[0], parts[1], out=result)
+        for part in parts[2:]:
+            call(result, part, out=result)
+        if op == "avg":
+            result.div_(len(parts))
+        return
+    total = wide.clone()
     for part in parts[1:]:
-        other = widened(part, op)
-        if op in ("sum", "avg"):
-            total.add_(other)
-        elif op == "product":
-            total.mul_(other)
-        elif op == "max":
-            torch.maximum(total, other, out=total)
-        else:
-            torch.minimum(total, other, out=total)
-    return finished(total, parts[0].dtype, op, len(parts))
+        call(total, widened(part, op), out=total)
+    result.copy_(finished(total, dtype, op, len(parts)))
+
+
+def reduce_list(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of tensors of one shape; a new tensor, never one of the parts."""
+    result = torch.empty_like(parts[0])
+    reduce_into(result, parts, op)
+    return result
 
 
 def widened(value: torch.Tensor, op: str) -> torch.Tensor:

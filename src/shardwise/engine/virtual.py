@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from ..mesh import Topology
-from .protocol import Cut, Hop, Locals, Shape
-from .reduction import reduce_list
+from ..geometry import Box, relative
+from ..mesh import Coord, Topology
+from .protocol import Finish, Job, narrow
+from .reduction import reduce_into
 
 __all__ = ["VirtualEngine"]
 
 
 class VirtualEngine:
-    """Collectives as loops over the ranks."""
+    """Collectives as loops over the ranks; they are done when they are started."""
 
-    def all_reduce(self, hop: Hop, local: Locals, op: str) -> list[torch.Tensor]:
-        return [
-            reduce_list([local[hop.stored(member)] for member in hop.members(target)], op)
-            for target in hop.targets
-        ]
-
-    def all_gather(self, hop: Hop, local: Locals, shape: Shape) -> list[list[torch.Tensor]]:
-        return [
-            [local[hop.stored(member)] for member in hop.members(target)] for target in hop.targets
-        ]
-
-    def reduce_scatter(
-        self, hop: Hop, local: Locals, shape: Shape, cut: Cut, op: str
-    ) -> list[torch.Tensor]:
-        results = []
-        for target in hop.targets:
-            members = hop.members(target)
-            parts = [cut(local[hop.stored(member)], member, target) for member in members]
-            results.append(reduce_list(parts, op))
-        return results
-
-    def exchange(
-        self, hop: Hop, local: Locals, shape: Shape, cut: Cut
-    ) -> list[list[torch.Tensor | None]]:
-        return [
-            [
-                None
-                if shape(member, target) is None
-                else cut(local[hop.stored(member)], member, target)
-                for member in hop.members(target)
-            ]
-            for target in hop.targets
-        ]
+    def start(self, jobs: Sequence[Job]) -> Finish:
+        done = [[_made(job, target) for target in job.task.dst.slots] for job in jobs]
+        return lambda: done
 
     def check_equal(self, topology: Topology, digest: int) -> bool:
         return True
+
+
+def _made(job: Job, target: Coord) -> torch.Tensor:
+    task = job.task
+    box = task.dst.box(target)
+    result = job.empty(box)
+    pieces: dict[Box, list[torch.Tensor]] = {}
+    for source in task.sources(target):
+        piece = task.piece(source, target)
+        pieces.setdefault(piece, []).append(job.held(source, piece))
+    for piece, parts in pieces.items():
+        place = narrow(result, relative(piece, box))
+        if task.op:
+            reduce_into(place, parts, task.op)
+        else:
+            place.copy_(parts[0])
+    return result

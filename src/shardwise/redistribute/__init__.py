@@ -1,21 +1,29 @@
 """Changing layouts: `plan(src, dst)` gives the steps, `relaid` takes them."""
 
-from .execute import in_order, ordered, run_steps
+from .execute import Ready, Run, bytes_received, in_order, ordered, run_all, run_steps, run_together
+from .explain import Explanation, explain_redistribute
 from .layout import DimMap, Layout
-from .plan import Step, move, plan
-from .repeated import relaid, steps_between
-from .together import bytes_received, run_together
+from .moves import move
+from .plan import plan
+from .repeated import relaid, run_between, steps_between
+from .step import Step
 
 __all__ = [
     "DimMap",
+    "Explanation",
     "Layout",
+    "Ready",
+    "Run",
     "Step",
     "bytes_received",
+    "explain_redistribute",
     "in_order",
     "move",
     "ordered",
     "plan",
     "relaid",
+    "run_all",
+    "run_between",
     "run_steps",
     "run_together",
     "steps_between",

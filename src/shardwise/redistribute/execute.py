@@ -1,94 +1,196 @@
-"""Running the steps of a redistribution on local tensors, through the engine of the mesh."""
+"""Running the steps of redistributions on local tensors, through the engine of the mesh.
+
+Many go out together: in each wave the next collectives of all of them that are alike are one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from ..engine import Cut, Hop, Locals, Shape, engine_of, identity
-from ..geometry import Box, box_numel, box_shape, intersect, is_dense, relative
-from ..mesh import Coord
+from ..engine import Finish, Job, Locals, engine_of, identity, narrow
+from ..geometry import box_numel, box_shape, is_dense, relative
 from ..trace import is_heard, record
-from .plan import Step
+from .step import Step
 
-__all__ = ["assemble", "cut_for", "in_order", "ordered", "piece_of", "run_steps"]
+__all__ = [
+    "Ready",
+    "Run",
+    "bytes_received",
+    "in_order",
+    "ordered",
+    "run_all",
+    "run_steps",
+    "run_together",
+]
+
+Ready = Callable[[], tuple[torch.Tensor, ...]]
+"""Gives the local tensors of a redistribution, after a wait if it is still under way."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps that one tensor goes through.
+
+    `stride` is that of the global tensor: local tensors are made with its order of dims. With
+    `fresh` no result shares memory with `local`. `dtype` is that of a tensor of which this rank
+    holds nothing yet. `then` makes the result of what the steps give.
+    """
+
+    steps: Sequence[Step]
+    local: Locals
+    stride: Sequence[int]
+    fresh: bool = False
+    dtype: torch.dtype | None = None
+    then: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] | None = None
 
 
 def run_steps(
     steps: Sequence[Step], local: Locals, stride: Sequence[int], *, fresh: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """The local tensors after `steps`. With `fresh` none of them shares memory with the source.
+    """The local tensors after `steps`; see `Run`."""
+    return run_all([Run(steps, local, stride, fresh)])[0]()
 
-    `stride` is that of the global tensor: local tensors are made with its order of dims.
+
+def run_all(runs: Sequence[Run]) -> list[Ready]:
+    """Run many redistributions in few collectives; the last one of each may still be under way.
+
+    All ranks must give the same runs in the same order.
     """
-    now = tuple(local)
-    for step in steps:
-        if not step.is_local and is_heard():
-            record(step.kind, step.src.topology, step.axes, step.elements_received * _itemsize(now))
-        now = in_order(_run(step, now), stride)
-    if fresh and all(step.kind == "slice" for step in steps):
-        return tuple(part.clone() for part in now)
-    return now
+    states = [_State(run) for run in runs]
+    while waiting := [state for state in states if state.left]:
+        groups: dict[tuple[object, ...], list[_State]] = {}
+        for state in waiting:
+            groups.setdefault(state.alike(), []).append(state)
+        for members in groups.values():
+            _collective(members)
+    return [state.ready for state in states]
 
 
-def _run(step: Step, local: Locals) -> list[torch.Tensor]:
-    if step.kind == "slice":
-        return _slice(step, local)
-    if step.kind == "make_partial":
-        return _make_partial(step, local)
-    engine = engine_of(step.src.topology)
-    hop = Hop(step.src.topology, step.axes, step.src.axes, step.dst.axes)
-    if step.kind == "all_reduce":
-        return engine.all_reduce(hop, local, step.op)
-    if step.kind == "reduce_scatter":
-        return engine.reduce_scatter(hop, local, _shape(step), cut_for(step), step.op)
-    received: Sequence[Sequence[torch.Tensor | None]]
-    if step.kind == "all_gather":
-        received = engine.all_gather(hop, local, lambda src, _: box_shape(step.src.box(src)))
-    else:
-        received = engine.exchange(hop, local, _shape(step), cut_for(step))
-    pairs: Iterator[tuple[Coord, Sequence[torch.Tensor | None]]] = zip(
-        hop.targets, received, strict=True
+def run_together(
+    steps: Sequence[Step], locals_of: Sequence[Locals], strides: Sequence[Sequence[int]]
+) -> list[tuple[torch.Tensor, ...]]:
+    """The local tensors of several tensors after one step each, gathers and exchanges in one,
+    whatever their axes."""
+    states = [
+        _State(Run((step,), local, stride))
+        for step, local, stride in zip(steps, locals_of, strides, strict=True)
+    ]
+    moving = [state for state in states if state.left]
+    if moving:
+        _collective(moving)
+    return [state.ready() for state in states]
+
+
+def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
+    """How many bytes a rank receives in these steps, for the rank that receives most."""
+    if steps[0].kind == "transfer":
+        return sum(step.elements_received * n for step, n in zip(steps, itemsizes, strict=True))
+    axes = sorted({axis for step in steps for axis in (*step.src.axes, *step.dst.axes, *step.axes)})
+    topology = steps[0].src.topology
+    return max(
+        sum(step.received(coord) * size for step, size in zip(steps, itemsizes, strict=True))
+        for coord in topology.group_coords((0,) * topology.ndim, axes)
     )
-    return [assemble(step, target, parts, local[0]) for target, parts in pairs]
 
 
-def _itemsize(local: Locals) -> int:
-    return local[0].element_size() if local else 0
+def _collective(members: list[_State]) -> None:
+    """One collective for the next steps of several runs."""
+    steps = [state.left.pop(0) for state in members]
+    jobs = [state.job(step) for state, step in zip(members, steps, strict=True)]
+    if is_heard():
+        kinds = {step.kind for step in steps}
+        axes = tuple(sorted({axis for step in steps for axis in step.axes}))
+        received = bytes_received(steps, [job.dtype.itemsize for job in jobs])
+        kind = steps[0].kind if len(kinds) == 1 else "exchange"
+        record(kind, steps[0].src.topology, axes, received)
+    landing = _Landing(engine_of(steps[0].src.topology).start(jobs))
+    for index, state in enumerate(members):
+        state.arrive(landing, index)
 
 
-def piece_of(step: Step, src: Coord, dst: Coord) -> Box:
-    """The region that one rank holds before `step` and another after it."""
-    return intersect(step.src.box(src), step.dst.box(dst))
+class _Landing:
+    """What a collective brings to several runs; whoever needs it first waits for it."""
+
+    __slots__ = ("_finish", "_made")
+
+    def __init__(self, finish: Finish) -> None:
+        self._finish: Finish | None = finish
+        self._made: list[list[torch.Tensor]] = []
+
+    def take(self, index: int) -> list[torch.Tensor]:
+        if self._finish is not None:
+            self._made, self._finish = self._finish(), None
+        made, self._made[index] = self._made[index], []  # it is the run's own from now on
+        return made
 
 
-def _shape(step: Step) -> Shape:
-    """The shape of what one rank sends to another in `step`."""
+class _State:
+    """A run on its way: the collectives that are left, the local tensors, what must still land."""
 
-    def shape(src: Coord, dst: Coord) -> tuple[int, ...] | None:
-        if step.kind == "exchange" and not step.sends(src, dst):
-            return None
-        return box_shape(piece_of(step, src, dst))
+    __slots__ = ("_after", "_index", "_landing", "_now", "_order", "_run", "left")
 
-    return shape
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._order = tuple(sorted(range(len(run.stride)), key=lambda dim: -run.stride[dim]))
+        self._now: tuple[torch.Tensor, ...] = tuple(run.local)
+        self._landing: _Landing | None = None
+        self._index = 0
+        self._after: list[Step] = []
+        self.left = list(run.steps)
+        self._local_steps()
 
+    def _local_steps(self) -> None:
+        """Take the steps that move nothing, up to the next collective; they run when needed."""
+        while self.left and self.left[0].is_local:
+            self._after.append(self.left.pop(0))
 
-def cut_for(step: Step) -> Cut:
-    """How a rank cuts out of its local tensor what another needs in `step`."""
+    def alike(self) -> tuple[object, ...]:
+        """What steps that share a collective have in common."""
+        step = self.left[0]
+        dtype = self._dtype() if step.op else None
+        return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, dtype
 
-    def cut(value: torch.Tensor, src: Coord, dst: Coord) -> torch.Tensor:
-        return _narrow(value, relative(piece_of(step, src, dst), step.src.box(src)))
+    def _dtype(self) -> torch.dtype:
+        if self._run.local:
+            return self._run.local[0].dtype
+        return self._run.dtype or torch.get_default_dtype()
 
-    return cut
+    def _device(self, step: Step) -> torch.device:
+        if self._run.local:
+            return self._run.local[0].device
+        return torch.device(step.dst.topology.device_type)
 
+    def job(self, step: Step) -> Job:
+        return Job(step, self._settle(False), self._order, self._dtype(), self._device(step))
 
-def _narrow(value: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (start, stop) in enumerate(box):
-        if stop - start != value.shape[dim]:
-            value = value.narrow(dim, start, stop - start)
-    return value
+    def arrive(self, landing: _Landing, index: int) -> None:
+        self._landing, self._index = landing, index
+        self._local_steps()
+
+    def _settle(self, dense: bool) -> tuple[torch.Tensor, ...]:
+        """The local tensors now: what is under way has landed, local steps are done."""
+        if self._landing is not None:
+            self._now, self._landing = tuple(self._landing.take(self._index)), None
+        for step in self._after:
+            run = _slice if step.kind == "slice" else _make_partial
+            self._now = tuple(run(step, self._now))
+        self._after = []
+        if dense:
+            self._now = tuple([ordered(part, self._order) for part in self._now])
+        return self._now
+
+    def ready(self) -> tuple[torch.Tensor, ...]:
+        """The result."""
+        made = self._settle(True)
+        if self._run.then is not None:
+            return self._run.then(made)
+        if self._run.fresh and all(step.kind == "slice" for step in self._run.steps):
+            return tuple([part.clone() for part in made])
+        return made
 
 
 def _slice(step: Step, local: Locals) -> list[torch.Tensor]:
@@ -97,7 +199,7 @@ def _slice(step: Step, local: Locals) -> list[torch.Tensor]:
         held, wanted = step.src.box(coord), step.dst.box(coord)
         value = local[step.src.slot(coord)]
         if box_numel(wanted):
-            parts.append(_narrow(value, relative(wanted, held)))
+            parts.append(narrow(value, relative(wanted, held)))
         else:
             parts.append(value.new_empty(box_shape(wanted)))
     return parts
@@ -119,7 +221,7 @@ def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
         result = value.new_empty(box_shape(wanted))
         if held != wanted:
             result.fill_(identity(made[0][1], value.dtype))
-        _narrow(result, relative(held, wanted)).copy_(value)
+        narrow(result, relative(held, wanted)).copy_(value)
         outer_is_identity = False
         for axis, op in step.dst.partial:
             # Below an identity the inner axes reduce to it: its own value on 0, theirs elsewhere.
@@ -129,19 +231,6 @@ def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
                 outer_is_identity = True
         parts.append(result)
     return parts
-
-
-def assemble(
-    step: Step, target: Coord, parts: Sequence[torch.Tensor | None], like: torch.Tensor
-) -> torch.Tensor:
-    """Put the pieces that `target` received into its box."""
-    box = step.dst.box(target)
-    members = list(step.src.topology.group_coords(target, step.axes))
-    result = like.new_empty(box_shape(box))
-    for member, part in zip(members, parts, strict=True):
-        if part is not None and part.numel():
-            _narrow(result, relative(piece_of(step, member, target), box)).copy_(part)
-    return result
 
 
 def in_order(parts: Sequence[torch.Tensor], stride: Sequence[int]) -> tuple[torch.Tensor, ...]:

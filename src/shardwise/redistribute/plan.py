@@ -1,97 +1,108 @@
 """`plan(src, dst)`: the steps from one layout to another. Pure and cached; no tensor, no rank.
 
 The order is: shrink (local slices), reduce (partials), move (one gather or exchange over just the
-axes that must talk), and last make partial. Each step goes from a `Layout` to a `Layout`.
+axes that must talk), and last make partial. Adjacent axes that do the same go together. Where the
+links of the axes differ, ways that go axis by axis are priced too, and the cheapest is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from math import prod
+from functools import lru_cache
+from itertools import groupby, pairwise
 
 from ..engine import check_reducible
-from ..errors import MeshError
-from ..geometry import Box, box_numel, chunk_cuts, contains, intersect, intervals
-from ..mesh import Coord, Topology
-from ..placement import Partial, Shard
+from ..geometry import chunk_cuts, contains, intervals
+from ..mesh import Topology
+from ..placement import Partial, Placement, Shard
 from ..spec import DTensorSpec
+from .between import between_meshes
 from .layout import DimMap, Layout
+from .moves import move
+from .step import Step, coords_of
 
-__all__ = ["Step", "move", "plan"]
-
-Routes = dict[Coord, tuple[Coord, ...]]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One collective or local move.
-
-    `kind` is slice, all_reduce, reduce_scatter, all_gather, exchange or make_partial. `routes` says
-    from whom each member of an exchange receives, for every coordinate on the axes of `span`, the
-    other axes at 0.
-    """
-
-    kind: str
-    src: Layout
-    dst: Layout
-    axes: tuple[int, ...] = ()
-    op: str = ""
-    span: tuple[int, ...] = ()
-    routes: Routes = field(default_factory=dict)
-
-    def sends(self, src: Coord, dst: Coord) -> bool:
-        """Whether `src` sends a piece to `dst` in this exchange."""
-        return self._on_span(src) in self.routes[self._on_span(dst)]
-
-    def _on_span(self, coord: Coord) -> Coord:
-        return tuple(c if axis in self.span else 0 for axis, c in enumerate(coord))
-
-    @property
-    def is_local(self) -> bool:
-        return self.kind in ("slice", "make_partial")
-
-    @cached_property
-    def elements_received(self) -> int:
-        """How many elements a rank receives, for the rank that receives most."""
-        coords = _coords_of(self.src.topology, {*self.src.axes, *self.dst.axes, *self.axes})
-        return max(map(self.received, coords))
-
-    def received(self, coord: Coord) -> int:
-        """How many elements the rank at `coord` receives."""
-        if self.is_local:
-            return 0
-        held, got = self.src.box(coord), self.dst.box(coord)
-        count = prod(self.src.topology.shape[axis] for axis in self.axes)
-        if self.kind == "all_reduce":
-            return 2 * (count - 1) * box_numel(held) // count
-        if self.kind == "reduce_scatter":
-            return (count - 1) * box_numel(got)
-        return box_numel(got) - box_numel(intersect(held, got))
+__all__ = ["plan"]
 
 
 @lru_cache(maxsize=16384)
 def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
     """The steps that take a tensor laid out as `src` to `dst`."""
-    if src.topology is not dst.topology:
-        raise MeshError(
-            f"redistribute: from {src} to {dst}: the meshes differ. "
-            "Both layouts must be on one mesh."
-        )
     for place in (*src.placements, *dst.placements):
         if isinstance(place, Partial):
             check_reducible(place.reduce_op, src.dtype)
-    return tuple(_steps(src, dst))
+    if src.topology is not dst.topology:
+        return tuple(between_meshes(src, dst, plan))
+    ways = [tuple(_steps(src, dst))]
+    ways += _other_ways(src, dst, ways[0])
+    itemsize = src.dtype.itemsize
+    prices = [sum(step.price(itemsize) for step in way) for way in ways] if len(ways) > 1 else [0]
+    return ways[prices.index(min(prices))]
 
 
-def _steps(src: DTensorSpec, dst: DTensorSpec) -> Iterator[Step]:
+def _other_ways(
+    src: DTensorSpec, dst: DTensorSpec, steps: tuple[Step, ...]
+) -> Iterator[tuple[Step, ...]]:
+    """Ways that may be cheaper than the plain order: reduce and move at once, move before reducing,
+    or go axis by axis."""
+    kinds = {step.kind for step in steps}
+    if {"exchange", "all_gather"} & kinds:
+        if "reduce_scatter" in kinds:
+            yield tuple(_steps(src, dst, at_once=True))
+        if "all_reduce" in kinds:
+            yield from map(_through, _moved_first(src, dst))
+    yield from map(_through, _axis_by_axis(src, dst))
+
+
+def _through(way: list[DTensorSpec]) -> tuple[Step, ...]:
+    return tuple(step for a, b in pairwise(way) for step in _steps(a, b))
+
+
+def _moved_first(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
+    """The way that moves what is pending, and reduces it where it will be."""
+    places = [
+        have if have.is_partial() and not want.is_partial() else want
+        for have, want in zip(src.placements, dst.placements, strict=True)
+    ]
+    middle = src.with_placements(places)
+    if middle is not src and middle is not dst:
+        yield [src, middle, dst]
+
+
+def _axis_by_axis(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
+    """Ways over layouts in between, for a mesh whose axes differ: fast axes first, and last."""
+    links = src.topology.links
+    pairs = list(zip(src.placements, dst.placements, strict=True))
+    axes = [axis for axis, (a, b) in enumerate(pairs) if a is not b and not a.is_replicate()]
+    if len({links[axis].per_byte for axis in axes}) < 2:
+        return
+    by_speed = sorted(axes, key=lambda axis: links[axis].per_byte)
+    for order in (by_speed, by_speed[::-1]):
+        way, places = [src], list(src.placements)
+        for axis in order[:-1]:
+            places[axis] = dst.placements[axis]
+            way.append(src.with_placements(places))
+        yield [*way, dst]
+    reduced = [axis for axis in by_speed if _stays_whole(*pairs[axis])]
+    if len(reduced) > 1 and dst.ndim:
+        # Scatter over the fast axis, reduce what is left over the slow one, gather over the fast.
+        widest = max(range(dst.ndim), key=lambda dim: dst.meta.shape[dim])
+        places = list(dst.placements)
+        places[reduced[0]] = Shard(widest)
+        yield [src, src.with_placements(places), dst]
+
+
+def _stays_whole(have: Placement, want: Placement) -> bool:
+    """Whether an axis is reduced and every rank keeps the whole."""
+    return have.is_partial() and want.is_replicate()
+
+
+def _steps(src: DTensorSpec, dst: DTensorSpec, at_once: bool = False) -> Iterator[Step]:
     now, goal = Layout.of(src), Layout.of(dst)
     reduced = _axes_to_reduce(now, goal)
     for step in _shrink(now, goal):
         yield step
         now = step.dst
-    for step in _reduce(now, goal, dst, reduced):
+    for step in _reduce(now, goal, reduced, at_once):
         yield step
         now = step.dst
     for step in _spread(now, goal):
@@ -128,48 +139,109 @@ def _axes_to_reduce(now: Layout, goal: Layout) -> set[int]:
     return reduced
 
 
-def _coords_of(topology: Topology, axes: set[int]) -> tuple[Coord, ...]:
-    """Every coordinate of `axes`, the other axes at 0."""
-    return tuple(topology.group_coords((0,) * topology.ndim, sorted(axes)))
-
-
 def _shrink(now: Layout, goal: Layout) -> Iterator[Step]:
     """A local slice of every dim of which each rank already holds what it will need."""
     dims = list(now.dims)
     busy = set(now.axes)
     for dim, (have, want) in enumerate(zip(now.dims, goal.dims, strict=True)):
-        if have == want or (set(want.axes) - set(have.axes)) & busy:
-            continue
-        if not set(have.axes) <= set(want.axes):
-            continue  # the dim also grows along an axis: slicing now would lose what that needs
-        shape = now.topology.shape
-        coords = _coords_of(now.topology, set(have.axes) | set(want.axes))
-        if all(contains((have.at(c, shape),), (want.at(c, shape),)) for c in coords):
-            dims[dim] = want
-            busy |= set(want.axes)
+        part = None if have == want else _part(now.topology, have, want, busy)
+        if part is not None:
+            dims[dim] = part
+            busy |= set(part.axes)
     if tuple(dims) != now.dims:
         yield Step("slice", now, now.with_dims(tuple(dims)))
 
 
-def _reduce(now: Layout, goal: Layout, dst: DTensorSpec, reduced: set[int]) -> Iterator[Step]:
-    """Reductions, last axis first; those that end in a shard scatter, the others go together."""
+def _part(topology: Topology, have: DimMap, want: DimMap, busy: set[int]) -> DimMap | None:
+    """The wanted cut of a dim as far as axes that are not busy can cut it, if it only shrinks.
+
+    What busy axes will share later stays together.
+    """
+    if not set(have.axes) <= set(want.axes):
+        return None  # the dim also grows along an axis: slicing now would lose what that needs
+    part: DimMap | None = want
+    for axis in sorted((set(want.axes) - set(have.axes)) & busy):
+        part = None if part is None else _joined(topology, part, axis)
+    if part is None or part == have:
+        return None
+    shape = topology.shape
+    coords = coords_of(topology, {*have.axes, *part.axes})
+    inside = all(contains((have.at(c, shape),), (part.at(c, shape),)) for c in coords)
+    return part if inside else None
+
+
+# --- reducing ------------------------------------------------------------------------------------
+
+
+def _reduce(now: Layout, goal: Layout, reduced: set[int], at_once: bool) -> Iterator[Step]:
+    """Reductions: kinds that do not commute last axis first, axes of one kind together.
+
+    Axes that end in a shard scatter, and first, because that leaves less for the others.
+    """
     pending = dict(now.partial)
-    waiting: list[int] = []
-    for axis in sorted(reduced, reverse=True):
-        op = pending[axis]
-        if waiting and pending[waiting[0]] != op:
-            step = _all_reduce(now, waiting, pending[waiting[0]])
+    order = sorted(reduced, reverse=True)
+    if all(_commute(pending[a], pending[b]) for a in order for b in order):
+        order.sort(key=lambda axis: (pending[axis], -axis))
+    shards = {axis for dim in goal.dims for axis in dim.axes}
+    for op, run in groupby(order, key=pending.__getitem__):
+        axes = sorted(run)
+        scattered = [axis for axis in axes if axis in shards]
+        if scattered:
+            found = _reduce_exchange(now, goal, scattered, op, shards) if at_once else None
+            step = found or _reduce_scatter(now, goal, scattered, op)
             yield step
-            now, waiting = step.dst, []
-        place = dst.placements[axis]
-        if not isinstance(place, Shard):
-            waiting.append(axis)
-            continue
-        step = _reduce_scatter(now, goal, axis, place.dim, op)
-        yield step
-        now = step.dst
-    if waiting:
-        yield _all_reduce(now, waiting, pending[waiting[0]])
+            now = step.dst
+        rest = tuple([axis for axis in axes if axis not in scattered])
+        if rest:
+            step = Step("all_reduce", now, now.without(set(rest)), rest, op)
+            yield step
+            now = step.dst
+
+
+def _reduce_scatter(now: Layout, goal: Layout, axes: list[int], op: str) -> Step:
+    """Into what the goal has where that is a part of what is held, else into some shards.
+
+    The parts need not make up the whole: axes that hold the same take a part each, too.
+    """
+    dims, busy = list(now.dims), set(now.axes) - set(axes)
+    for dim, (have, want) in enumerate(zip(now.dims, goal.dims, strict=True)):
+        own = [axis for axis in axes if axis in want.axes]
+        part = _part(now.topology, have, want, busy) if own else None
+        if part is not None and set(own) <= set(part.axes):
+            dims[dim] = part
+            busy |= set(part.axes)
+        elif own:
+            dims[dim] = _split(now, have, own)
+    done = now.without(set(axes)).with_dims(tuple(dims))
+    return Step("reduce_scatter", now, done, tuple(axes), op)
+
+
+def _split(now: Layout, have: DimMap, axes: list[int]) -> DimMap:
+    counts = tuple([now.topology.shape[axis] for axis in axes])
+    table = []
+    for start, stop in have.table:
+        for a, b in intervals(chunk_cuts(stop - start, counts)):
+            table.append((start + a, start + b))
+    return DimMap((*have.axes, *axes), tuple(table))
+
+
+def _reduce_exchange(
+    now: Layout, goal: Layout, axes: list[int], op: str, shards: set[int]
+) -> Step | None:
+    """Straight into the shards of the goal: each piece comes from every member and is reduced."""
+    settled = now.without(set(axes))
+    if shards & {axis for axis, _ in settled.partial}:
+        return None
+    step = move(settled, settled.with_dims(goal.dims))
+    if step.kind != "exchange":
+        return None
+    every = tuple(sorted({*step.axes, *axes}))
+    return Step(
+        "reduce_exchange", now, step.dst, every, op, step.span, step.routes, reduced=tuple(axes)
+    )
+
+
+# --- making partial ------------------------------------------------------------------------------
 
 
 def _spread(now: Layout, goal: Layout) -> Iterator[Step]:
@@ -200,87 +272,3 @@ def _joined(topology: Topology, held: DimMap, axis: int) -> DimMap | None:
             return None
         table.append((start, stop))
     return DimMap(rest, tuple(table))
-
-
-def _all_reduce(now: Layout, axes: list[int], op: str) -> Step:
-    return Step("all_reduce", now, now.without(set(axes)), tuple(sorted(axes)), op)
-
-
-def _reduce_scatter(now: Layout, goal: Layout, axis: int, dim: int, op: str) -> Step:
-    have, want = now.dims[dim], goal.dims[dim]
-    shape = now.topology.shape
-    if not (set(want.axes) == set(have.axes) | {axis} and _splits(now.topology, have, want, axis)):
-        table = []
-        for start, stop in have.table:
-            for a, b in intervals(chunk_cuts(stop - start, (shape[axis],))):
-                table.append((start + a, start + b))
-        want = DimMap((*have.axes, axis), tuple(table))
-    dims = (*now.dims[:dim], want, *now.dims[dim + 1 :])
-    return Step("reduce_scatter", now, now.without({axis}).with_dims(dims), (axis,), op)
-
-
-def _splits(topology: Topology, have: DimMap, want: DimMap, axis: int) -> bool:
-    """Whether along `axis` the wanted intervals cut each held interval into pieces."""
-    for coord in _coords_of(topology, set(have.axes)):
-        held = have.at(coord, topology.shape)
-        parts = [want.at(c, topology.shape) for c in topology.group_coords(coord, (axis,))]
-        if not all(contains((held,), (part,)) for part in parts):
-            return False
-        if sum(b - a for a, b in parts) != held[1] - held[0]:
-            return False
-    return True
-
-
-def move(now: Layout, goal: Layout) -> Step:
-    """One gather or exchange over the fewest axes whose members hold all that is needed."""
-    changed = [d for d, (a, b) in enumerate(zip(now.dims, goal.dims, strict=True)) if a != b]
-    have = now.with_dims(tuple(now.dims[d] for d in changed))
-    need = goal.with_dims(tuple(goal.dims[d] for d in changed))
-    span = sorted({axis for dim in (*have.dims, *need.dims) for axis in dim.axes})
-    coords = _coords_of(now.topology, set(span))
-    axes = span
-    for axis in span:
-        fewer = [a for a in axes if a != axis]
-        if all(_sources(have, need, coord, fewer) is not None for coord in coords):
-            axes = fewer
-    if not axes:
-        return Step("slice", now, goal)
-    if _is_gather(have, need, axes, coords):
-        return Step("all_gather", now, goal, tuple(axes))
-    routes = {coord: _sources(have, need, coord, axes) or () for coord in coords}
-    return Step("exchange", now, goal, tuple(axes), span=tuple(span), routes=routes)
-
-
-def _sources(now: Layout, goal: Layout, coord: Coord, axes: list[int]) -> tuple[Coord, ...] | None:
-    """The nearest members that together hold what `coord` needs; None if there are none."""
-    need = goal.box(coord)
-    missing = box_numel(need)
-    taken: set[Box] = set()
-    sources = []
-    for member in _by_distance(now.topology, coord, axes):
-        piece = intersect(now.box(member), need)
-        if box_numel(piece) and piece not in taken:
-            taken.add(piece)
-            sources.append(member)
-            missing -= box_numel(piece)
-    return None if missing else tuple(sources)
-
-
-def _by_distance(topology: Topology, coord: Coord, axes: list[int]) -> list[Coord]:
-    def distance(member: Coord) -> tuple[object, ...]:
-        steps = [(member[a] - coord[a]) % topology.shape[a] for a in axes]
-        return (sum(step != 0 for step in steps), steps)
-
-    return sorted(topology.group_coords(coord, axes), key=distance)
-
-
-def _is_gather(now: Layout, goal: Layout, axes: list[int], coords: tuple[Coord, ...]) -> bool:
-    """Whether every member of a group needs exactly all that the members hold."""
-    for coord in coords:
-        need = goal.box(coord)
-        held = [now.box(member) for member in now.topology.group_coords(coord, axes)]
-        if not all(contains(need, box) for box in held):
-            return False
-        if sum(map(box_numel, held)) != box_numel(need):
-            return False
-    return True

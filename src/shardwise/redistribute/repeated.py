@@ -9,10 +9,11 @@ import torch
 from ..geometry import Cuts
 from ..placement import Replicate, Shard
 from ..spec import DTensorSpec, TensorMeta
-from .execute import run_steps
-from .plan import Step, plan
+from .execute import Run, run_all
+from .plan import plan
+from .step import Step
 
-__all__ = ["relaid", "steps_between"]
+__all__ = ["relaid", "run_between", "steps_between"]
 
 Locals = tuple[torch.Tensor, ...]
 
@@ -22,8 +23,13 @@ def relaid(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = F
 
     With `fresh` none of them shares memory with another tensor.
     """
+    return run_all([run_between(src, dst, local, fresh=fresh)])[0]()
+
+
+def run_between(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = False) -> Run:
+    """What `relaid` runs, to be run with others."""
     if _once(src, dst) is None:
-        return run_steps(plan(src, dst), local, dst.meta.stride, fresh=fresh)
+        return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype)
     have, want = _once_of(src), _once_of(dst)
     parts = []
     for coord in have.slots:
@@ -31,11 +37,14 @@ def relaid(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = F
         for dim in _repeated(src.meta):
             part = part.narrow(dim, 0, 1)
         parts.append(part)
-    made = run_steps(plan(have, want), tuple(parts), want.meta.stride)
-    wide = tuple(made[want.slot(at)].expand(dst.local_shape(at)) for at in dst.slots)
-    if not fresh:
-        return wide
-    return tuple(part.clone(memory_format=torch.contiguous_format) for part in wide)
+
+    def widened(made: Locals) -> Locals:
+        wide = tuple(made[want.slot(at)].expand(dst.local_shape(at)) for at in dst.slots)
+        if not fresh:
+            return wide
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in wide)
+
+    return Run(plan(have, want), tuple(parts), want.stride, False, dst.dtype, widened)
 
 
 def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:

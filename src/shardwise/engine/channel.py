@@ -1,0 +1,112 @@
+"""Who talks in a collective of processes, and by which process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+import torch.distributed as dist
+
+from ..errors import CommunicationError
+from ..mesh import Coord, Topology, VirtualMesh
+from .protocol import Task
+
+__all__ = ["Channel", "channel_of", "lanes"]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The ranks that talk, in the order of their group, and where each stands on the two meshes.
+
+    `group` is None if no process group has just these ranks: they then talk in pairs. A rank that
+    is in the group but has no part in the collective has no coordinate.
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]
+    senders: tuple[Coord | None, ...]
+    receivers: tuple[Coord | None, ...]
+
+    @cached_property
+    def me(self) -> int:
+        return self.ranks.index(dist.get_rank())
+
+    def is_alone(self) -> bool:
+        """Whether nobody else has a part in it."""
+        return sum(a is not None or b is not None for a, b in self._coords) <= 1
+
+    @property
+    def _coords(self) -> zip[tuple[Coord | None, Coord | None]]:
+        return zip(self.senders, self.receivers, strict=True)
+
+
+def channel_of(tasks: Sequence[Task]) -> Channel:
+    """The channel for collectives that go out as one."""
+    src, dst = tasks[0].src.topology, tasks[0].dst.topology
+    if src is dst:
+        return _on_one_mesh(src, tuple(sorted({axis for task in tasks for axis in task.axes})))
+    return _between(src, dst)
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise CommunicationError("torch.distributed is not initialised any more.")
+    return group
+
+
+@lru_cache(maxsize=4096)
+def _on_one_mesh(topology: Topology, axes: tuple[int, ...]) -> Channel:
+    assert topology.coordinate is not None
+    members = topology.group_coords(topology.coordinate, axes)
+    group = _spanning(topology, axes)
+    inside = {topology.rank_of(member): member for member in members}
+    ranks = tuple(sorted(inside)) if group is None else tuple(dist.get_process_group_ranks(group))
+    coords = tuple(inside.get(rank) for rank in ranks)
+    return Channel(group, ranks, coords, coords)
+
+
+def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A group with the members along `axes`: just them, else as few others of the mesh as can be.
+
+    All ranks of the mesh take part in a step, so others can be asked to send and receive nothing.
+    """
+    own = tuple(axis for axis in axes if topology.shape[axis] > 1)
+    assert not isinstance(topology.mesh, VirtualMesh)
+    if len(own) < 2:
+        return topology.mesh.get_group(own[0] if own else 0)
+    wider = [run for run in topology.groups if set(own) <= set(run)]
+    if wider:
+        best = min(wider, key=lambda run: (prod(topology.shape[a] for a in run), run))
+        return topology.groups[best]
+    return world() if len(topology.ranks) == dist.get_world_size() else None
+
+
+@lru_cache(maxsize=4096)
+def _between(src: Topology, dst: Topology) -> Channel:
+    senders = dict(zip(src.ranks, src.group_coords((0,) * src.ndim, range(src.ndim)), strict=True))
+    receivers = dict(
+        zip(dst.ranks, dst.group_coords((0,) * dst.ndim, range(dst.ndim)), strict=True)
+    )
+    ranks = tuple(sorted({*senders, *receivers}))
+    group = world() if len(ranks) == dist.get_world_size() else None
+    return Channel(group, ranks, tuple(map(senders.get, ranks)), tuple(map(receivers.get, ranks)))
+
+
+def lanes(topology: Topology, axes: tuple[int, ...]) -> list[dist.ProcessGroup]:
+    """Groups that, one after another, reduce over `axes`: one if there is one for all of them."""
+    own = tuple(axis for axis in axes if topology.shape[axis] > 1)
+    assert not isinstance(topology.mesh, VirtualMesh)
+    if len(own) > 1 and own in topology.groups:
+        return [topology.groups[own]]
+    if len(own) > 1 and prod(topology.shape[axis] for axis in own) == dist.get_world_size():
+        return [world()]
+    for count in range(len(own) - 1, 1, -1):  # the longest run that has a group, then the rest
+        for first in range(len(own) - count + 1):
+            run = own[first : first + count]
+            if run in topology.groups:
+                rest = (*own[:first], *own[first + count :])
+                return [topology.groups[run], *lanes(topology, rest)]
+    return [topology.mesh.get_group(axis) for axis in own]

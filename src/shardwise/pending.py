@@ -1,0 +1,41 @@
+"""Tensors whose values are still under way: they wait when their local tensors are first used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._torch import make_wrapper
+from .redistribute import Ready
+from .spec import DTensorSpec
+from .wrapper import Locals, Wrapper, wrap
+
+__all__ = ["PendingValue", "pending"]
+
+
+class PendingValue:
+    """Mixed into the public class. Once it has its value, the tensor is of the public class."""
+
+    _ready: Ready
+
+    @property
+    def _locals(self) -> Locals:
+        local = self._ready()
+        self.__class__ = Wrapper.public  # type: ignore[assignment]  # it is no longer special
+        self._locals = local  # type: ignore[misc]
+        del self._ready
+        return local
+
+
+def pending(spec: DTensorSpec, ready: Ready) -> Any:
+    """A DTensor with the local tensors that `ready` gives, asked for when they are used."""
+    topology = spec.topology
+    if topology.virtual or topology.coordinate is None:
+        return wrap(spec, ready())  # nothing is under way
+    shape, stride, dtype = spec.meta
+    kind = Wrapper.pending  # type: ignore[attr-defined]
+    device = torch.device(topology.device_type)
+    made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
+    made._spec, made._ready = spec, ready  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,148 @@
+"""`explain_redistribute`: what a redistribution would do, as a value that prints well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine import buffer_size
+from ..geometry import all_coords, box_numel
+from ..mesh import Topology
+from ..spec import DTensorSpec
+from .plan import plan
+from .step import Step
+
+__all__ = ["Explanation", "StepCost", "explain_redistribute"]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One step: its kind, the names of its axes, and by rank the bytes that it moves and holds."""
+
+    kind: str
+    axes: tuple[str, ...]
+    sent: dict[int, int]
+    received: dict[int, int]
+    held: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The steps of a redistribution with the bytes that each rank sends, receives and holds.
+
+    `held` counts the source, the target, what is in between, and the buffer of a collective.
+    """
+
+    src: DTensorSpec
+    dst: DTensorSpec
+    steps: tuple[StepCost, ...]
+
+    @property
+    def received(self) -> int:
+        """The bytes that the rank that receives most receives."""
+        return _most([step.received for step in self.steps])
+
+    @property
+    def sent(self) -> int:
+        """The bytes that the rank that sends most sends."""
+        return _most([step.sent for step in self.steps])
+
+    @property
+    def held(self) -> int:
+        """The most bytes that a rank holds at any time."""
+        return max((max(step.held.values()) for step in self.steps), default=0)
+
+    def __str__(self) -> str:
+        rows = [("step", "axes", "sent", "received", "held")]
+        for step in self.steps:
+            sent, received, held = map(_range, (step.sent, step.received, step.held))
+            rows.append((step.kind, ",".join(step.axes), sent, received, held))
+        if not self.steps:
+            rows.append(("nothing", "", "0", "0", "0"))
+        wide = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = [
+            "  ".join(
+                [f"{row[0]:<{wide[0]}}", f"{row[1]:<{wide[1]}}"]
+                + [f"{row[column]:>{wide[column]}}" for column in (2, 3, 4)]
+            ).rstrip()
+            for row in rows
+        ]
+        same = self.src.topology is self.dst.topology
+        to = f"{self.dst.layout_text()}" + ("" if same else f" on {self.dst.topology}")
+        return "\n".join([f"{self.src} -> {to}, bytes per rank", *lines])
+
+    __repr__ = __str__
+
+
+def _most(steps: list[dict[int, int]]) -> int:
+    total: dict[int, int] = {}
+    for each in steps:
+        for rank, nbytes in each.items():
+            total[rank] = total.get(rank, 0) + nbytes
+    return max(total.values(), default=0)
+
+
+def _range(by_rank: dict[int, int]) -> str:
+    least, most = min(by_rank.values()), max(by_rank.values())
+    return f"{most:,}" if least == most else f"{least:,}..{most:,}"
+
+
+def explain_redistribute(src: Any, dst: Any) -> Explanation:
+    """What going from one layout to another would do; `src` and `dst` are specs, or DTensors.
+
+    Nothing is moved, and neither tensors nor processes are needed.
+
+    >>> import torch, shardwise
+    >>> from shardwise import DTensorSpec, Partial, Replicate, Shard, TensorMeta
+    >>> mesh = shardwise.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    >>> meta = TensorMeta((64, 64), (64, 1), torch.float32)
+    >>> pending = DTensorSpec(mesh, [Partial(), Shard(0)], meta)
+    >>> explain_redistribute(pending, DTensorSpec(mesh, [Replicate(), Shard(1)], meta))
+    float32[64, 64] [P(sum), S(0)] on (dp=2, tp=4) -> [R, S(1)], bytes per rank
+    step        axes   sent  received    held
+    all_reduce  dp    4,096     4,096   8,192
+    exchange    tp    3,072     3,072  20,480
+    """
+    a, b = (value if isinstance(value, DTensorSpec) else value._spec for value in (src, dst))
+    steps = () if a is b else plan(a, b)
+    return Explanation(a, b, tuple(_costs(steps, a.dtype.itemsize)))
+
+
+def _costs(steps: tuple[Step, ...], itemsize: int) -> list[StepCost]:
+    costs = []
+    source: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        before, after = step.src.topology, step.dst.topology
+        names = tuple(before.names[axis] for axis in step.axes)
+        sent = {before.rank_of(c): step.sent(c) * itemsize for c in all_coords(before.shape)}
+        got = {after.rank_of(c): step.received(c) * itemsize for c in all_coords(after.shape)}
+        had = _sizes(before, step.src, itemsize)
+        has = _sizes(after, step.dst, itemsize)
+        if index == 0:
+            source = had
+        ranks = sorted({*sent, *got, *source})
+        # Views of the source are no memory of their own: slices that start a plan hold nothing.
+        views = all(each.kind == "slice" for each in steps[:index])
+        held = {
+            rank: source.get(rank, 0)
+            + (0 if views else had.get(rank, 0))
+            + (0 if step.kind == "slice" and index + 1 < len(steps) else has.get(rank, 0))
+            + _buffer(step, had.get(rank, 0), has.get(rank, 0))
+            for rank in ranks
+        }
+        everywhere = [{rank: each.get(rank, 0) for rank in ranks} for each in (sent, got)]
+        costs.append(StepCost(step.kind, names, everywhere[0], everywhere[1], held))
+    return costs
+
+
+def _sizes(topology: Topology, layout: Any, itemsize: int) -> dict[int, int]:
+    return {
+        topology.rank_of(c): box_numel(layout.box(c)) * itemsize for c in all_coords(topology.shape)
+    }
+
+
+def _buffer(step: Step, had: int, has: int) -> int:
+    """What a collective packs and unpacks, at most: the buffer that it may use."""
+    if step.is_local or step.kind == "all_reduce":
+        return 0
+    return min(buffer_size(), had + has)
