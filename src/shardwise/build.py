@@ -21,7 +21,7 @@ from .outs import out_form, reshape_form
 from .plain import full_local
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
-from .random import is_random, random_form
+from .random import is_random, is_without_dropout, random_form
 from .redistribute import steps_between
 from .replicated import as_form, fallback_form, tensors_in
 from .rules import Call, Operand, Site, family_of
@@ -200,7 +200,7 @@ def _build(
         return _by_rule(entry, specs, args, kwargs)
     if entry.form is not None and entry.form.always:
         return FormPlan(entry.form.run)
-    if is_random(op):
+    if is_random(op) and not is_without_dropout(op, args, kwargs):
         return FormPlan(random_form(op), "random")
     if entry.mixed:
         return FormPlan(fallback_form(op), "fallback")
@@ -344,7 +344,8 @@ def _by_rule(
     if not metas and written is not None:  # what is written is the result
         metas = [specs[written].meta]
     symbols = iter([Operand(index) for index in range(len(specs))])
-    call = Call(entry.op, *filled(args, kwargs, symbols), specs=specs, results=metas)
+    given = filled(args, kwargs, symbols)
+    call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
     decision, local = _decided(entry, call, written, structure)
     if entry.form is not None and not _is_free(specs, decision) and entry.form.when(call):
         run = entry.form.run

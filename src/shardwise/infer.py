@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from .plans import filled
+from .plans import Fixed, filled
 from .shapes import OWN_SHAPES, Unknown
 from .spec import DTensorSpec, TensorMeta
 
 __all__ = ["Unknown", "infer"]
 
-Structure = int | None | tuple[int | None, ...]
+Structure = int | None | tuple[int | Fixed | None, ...]
 
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -77,13 +77,15 @@ def _listed(made: Any) -> tuple[list[TensorMeta], Structure]:
     if not isinstance(made, (list, tuple)):
         raise Unknown
     metas: list[TensorMeta] = []
-    places: list[int | None] = []
+    places: list[int | Fixed | None] = []
     for value in made:
         if isinstance(value, torch.Tensor):
             places.append(len(metas))
             metas.append(meta_of(value))
         elif value is None:
             places.append(None)
+        elif isinstance(value, (int, float)):
+            places.append(Fixed(value))
         else:
             raise Unknown
     return metas, tuple(places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from .spec import DTensorSpec
 from .windows import fetch_parts
 from .wrapper import Locals, Wrapper, share_cell, wrap
 
-__all__ = ["CallPlan", "ListPlan", "Move", "Plan", "moved", "moved_all", "started"]
+__all__ = ["CallPlan", "Fixed", "ListPlan", "Move", "Plan", "moved", "moved_all", "started"]
 
 
 class Plan:
@@ -40,6 +40,12 @@ class Plan:
 
 
 Move = tuple[int, DTensorSpec]
+
+
+class Fixed(NamedTuple):
+    """A result that is no tensor, and the same on every rank."""
+
+    value: int | float | bool
 
 
 def stamp(tensor: Any) -> tuple[object, ...]:
@@ -235,7 +241,7 @@ class CallPlan(Plan):
         outputs: Sequence[DTensorSpec],
         *,
         spots: Sequence[int] | None,
-        structure: Sequence[int | None] | int | None,
+        structure: Sequence[int | Fixed | None] | int | None,
         written: int | None = None,
         target: int = 0,
         aliases: bool = False,
@@ -304,7 +310,7 @@ class CallPlan(Plan):
             return quick_write(self._call) if self._written == 0 and tail is None else None
         several = None
         if not isinstance(self._shape, int):
-            if not self._shape or None in self._shape:
+            if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
         return quick_call(self._call, len(spots), tail, self._outs, several, device, self._aliases)
@@ -363,8 +369,8 @@ class CallPlan(Plan):
             return None
         wrapped: list[Any] = []
         for place in shape:
-            if place is None:
-                wrapped.append(None)
+            if not isinstance(place, int):
+                wrapped.append(place.value if isinstance(place, Fixed) else None)
                 continue
             spec = self._outs[place]
             at = len(wrapped)

@@ -158,10 +158,14 @@ class _Choice:
         """What a row costs: moving the operands that do not fit, and reducing what it leaves."""
         link = self.specs[0].topology.links[axis]
         total = 0
+        # Some rank gets more than its share of a dim that has not one place for each.
+        crowded = row.factor is not None and self.rule.sizes[row.factor] < count
         for operand, spec in enumerate(self.specs):
             if self._fits(axis, row, operand):
                 continue
             have, want = spec.placements[axis], row.inputs[operand]
+            if crowded and want.is_shard():
+                want = Replicate()
             nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
             if have is want:
                 total += recut_cost(count, nbytes, link)

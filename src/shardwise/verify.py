@@ -24,7 +24,7 @@ from .mesh import Topology, VirtualMesh, topology
 from .placement import Partial, Placement, Shard
 from .plans import CallPlan, filled
 from .propagate import spec_for
-from .random import is_random
+from .random import is_random, is_without_dropout
 from .rules import Call, Dims, Operand, Row, Rule
 from .rules.call import has_fractions
 from .spec import DTensorSpec, TensorMeta, default_placements
@@ -94,7 +94,7 @@ def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) ->
       R, P(avg) -> P(avg)     ok
     """
     entry = Entry(op if isinstance(op, OpOverload) else _default(op))
-    if entry.family is None or entry.outs or entry.is_list or is_random(entry.op):
+    if entry.family is None or entry.outs or entry.is_list or _draws(entry.op, args, kwargs):
         raise RuleError(f"verify: calls of {entry.op} are not decided by a rule of its own.")
     trial = _Trial(entry, args, kwargs)
     found: dict[Row, list[str | None]] = {}
@@ -116,6 +116,10 @@ def _default(packet: Any) -> Any:
     if "default" not in overloads and len(overloads) > 1:
         raise RuleError(f"verify: {packet} has the overloads {', '.join(overloads)}: give one.")
     return getattr(packet, "default" if "default" in overloads else overloads[0])
+
+
+def _draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return is_random(op) and not is_without_dropout(op, args, kwargs)
 
 
 def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
@@ -152,7 +156,8 @@ class _Trial:
         self.results, self.structure = infer(self.entry.op, self.args, self.kwargs, specs)
         given = filled(self.args, self.kwargs, iter(map(Operand, range(len(specs)))))
         assert self.entry.family is not None
-        return self.entry.family(Call(self.entry.op, *given, specs=specs, results=self.results))
+        call = Call(self.entry.op, *given, specs, self.results, self.structure)
+        return self.entry.family(call)
 
     def rows(self, rule: Rule) -> list[Row]:
         """The rows that calls can meet: of those that write, the ones that keep the layout."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from . import kernels
+
 aten = torch.ops.aten
 F64, F32, I64, BOOL, C128 = (
     torch.float64,
@@ -489,6 +491,38 @@ def _attention() -> Iterator[Sample]:
         out, lse = op.default(q, k, v, attn_mask=mask)
         yield call(back.default, grad, q, k, v, out, lse, 0.0, False, attn_mask=mask)
     yield call(op.default, q, k[:, :, :5], v[:, :, :5], 0.0, True)
+    out, lse = op.default(q, k, v, 0.0, True)
+    yield call(back.default, grad, q, k, v, out, lse, 0.0, True)
+    for mask in (None, x(3, 4, 5, 6)):
+        yield from _attention_on_gpus(grad, q, k, v, mask)
+    yield from _attention_on_gpus(grad, q, k[:, :2].contiguous(), v[:, :2].contiguous(), None)
+
+
+def _attention_on_gpus(grad: Any, q: Any, k: Any, v: Any, mask: Any) -> Iterator[Sample]:
+    for causal in (False, True) if mask is None else (False,):
+        op, back = (getattr(aten, kernels.FLASH + end).default for end in ("", "_backward"))
+        if mask is None:
+            yield call(op, q, k, v, 0.0, causal)
+            out, lse, *_, seed, offset, _ = op(q, k, v, 0.0, causal)
+            given = (grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal)
+            yield call(back, *given, seed, offset)
+        if q.shape[1] != k.shape[1]:  # heads that are shared are for flash attention alone
+            continue
+        op, back = (getattr(aten, kernels.EFFICIENT + end).default for end in ("", "_backward"))
+        yield call(op, q, k, v, mask, False, 0.0, causal)
+        yield call(op, q, k, v, mask, True, 0.0, causal)
+        out, *saved = op(q, k, v, mask, True, 0.0, causal)
+        asked = [True, True, True, mask is not None]
+        yield call(back, grad, q, k, v, mask, out, *saved, 0.0, asked, causal)
+        lengths = (None, None, q.shape[2], k.shape[2], 0.0, causal)
+        op, back = (getattr(aten, kernels.CUDNN + end).default for end in ("", "_backward"))
+        yield call(op, q, k, v, mask, True, 0.0, causal)
+        out, lse, *_, seed, offset, _ = op(q, k, v, mask, True, 0.0, causal)
+        yield call(back, grad, q, k, v, out, lse, seed, offset, mask, *lengths)
+        op, back = (getattr(aten, kernels.OTHER + end).default for end in ("", "_backward"))
+        yield call(op, q, k, v, mask, 0.0, causal)
+        out, lse, *_, seed, offset, _ = op(q, k, v, mask, 0.0, causal)
+        yield call(back, grad, q, k, v, mask, asked, out, lse, *lengths, seed, offset)
 
 
 def _embedding() -> Iterator[Sample]:

@@ -5,8 +5,8 @@ makes only what it holds.
 """
 
 from .agree import manual_seed
-from .calls import is_random, random_form
+from .calls import is_random, is_without_dropout, random_form
 from .modes import mode
 from .permutation import permutation
 
-__all__ = ["is_random", "manual_seed", "mode", "permutation", "random_form"]
+__all__ = ["is_random", "is_without_dropout", "manual_seed", "mode", "permutation", "random_form"]

@@ -17,18 +17,25 @@ from ..wrapper import Wrapper
 from .agree import begin
 from .counter import COUNTER, FILLS
 
-__all__ = ["is_random", "random_form"]
+__all__ = ["is_random", "is_without_dropout", "random_form"]
 
 _UNTAGGED = ("aten::binomial", "aten::_sample_dirichlet")
 
 
 def is_random(op: OpOverload) -> bool:
-    """Whether an operator draws random numbers."""
+    """Whether an operator draws random numbers, or may."""
     name = op._schema.name
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
-        return False  # it is tagged, but has no dropout: PyTorch takes another one for that
     tagged = torch.Tag.nondeterministic_seeded in op.tags
     return tagged or name in _UNTAGGED or _is_fill(op)
+
+
+def is_without_dropout(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call, of attention, draws nothing because its dropout is 0."""
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given == 0)
+    return False
 
 
 def _is_fill(op: OpOverload) -> bool:

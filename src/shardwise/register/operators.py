@@ -14,7 +14,7 @@ from ..geometry import all_coords, stride_like
 from ..mesh import Coord
 from ..outs import functional_of
 from ..propagate import Decision
-from ..random import is_random
+from ..random import is_random, is_without_dropout
 from ..rules import Call, Local, Operand, Site
 from ..rules.registered import REGISTERED, Registered, key_of
 from ..spec import DTensorSpec
@@ -60,7 +60,7 @@ def _checked(what: str, op: OpOverload) -> OpOverload:
                 f"{what}: {op} has no form without out=, which is the one that gets a rule."
             )
         op = functional
-    if is_random(op):
+    if is_random(op) and not is_without_dropout(op, (), {}):
         raise RuleError(
             f"{what}: {op} draws random numbers. Shardwise draws them itself, so that they do not "
             "depend on the layout; a rule for it would never run."

@@ -44,9 +44,12 @@ def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
 
 
 class Call:
-    """An operator call with its tensors replaced by specs."""
+    """An operator call with its tensors replaced by specs.
 
-    __slots__ = ("args", "kwargs", "op", "results", "specs", "values")
+    `structure` says how the results are returned: one alone, or which is in each place of a tuple.
+    """
+
+    __slots__ = ("args", "kwargs", "op", "results", "specs", "structure", "values")
 
     def __init__(
         self,
@@ -55,12 +58,14 @@ class Call:
         kwargs: dict[str, Any],
         specs: Sequence[DTensorSpec],
         results: Sequence[TensorMeta],
+        structure: Any = 0,
     ) -> None:
         self.op = op
         self.args = tuple(args)
         self.kwargs = kwargs
         self.specs = tuple(specs)
         self.results = tuple(results)
+        self.structure = structure
         self.values = self._bound()
 
     def _bound(self) -> dict[str, Any]:

@@ -175,8 +175,25 @@ TABLE: dict[str, Family] = {
     "native_layer_norm_backward": norms.layer_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,
-    "_scaled_dot_product_flash_attention_for_cpu": attention.attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": attention.attention_backward,
+    **dict.fromkeys(
+        _names(
+            "_scaled_dot_product_flash_attention_for_cpu "
+            "_scaled_dot_product_flash_attention.default "
+            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+            "_scaled_dot_product_fused_attention_overrideable"
+        ),
+        attention.attention,
+    ),
+    **dict.fromkeys(
+        _names(
+            "_scaled_dot_product_flash_attention_for_cpu_backward "
+            "_scaled_dot_product_flash_attention_backward "
+            "_scaled_dot_product_efficient_attention_backward "
+            "_scaled_dot_product_cudnn_attention_backward "
+            "_scaled_dot_product_fused_attention_overrideable_backward"
+        ),
+        attention.attention_backward,
+    ),
     # by index
     "gather": indexing.gather,
     "index_select": indexing.index_select,

@@ -1,0 +1,134 @@
+"""Attention in every layout: batches, heads and queries stay where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardwise import CommDebugMode, Partial, Replicate, Shard, communication
+
+from .compare import assert_same, check, numbers, spread, virtual
+from .rules import kernels
+
+Q, K, V = numbers(3, 4, 5, 8), numbers(3, 4, 7, 8, seed=1), numbers(3, 4, 7, 8, seed=2)
+FEW = K[:, :2].contiguous(), V[:, :2].contiguous()
+attend = F.scaled_dot_product_attention
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "plain": (lambda q, k, v: attend(q, k, v, scale=0.3), Q, K, V),
+    "causal": (lambda q, k, v: attend(q, k, v, is_causal=True), Q, K, V),
+    "causal, fewer keys": (lambda q, k, v: attend(k, q, q + v[:, :, :5], is_causal=True), Q, K, V),
+    "mask": (lambda q, k, v, m: attend(q, k, v, attn_mask=m.detach()), Q, K, V, K[0, 0, :5, :7]),
+    "mask with a gradient": (lambda q, k, v, m: attend(q, k, v, m), Q, K, V, K[0, 0, :5, :7]),
+    "mask of heads": (
+        lambda q, k, v, m: attend(q, k, v, m.detach()),
+        *(Q, K, V, numbers(1, 4, 5, 7, seed=4)),
+    ),
+    "mask of batches": (
+        lambda q, k, v, m: attend(q, k, v, m.detach() > -0.5),
+        *(Q, K, V, numbers(3, 1, 1, 7, seed=5)),
+    ),
+    "shared heads": (lambda q, k, v: attend(q, k, v, enable_gqa=True, is_causal=True), Q, *FEW),
+}
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, shape: tuple[int, ...]) -> None:
+    f, *inputs = CASES[name]
+    check(f, *inputs, mesh=virtual(*shape), limit=6)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "shared heads"])
+def test_the_backend_of_plain_products(name: str) -> None:
+    f, *inputs = CASES[name]
+
+    def run(*given: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return f(*given)
+
+    check(run, *inputs, mesh=virtual(2, 2), limit=6)
+
+
+def test_dropout_draws_what_one_device_draws() -> None:
+    check(lambda q, k, v: attend(q, k, v, dropout_p=0.4), Q, K, V, mesh=virtual(2), limit=4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_nothing_moves(at: int, causal: bool) -> None:
+    """Batches and heads are apart; so are queries, if everybody has the keys."""
+    mesh = virtual(2)
+    keys = Replicate() if at == 2 else Shard(at)
+    given = [spread(t, mesh, [place]) for t, place in ((Q, Shard(at)), (K, keys), (V, keys))]
+    with communication("error", fallback="error"):
+        out: Any = attend(*given, is_causal=causal)
+    assert out.placements == (Shard(at),)
+
+
+def test_gradients_of_keys_are_pending_where_queries_are_apart() -> None:
+    mesh = virtual(2)
+    q, out = (spread(t, mesh, [Shard(2)]) for t in (Q, Q))
+    k, v = (spread(t, mesh, [Replicate()]) for t in (K, V))
+    lse = spread(Q[..., 0].contiguous(), mesh, [Shard(2)])
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    with communication("error"):
+        grads = back(out, q, k, v, out, lse, 0.0, True)
+    assert [g.placements for g in grads] == [(Shard(2),), (Partial(),), (Partial(),)]
+
+
+def test_a_sequence_in_parts_moves_pieces_and_not_the_whole() -> None:
+    """Queries and keys of a sharded sequence: heads change owner, and nothing is gathered."""
+    mesh, x = virtual(4), numbers(1, 8, 256, 16)
+    given: Any = spread(x, mesh, [Shard(2)])
+    with CommDebugMode() as comm:
+        assert attend(given, given, given, is_causal=True).placements == (Shard(1),)
+    assert sum(comm.bytes.values()) <= 3 * x.numel() * x.element_size() // 4
+
+
+# --- the backends of GPUs, with kernels that stand in for theirs --------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [kernels.FLASH, kernels.EFFICIENT, kernels.CUDNN, kernels.OTHER])
+def test_backends_of_gpus(name: str, causal: bool) -> None:
+    op = getattr(torch.ops.aten, name)
+    more: tuple[Any, ...] = (None, True) if name in (kernels.EFFICIENT, kernels.CUDNN) else ()
+    if name == kernels.OTHER:
+        more = (None,)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return op(q, k, v, *more, 0.0, causal)[0]
+
+    for at in (0, 1, 2):
+        where: Any = [(Shard(at), Replicate())] * 3
+        assert_same(run, [Q, K, V], where, virtual(2, 2), tolerance=1e-6, stride=False)
+    check(run, Q, K, V, mesh=virtual(3), limit=4, tolerance=1e-6, stride=False)
+
+
+def test_results_that_are_numbers() -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    given = [spread(t, virtual(2), [Shard(1)]) for t in (Q, K, V)]
+    with communication("error", fallback="error"):
+        made = op(*given)
+    assert made[2:6] == (None, None, 5, 7)
+
+
+# --- modules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_multi_head_attention(weights: bool) -> None:
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
+
+    def run(x: Any) -> list[Any]:
+        made = layer(x, x, x, key_padding_mask=padding, need_weights=weights)
+        return [each for each in made if each is not None]
+
+    check(run, numbers(3, 5, 8), mesh=virtual(2), limit=4)
