@@ -243,3 +243,90 @@ def test_a_sparse_gradient_says_what_to_do() -> None:
     made = F.embedding(distribute_tensor(ROW, virtual(2), [Replicate()]), weight, sparse=True)
     with pytest.raises(shardwise.errors.LayoutError, match="sparse=False"):
         made.sum().backward()
+
+
+# --- bags, segments, and operators that PyTorch takes apart ------------------------------------
+
+PLACES, STARTS = ints(9, high=7), torch.tensor([0, 2, 2, 5])
+BAGS: dict[str, tuple[Any, ...]] = {
+    f"{mode}, padding {padding}": (
+        lambda w, i, o, mode=mode, padding=padding: F.embedding_bag(
+            i, w, o, mode=mode, padding_idx=padding
+        ),
+        X,
+        PLACES,
+        STARTS,
+    )
+    for mode in ("sum", "mean", "max")
+    for padding in (None, 2)
+}
+BAGS |= {
+    "rows of indices": (lambda w, i: F.embedding_bag(i, w, mode="mean"), X, FEW),
+    "last offset": (
+        lambda w, i, o: F.embedding_bag(i, w, o, mode="sum", include_last_offset=True),
+        X,
+        PLACES,
+        torch.tensor([0, 2, 2, 5, 9]),
+    ),
+    "weights": (
+        lambda w, i, o, p: F.embedding_bag(
+            i, w, o, mode="sum", per_sample_weights=p, padding_idx=2
+        ),
+        X,
+        PLACES,
+        STARTS,
+        numbers(9),
+    ),
+    "segments": (
+        lambda x, n: torch.segment_reduce(x, "max", lengths=n),
+        X,
+        torch.tensor([3, 0, 4]),
+    ),
+    "tensor_split": (lambda x, i: torch.tensor_split(x, i), X, torch.tensor([1, 3])),
+    "tensor_split in parts": (lambda x, i: torch.tensor_split(x, i, 1), X, torch.tensor(3)),
+}
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("name", BAGS)
+def test_bags_as_on_one_device(name: str, shape: tuple[int, ...]) -> None:
+    f, *inputs = BAGS[name]
+    check(f, *inputs, mesh=virtual(*shape), limit=4, mixed="split" not in name)
+
+
+def test_bags_of_the_kernel_that_adds_up_quickly() -> None:
+    """In single precision PyTorch does not say which bag an index is in."""
+
+    def f(w: Any, i: Any, o: Any, p: Any) -> Any:
+        return F.embedding_bag(i, w, o, mode="sum", per_sample_weights=p)
+
+    inputs = X.float(), PLACES, STARTS, numbers(9).float()
+    check(f, *inputs, mesh=virtual(3), limit=6, tolerance=1e-5)
+
+
+def test_rows_are_kept_short_where_they_are() -> None:
+    mesh = virtual(3)
+    plain = X.clone()
+    weight = distribute_tensor(X, mesh, [Shard(0)])
+    want = F.embedding(FEW, plain, max_norm=0.5)
+    with CommDebugMode() as comm:
+        got = F.embedding(distribute_tensor(FEW, mesh, [Replicate()]), weight, max_norm=0.5)
+    assert comm.get_total_counts() == 0
+    torch.testing.assert_close(got.full_tensor(), want)
+    torch.testing.assert_close(weight.full_tensor(), plain)
+
+
+def test_a_class_out_of_range_raises() -> None:
+    i = distribute_tensor(torch.tensor([0, 4, 2]), virtual(2), [Shard(0)])
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        F.one_hot(i, 4)
+    with pytest.raises(RuntimeError, match="non-negative"):
+        F.one_hot(i - 1)
+    assert torch.equal(F.one_hot(i, 5).full_tensor(), F.one_hot(torch.tensor([0, 4, 2]), 5))
+
+
+def test_a_sparse_gradient_of_bags_says_what_to_do() -> None:
+    weight = distribute_tensor(X, virtual(2), [Shard(0)]).requires_grad_()
+    made = F.embedding_bag(FEW, weight, mode="sum", sparse=True)
+    with pytest.raises(shardwise.errors.LayoutError, match="sparse=False"):
+        made.sum().backward()

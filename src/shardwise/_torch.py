@@ -16,6 +16,7 @@ __all__ = [
     "make_wrapper",
     "root_mesh",
     "shared_store",
+    "take_composite",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -36,6 +37,21 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op)
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
+    """Let `kernel` run a composite operator when a tensor subclass is among its operands.
+
+    PyTorch takes composites apart before `__torch_dispatch__` sees them. The key is the one that
+    such tensors have above autograd; it has no public name.
+    """
+    name = op._schema.name.removeprefix("aten::")
+    _library.impl(
+        f"{name}.{op._overloadname}".removesuffix(".default"), kernel, "PythonTLSSnapshot"
+    )
 
 
 def fake_tensors() -> Any:

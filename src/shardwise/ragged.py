@@ -23,7 +23,16 @@ from .plans import describe_moves, moved
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Wrapper, wrap
 
-__all__ = ["as_dtensor", "counted", "joined", "laid", "ragged_results", "requested", "settled"]
+__all__ = [
+    "as_dtensor",
+    "counted",
+    "joined",
+    "laid",
+    "ragged_results",
+    "requested",
+    "settled",
+    "whole",
+]
 
 
 class _State(threading.local):
@@ -74,6 +83,14 @@ def settled(op: object, x: Any) -> Any:
     return laid(op, x, spec.with_placements(places, spec.cuts))
 
 
+def whole(op: object, x: Any) -> torch.Tensor:
+    """A DTensor as a plain tensor, the same on every rank."""
+    spec = x._spec
+    made = laid(op, x, spec.with_placements(default_placements(spec.topology)))
+    local: torch.Tensor = made._locals[0]
+    return local
+
+
 def as_dtensor(value: Any, topology: Topology) -> Any:
     """A plain tensor among DTensors as one of them."""
     if isinstance(value, Wrapper):
@@ -91,8 +108,7 @@ def counted(op: object, topology: Topology, axes: Sequence[int], counts: Sequenc
     spec = DTensorSpec(topology, places, TensorMeta((total,), (1,), torch.int64))
     device = topology.device_type
     local = tuple(torch.tensor([count], device=device) for count in counts)
-    whole = laid(op, wrap(spec, local), spec.with_placements(default_placements(topology)))
-    return tuple(whole._locals[0].tolist())
+    return tuple(whole(op, wrap(spec, local)).tolist())
 
 
 def joined(

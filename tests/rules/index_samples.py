@@ -114,6 +114,29 @@ def _masks() -> Iterator[Sample]:
         yield call(op, x(5, 3), x(3, dtype=BOOL), half)
 
 
+def _bags() -> Iterator[Sample]:
+    rows, starts = index(6, below=5), torch.tensor([0, 2, 2, 5])
+    for mode in (0, 1, 2):
+        made = aten._embedding_bag.default(
+            x(5, 3), rows, starts, False, mode, False, None, False, 3
+        )
+        grad = x(4, 3, shift=2)
+        args = (grad, rows, *made[1:], 5, False, mode, None, 3)
+        yield call(aten._embedding_bag_dense_backward.default, *args)
+    to_bag = torch.tensor([0, 0, 2, 2, 2, 3])
+    args = (x(4, 3), x(5, 3, shift=1), rows, starts, to_bag, 0, 3)
+    yield call(aten._embedding_bag_per_sample_weights_backward.default, *args)
+    yield call(aten.embedding_renorm_.default, x(5, 3), rows, 1.0, 2.0)
+    data, ends = x(6, 3), torch.tensor([0, 2, 2, 6])
+    lengths = torch.tensor([[2, 4], [3, 3], [1, 5]])
+    for how in ("sum", "mean", "max", "min", "prod"):
+        yield call(aten.segment_reduce.default, data, how, lengths=ends.diff(), unsafe=True)
+        made = aten.segment_reduce.default(data, how, offsets=ends, initial=1)
+        args = (made, made, data, how)
+        yield call(aten._segment_reduce_backward.default, *args, offsets=ends, initial=1)
+    yield call(aten.segment_reduce.default, x(3, 6, 2), "sum", lengths=lengths, axis=1)
+
+
 def _search() -> Iterator[Sample]:
     edges = torch.tensor([-2.0, -0.5, 0.0, 0.0, 1.0], dtype=torch.float64)
     values = x(4, 3)
@@ -133,5 +156,5 @@ def _search() -> Iterator[Sample]:
 
 def index_samples() -> list[Sample]:
     """All samples of operators that read and write by index."""
-    parts = (_reads, _scatters, _rows, _puts, _masks, _search)
+    parts = (_reads, _scatters, _rows, _puts, _masks, _bags, _search)
     return [sample for part in parts for sample in part()]

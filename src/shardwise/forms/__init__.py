@@ -1,7 +1,9 @@
 """Distributed forms: a few lines over DTensors that move statistics, or only what changes owner."""
 
 from . import (
+    bags,
     batches,
+    composites,
     counting,
     groups,
     indexing,
@@ -19,7 +21,9 @@ from . import (
 )
 
 __all__ = [
+    "bags",
     "batches",
+    "composites",
     "counting",
     "groups",
     "indexing",

@@ -11,9 +11,9 @@ import torch
 from ..build import register_form
 from ..geometry import contiguous_stride, flat_index
 from ..placement import Partial, Placement, Replicate, Shard
-from ..ragged import as_dtensor, joined, laid, requested, settled
+from ..ragged import as_dtensor, joined, laid, requested, settled, whole
 from ..replicated import fallback_form, mesh_of
-from ..spec import DTensorSpec, TensorMeta, default_placements
+from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
 
 __all__ = ["bincount", "histc", "histogram", "repeat_interleave", "unique"]
@@ -31,15 +31,6 @@ def _summed(x: Any, count: Callable[..., torch.Tensor], *others: Any) -> Any:
     first = parts[0]
     meta = TensorMeta(tuple(first.shape), first.stride(), first.dtype)
     return wrap(DTensorSpec(spec.topology, places, meta), tuple(parts))
-
-
-def _whole(op: object, x: Any) -> torch.Tensor:
-    """A DTensor as a plain tensor, the same on every rank."""
-    spec = x._spec
-    local: torch.Tensor = laid(
-        op, x, spec.with_placements(default_placements(spec.topology))
-    )._locals[0]
-    return local
 
 
 # --- bincount ----------------------------------------------------------------------------------
@@ -123,7 +114,7 @@ def histogram_of_bins(
     op = aten.histogram.bins_tensor
     mesh = mesh_of(op, [x, bins, weight])
     x, weights = _weighed(op, as_dtensor(x, mesh), weight)
-    edges = _whole(op, as_dtensor(bins, mesh)).clone()
+    edges = whole(op, as_dtensor(bins, mesh)).clone()
     return _histogram(x, weights, edges, partial(op, bins=edges), density)
 
 
@@ -187,7 +178,7 @@ def histogramdd_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool 
     if _splits_points(x):
         return fallback_form(op)(x, bins, weight=weight, density=density)
     x, weights = _weighed(op, x, weight)
-    edges = [_whole(op, as_dtensor(each, mesh)) for each in bins]
+    edges = [whole(op, as_dtensor(each, mesh)) for each in bins]
     counts = _summed(x, lambda part, own=None: op(part, edges, weight=own), *weights)
     return _density(counts, edges) if density else counts
 
@@ -217,8 +208,8 @@ def unique(
     rest = [] if dim is None else [size for d, size in enumerate(x.shape) if d != cut]
     rows = joined(op, mesh, places, [f[0].movedim(cut, 0).contiguous() for f in found], rest)
     sizes = rows._spec.dim_cuts[0]
-    counts = _whole(op, joined(op, mesh, places, [f[2] for f in found], cuts=sizes))
-    values, where, _ = run(_whole(op, rows).movedim(0, cut))
+    counts = whole(op, joined(op, mesh, places, [f[2] for f in found], cuts=sizes))
+    values, where, _ = run(whole(op, rows).movedim(0, cut))
     total = torch.zeros(values.shape[cut], dtype=counts.dtype, device=counts.device)
     total.index_add_(0, where, counts)
     inverse = None

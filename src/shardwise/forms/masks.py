@@ -14,7 +14,7 @@ from ..geometry import Cuts, contiguous_stride
 from ..mesh import Topology
 from ..placement import Placement, Replicate, Shard
 from ..plans import wrote
-from ..ragged import as_dtensor, counted, joined, laid, requested, settled
+from ..ragged import as_dtensor, counted, joined, laid, requested, settled, whole
 from ..replicated import mesh_of
 from ..rules.indexing import has_mask
 from ..spec import DTensorSpec
@@ -53,8 +53,7 @@ def nonzero(x: Any) -> Any:
     steps = torch.tensor(contiguous_stride(x.shape), device=x.device)
     places = [Shard(0) if place.is_shard() else place for place in spec.placements]
     flat = joined(op, mesh, places, [(part * steps).sum(1) for part in found])
-    whole = laid(op, flat, flat._spec.with_placements([Replicate()] * mesh.ndim))._locals[0]
-    ordered = whole.sort().values
+    ordered = whole(op, flat).sort().values
     columns = torch.stack([ordered // s % n for s, n in zip(steps, x.shape, strict=True)])
     return as_dtensor(columns.t(), mesh)  # as on one device, one column after another
 
@@ -119,7 +118,7 @@ def _aligned(op: object, mesh: Topology, x: Any, mask: Any) -> _Aligned | None:
     axes = spec.dim_axes[0] or own.dim_axes[0]
     if not axes or any(spec.dim_axes[1 : mask.ndim]):
         return None
-    whole = [None] * (mask.ndim - 1)
+    rest = [None] * (mask.ndim - 1)
     if not spec.dim_axes[0]:
         if any(own.dim_axes[1:]) or any(not spec.placements[axis].is_replicate() for axis in axes):
             return None
@@ -127,7 +126,7 @@ def _aligned(op: object, mesh: Topology, x: Any, mask: Any) -> _Aligned | None:
         cuts = [own.dim_cuts[0], *(spec.cuts or (None,) * x.ndim)[1:]]
         x = laid(op, x, spec.with_placements(places, cuts))
     places = [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)]
-    mask = laid(op, mask, own.with_placements(places, [x._spec.dim_cuts[0], *whole]))
+    mask = laid(op, mask, own.with_placements(places, [x._spec.dim_cuts[0], *rest]))
     return _Aligned(x, mask, axes)
 
 

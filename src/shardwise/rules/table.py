@@ -11,6 +11,7 @@ import torch
 
 from . import (
     attention,
+    bags,
     creation,
     images,
     indexing,
@@ -86,7 +87,7 @@ TABLE: dict[str, Family] = {
             "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
             "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
             "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
-            "logit_backward isin.Tensor_Scalar masked_fill.Tensor complex polar"
+            "logit_backward isin.Tensor_Scalar masked_fill complex polar"
         ),
         pointwise,
     ),
@@ -205,6 +206,11 @@ TABLE: dict[str, Family] = {
     **dict.fromkeys(_names("index_add index_copy index_fill index_reduce"), scattering.index_write),
     **dict.fromkeys(_names("index_put _unsafe_index_put _index_put_impl"), scattering.index_put),
     "put": scattering.put,
+    "_embedding_bag_dense_backward": bags.bag_backward,
+    "_embedding_bag_per_sample_weights_backward": bags.bag_weights_backward,
+    "embedding_renorm": bags.renorm,
+    "segment_reduce": bags.segment,
+    "_segment_reduce_backward": bags.segment_backward,
     "bucketize.Tensor": notation("..., b -> ..."),
     "searchsorted": searching.searchsorted,
     "isin": searching.isin,

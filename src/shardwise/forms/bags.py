@@ -1,0 +1,172 @@
+"""embedding_bag: sums, means and largest elements of the rows of a table."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..build import register_form
+from ..errors import LayoutError
+from ..placement import Partial, Placement, Replicate
+from ..ragged import as_dtensor, laid, settled, whole
+from ..replicated import mesh_of
+from ..rules.indexing import within
+from ..spec import DTensorSpec, TensorMeta
+from ..wrapper import wrap
+
+__all__ = ["backward", "embedding_bag", "weights_backward"]
+
+aten = torch.ops.aten
+_SUM, _MEAN, _MAX = 0, 1, 2
+
+
+def embedding_bag(
+    op: Any,
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Any, Any, Any, Any]:
+    """Columns are free; where the rows are sharded each rank adds up those in its box.
+
+    Largest elements need the rows whole, because each comes with the index of its row.
+    """
+    mesh = mesh_of(op, [weight, indices, offsets, per_sample_weights])
+    weight, *others = (
+        None if t is None else settled(op, as_dtensor(t, mesh))
+        for t in (weight, indices, offsets, per_sample_weights)
+    )
+    indices, offsets, own = (None if t is None else whole(op, t) for t in others)
+    spec = weight._spec
+    options = (scale_grad_by_freq, mode, sparse, own, include_last_offset, padding_idx)
+    if spec.dim_axes[0] and mode == _MAX:
+        places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
+        cuts = None if spec.cuts is None else (None, spec.cuts[1])
+        weight = laid(op, weight, spec.with_placements(places, cuts))
+        spec = weight._spec
+    if not spec.dim_axes[0]:
+        parts = [op(part, indices, offsets, *options) for part in weight._locals]
+        rest = parts[0][1:]
+        columns = [spec, spec] if mode == _MAX else [spec]
+        made = [
+            _laid_out(like, [part[at] for part in parts])
+            for at, like in zip((0, 3), columns, strict=False)
+        ]
+        last = made[1] if mode == _MAX else as_dtensor(rest[2], mesh)
+        return made[0], as_dtensor(rest[0], mesh), as_dtensor(rest[1], mesh), last
+    # What else is returned does not depend on the values of the table.
+    table = weight._locals[0].new_zeros(1, 1).expand(weight.shape[0], 1)
+    rest = op(table, indices, offsets, *options)[1:]
+    parts = []
+    for coord, part in zip(spec.slots, weight._locals, strict=True):
+        piece = spec.box(coord)[0]
+        total = _sums(part, piece, weight.shape[0], indices, offsets, own, options[4:])
+        parts.append(total / rest[1].clamp(min=1).unsqueeze(1) if mode == _MEAN else total)
+    return _laid_out(spec, parts), *(as_dtensor(each, mesh) for each in rest)
+
+
+def _laid_out(spec: DTensorSpec, parts: list[torch.Tensor]) -> Any:
+    """What each rank has of the bags: the columns of its table, and a part of the sum over rows."""
+    places: list[Placement] = [Partial() if p.is_shard(0) else p for p in spec.placements]
+    shape = (parts[0].shape[0], spec.meta.shape[1])
+    meta = TensorMeta(shape, (shape[1], 1), parts[0].dtype)
+    cuts = None if spec.cuts is None else (None, spec.cuts[1])
+    return wrap(DTensorSpec(spec.topology, places, meta, cuts=cuts), tuple(parts))
+
+
+def _sums(
+    part: torch.Tensor,
+    piece: tuple[int, int],
+    rows: int,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    rest: tuple[Any, ...],
+) -> torch.Tensor:
+    """The sum over the rows of each bag that are in `piece`."""
+    include_last, padding = rest
+    place, here = within(indices, piece, rows)
+    if padding >= 0:
+        here &= indices != padding
+    bags = offsets.shape[0] - bool(include_last)
+    if not here.any():
+        return part.new_zeros(bags, part.shape[1])
+    before = torch.cat([here.new_zeros(1, dtype=torch.int64), here.cumsum(0)])
+    starts = before[offsets.long()].to(offsets.dtype)
+    own = None if weights is None else weights[here]
+    made: torch.Tensor = aten._embedding_bag_forward_only.default(
+        part, place[here], starts, False, _SUM, False, own, include_last, -1
+    )[0]
+    return made
+
+
+for _name in ("_embedding_bag", "_embedding_bag_forward_only"):
+    register_form(_name, always=True)(partial(embedding_bag, getattr(aten, _name).default))
+
+
+def _bags_of(indices: Any, offsets: Any, known: Any) -> Any:
+    """The bag of each index, which the kernel that adds up quickly does not tell."""
+    if known.numel() == indices.numel():
+        return known
+    every = torch.arange(indices.numel(), dtype=offsets.dtype, device=indices.device)
+    return (torch.searchsorted(offsets, every, right=True) - 1).to(indices.dtype)
+
+
+@register_form("_embedding_bag_backward", always=True)
+def backward(
+    grad: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    bag_size: Any,
+    maximum_indices: Any,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Any,
+    padding_idx: int = -1,
+) -> Any:
+    """The dense gradient of the table."""
+    if sparse:
+        raise LayoutError(
+            "the gradient of embedding_bag(..., sparse=True) would be a sparse tensor, and a "
+            "DTensor is dense. Use sparse=False."
+        )
+    offset2bag = _bags_of(indices, offsets, offset2bag)
+    return aten._embedding_bag_dense_backward.default(
+        grad,
+        indices,
+        offset2bag,
+        bag_size,
+        maximum_indices,
+        num_weights,
+        scale_grad_by_freq,
+        mode,
+        per_sample_weights,
+        padding_idx,
+    )
+
+
+@register_form("_embedding_bag_per_sample_weights_backward")
+def weights_backward(
+    grad: Any,
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    mode: int,
+    padding_idx: int = -1,
+) -> Any:
+    """The products of rows and gradients, added up over the columns."""
+    rows = aten.index_select.default(weight, 0, indices)
+    bags = _bags_of(indices, offsets, offset2bag)
+    own = (rows * aten.index_select.default(grad, 0, bags)).sum(1)
+    return own if padding_idx < 0 else own.masked_fill(indices == padding_idx, 0)
