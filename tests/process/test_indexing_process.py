@@ -1,0 +1,71 @@
+"""Reading and writing by index and mask, and counting, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shardwise
+from shardwise import CommDebugMode, Shard, distribute_tensor, init_device_mesh
+
+from .. import test_counting, test_indexing
+from ..compare import check, numbers
+from .harness import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+
+def by_index() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for cases in (test_indexing.READS, test_indexing.WRITES, test_indexing.BAGS):
+        for name, (f, *inputs) in cases.items():
+            if "reduce" not in name:
+                check(f, *inputs, mesh=mesh, limit=1, mixed=False)
+    for f, *inputs in test_indexing.IN_PLACE.values():
+        check(f, *inputs, mesh=mesh, limit=1, mixed=False)
+
+
+def test_by_index(processes: Pools) -> None:
+    processes(4).run(by_index, timeout=120)
+
+
+def counting() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for f, *inputs in test_counting.CASES.values():
+        check(f, *inputs, mesh=mesh, limit=2, grad=False)
+
+
+def test_counting_of_shards(processes: Pools) -> None:
+    processes(4).run(counting, timeout=120)
+
+
+def ragged() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    whole = numbers(64, 3)
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    with shardwise.ragged_results(), CommDebugMode() as comm:
+        got = x[x[:, 0] > 0]
+    assert got.placements == (Shard(0),) and sum(comm.bytes.values()) <= 4 * 8
+    assert torch.equal(got.full_tensor(), whole[whole[:, 0] > 0])
+
+
+def test_ragged_results(processes: Pools) -> None:
+    processes(4).run(ragged, timeout=60)
+
+
+def out_of_range() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(numbers(6, 2), mesh, [Shard(0)])
+    with pytest.raises(IndexError):
+        x[torch.tensor([0, 6])]
+    # An index that only one rank sees raises there, and where the others next wait for it.
+    i = distribute_tensor(torch.tensor([0, 1, 2, 9]), mesh, [Shard(0)])
+    whole = distribute_tensor(numbers(6, 2), mesh)
+    with pytest.raises((IndexError, RuntimeError)):
+        whole[i].sum().item()
+
+
+def test_an_index_out_of_range_raises_on_every_rank(processes: Pools) -> None:
+    processes(2).run(out_of_range, timeout=60)
