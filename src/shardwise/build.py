@@ -191,7 +191,7 @@ def _build(
     if home is not None:
         return FormPlan(_bringing_numbers(op, home))
     if torch.Tag.inplace_view in op.tags:
-        return FormPlan(reshape_form(op))
+        return FormPlan(reshape_form(op) if entry.form is None else entry.form.run)
     if entry.copies:
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:

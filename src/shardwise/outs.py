@@ -58,14 +58,12 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
     return run
 
 
-_NO_VIEW = ("aten::resize_", "aten::resize_as_", "aten::set_")
-
-
 def reshape_form(op: OpOverload) -> Callable[..., Any]:
     """A view in place: the tensor becomes the view of itself."""
-    if op._schema.name in _NO_VIEW or not op._schema.name.endswith("_"):
+    if op._schema.name == "aten::set_":
         raise LayoutError(
-            f"{op}: a DTensor cannot be given other memory. Make a new tensor instead."
+            f"{op}: a DTensor has no storage of its own to exchange. Use set_(tensor), or make a "
+            "new tensor."
         )
     view_op = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"))
 

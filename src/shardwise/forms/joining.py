@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..windows import fetch, fetch_all
 from ..wrapper import Wrapper, wrap
 from .shards import metas, placed, relaid, shard_of
 
-__all__ = ["cat", "flip", "repeat", "roll"]
+__all__ = ["cat", "chunk_cat", "flip", "repeat", "roll"]
 
 aten = torch.ops.aten
 
@@ -210,3 +211,17 @@ def _reduced_into(op: Any, x: Any, out: DTensorSpec) -> Any:
             if isinstance(there, Shard):
                 cuts[there.dim] = None
     return relaid(op, x, spec.with_placements(places, cuts))
+
+
+@register_form("_chunk_cat")
+def chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
+    """Chunks of every tensor side by side; a dim that falls short is filled up with zeros."""
+    parts = []
+    for x in tensors:
+        at = dim % x.ndim
+        lead, size, rest = x.shape[:at], x.shape[at], x.shape[at + 1 :]
+        each = -(-size // num_chunks)
+        if each * num_chunks > size:
+            x = torch.cat([x, x.new_zeros((*lead, each * num_chunks - size, *rest))], at)
+        parts.append(x.reshape(*lead, num_chunks, each * prod(rest)))
+    return torch.cat(parts, dim % tensors[0].ndim + 1)

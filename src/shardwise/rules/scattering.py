@@ -249,7 +249,7 @@ def _put(args: tuple[Any, ...], site: Site) -> list[Any] | None:
     if tuple(x.shape) == tuple(shape):
         return list(args)
     address, here = local_address(index, site)
-    here = here.view(-1)
+    here = here.reshape(-1)
     if not here.any():
         return None
-    return [x, address.view(-1)[here], source.reshape(-1)[here], *rest]
+    return [x, address.reshape(-1)[here], source.reshape(-1)[here], *rest]

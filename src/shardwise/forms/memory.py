@@ -1,0 +1,173 @@
+"""Operators that go by memory: `as_strided`, and those that give a tensor another size in place.
+
+A DTensor has the strides of one device, but no memory in one piece. So addresses are turned into
+places of the tensor, on every rank alike, and the places are taken or put by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from ..build import register_form
+from ..errors import LayoutError
+from ..geometry import is_dense
+from ..placement import Replicate, Shard
+from ..redistribute import in_order
+from ..replicated import laid_out
+from ..spec import TensorMeta
+from ..wrapper import Wrapper, wrap
+from .shards import relaid
+
+__all__ = [
+    "as_strided",
+    "as_strided_copy",
+    "as_strided_in_place",
+    "as_strided_scatter",
+    "resize",
+    "resize_as",
+    "set_empty",
+    "set_to",
+]
+
+aten = torch.ops.aten
+
+
+@lru_cache(maxsize=256)
+def _places(
+    meta: TensorMeta, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor | None:
+    """For each element of a strided view its place in the tensor; None if it has no such place."""
+    shape, steps, _ = meta
+    if not prod(size):
+        return torch.empty(size, dtype=torch.int64)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if not prod(shape) or offset < 0:
+        return None
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    memory = torch.full((max(span, last + 1),), -1)
+    memory.as_strided(shape, steps).copy_(torch.arange(prod(shape)).view(shape))
+    found = memory.as_strided(size, stride, offset).contiguous()
+    return None if bool((found < 0).any()) else found
+
+
+def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: Any) -> Any:
+    part = offset is not None and x._is_view() and x._base.numel() != x.numel()
+    found = None if part else _places(x._spec.meta, tuple(size), tuple(stride), offset or 0)
+    if found is None:
+        raise LayoutError(
+            f"{op}: size {list(size)}, stride {list(stride)}, storage_offset {offset} of "
+            f"{x._spec!r}: a DTensor knows only the memory of its own elements, counted from its "
+            "first one. "
+            "Go by strides in the tensor that has the memory, or use slices."
+        )
+    return found
+
+
+@register_form("as_strided")
+def as_strided(
+    x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
+) -> Any:
+    """The places are taken by index, so that each rank picks what it has of them."""
+    op = aten.as_strided.default
+    made = aten.take.default(x, _found(op, x, size, stride, storage_offset))
+    meta = made._spec.meta._replace(stride=tuple(stride))
+    return wrap(made._spec.with_meta(meta), in_order(made._locals, stride))
+
+
+@register_form("as_strided_copy")
+def as_strided_copy(
+    x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
+) -> Any:
+    """As `as_strided`, dense in memory."""
+    found = _found(aten.as_strided_copy.default, x, size, stride, storage_offset)
+    return aten.take.default(x, found)
+
+
+@register_form("as_strided_scatter")
+def as_strided_scatter(
+    x: Any, src: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
+) -> Any:
+    """The places are put by index."""
+    if not isinstance(x, Wrapper):
+        x = laid_out(x, src._spec.topology)
+    found = _found(aten.as_strided_scatter.default, x, size, stride, storage_offset)
+    return aten.put.default(x, found, src)
+
+
+# --- other sizes in place ------------------------------------------------------------------------
+
+
+def _become(op: Any, target: Any, made: Any) -> Any:
+    """Let `target` be `made`, in the shards it had as far as there are such dims."""
+    places = [
+        Replicate() if isinstance(place, Shard) and place.dim >= made.ndim else place
+        for place in target.placements
+    ]
+    target.data = relaid(op, made, made._spec.with_placements(places))
+    return target
+
+
+@register_form("as_strided_", always=True)
+def as_strided_in_place(
+    x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
+) -> Any:
+    """The tensor has other elements of its memory; those it leaves out are gone."""
+    return _become(aten.as_strided_.default, x, as_strided(x, size, stride, storage_offset))
+
+
+@register_form("resize_", always=True)
+def resize(x: Any, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Any:
+    """The elements stay in the order of memory; those that are new have no value."""
+    op = aten.resize_.default
+    size = tuple(size)
+    if size == tuple(x.shape) and memory_format is None:
+        return x
+    if x._is_view() or not is_dense(x.shape, x.stride()):
+        raise LayoutError(
+            f"{op}: {x._spec!r} is a view, and its base would not see the new elements. Resize the "
+            "base, or make a new tensor."
+        )
+    flat = x.permute(_order(x.stride())).reshape(-1)
+    count, have = prod(size), x.numel()
+    if count > have:
+        flat = torch.cat([flat, flat.new_empty(count - have)])
+    stride = torch.empty(size, device="meta").to(memory_format=memory_format).stride()
+    order = _order(stride)
+    made = flat[:count].reshape([size[dim] for dim in order])
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return _become(op, x, made.permute(back).clone())
+
+
+def _order(stride: Sequence[int]) -> list[int]:
+    return sorted(range(len(stride)), key=lambda dim: -stride[dim])
+
+
+@register_form("resize_as_", always=True)
+def resize_as(x: Any, template: Any, *, memory_format: torch.memory_format | None = None) -> Any:
+    """The size of another tensor."""
+    if not isinstance(x, Wrapper):
+        return x.resize_(template.shape, memory_format=memory_format)
+    return resize(x, template.shape, memory_format=memory_format)
+
+
+@register_form("set_.source_Tensor", always=True)
+def set_to(x: Any, source: Any) -> Any:
+    """The tensor becomes an alias of another, in that one's layout."""
+    if not isinstance(x, Wrapper):
+        raise LayoutError(
+            f"set_: a plain tensor of shape {list(x.shape)} cannot become an alias of "
+            f"{source._spec!r}. Use full_tensor() of it, or a DTensor."
+        )
+    x.data = source if isinstance(source, Wrapper) else laid_out(source, x._spec.topology)
+    return x
+
+
+@register_form("set_.default", always=True)
+def set_empty(x: Any) -> Any:
+    """The tensor has no elements any more."""
+    return _become(aten.set_.default, x, x.new_empty(0))
