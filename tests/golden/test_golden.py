@@ -136,7 +136,8 @@ def _mistakes() -> dict[str, Callable[[], object]]:
             aten.linalg_eigvals, torch.ones(2, 2)
         ),
         "shapes that do not go together": lambda: a @ a,
-        "a resize in place": lambda: a.resize_(2, 2),
+        "a resize of a view": lambda: a[1:].resize_(2, 2),
+        "memory of others": lambda: a[1:].as_strided((2,), (1,), 0),
         "no tensor": lambda: DTensor.from_local([1], mesh, [S0, R]),  # type: ignore[arg-type]
     }
 
