@@ -64,14 +64,14 @@ OF_TWO: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", OF_ONE)
 def test_of_one_operand(name: str) -> None:
-    for shape in ((2,), (2, 3)):
-        check(OF_ONE[name], A, mesh=virtual(*shape), limit=5)
+    check(OF_ONE[name], A, mesh=virtual(2), limit=3)
+    check(OF_ONE[name], A, mesh=virtual(2, 3), limit=2)
 
 
 @pytest.mark.parametrize("name", OF_TWO)
 def test_of_two_operands(name: str) -> None:
-    for shape in ((2,), (2, 3)):
-        check(OF_TWO[name], A, B, mesh=virtual(*shape), limit=6)
+    check(OF_TWO[name], A, B, mesh=virtual(2), limit=4)
+    check(OF_TWO[name], A, B, mesh=virtual(2, 3), limit=2)
 
 
 @pytest.mark.parametrize("name", ["det", "inv", "qr", "svdvals", "eigh", "matrix_exp", "cholesky"])
@@ -137,8 +137,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_fourier_transforms(name: str) -> None:
     x = numbers(5, 3, 4)
-    for shape in ((2,), (2, 3)):
-        check(TRANSFORMS[name], x, mesh=virtual(*shape), limit=5, stride=True)
+    check(TRANSFORMS[name], x, mesh=virtual(2), limit=4)
+    check(TRANSFORMS[name], x, mesh=virtual(2, 3), limit=3)
 
 
 def test_a_transform_of_every_dim_exchanges_and_does_not_gather() -> None:

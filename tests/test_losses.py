@@ -110,11 +110,3 @@ def test_bce_with_weights_and_pos_weight() -> None:
 
     check(run, X, Y, WEIGHT, mesh=virtual(2))
     check(run, X, Y, WEIGHT, mesh=virtual(2, 2))
-
-
-def test_ctc_and_triplet_and_hinge() -> None:
-    check(
-        lambda a, b: F.triplet_margin_loss(a, b, a.detach().flip(0)), X, Y, mesh=virtual(2), limit=9
-    )
-    check(lambda a, b: F.cosine_embedding_loss(a, b, torch.ones(7)), X, Y, mesh=virtual(2), limit=9)
-    check(lambda x, t: F.multi_margin_loss(x, t), X, TARGET.clamp(min=0), mesh=virtual(2), limit=9)

@@ -63,7 +63,7 @@ def register_form(
 def _form_of(op: OpOverload) -> Form | None:
     namespace, name = op._schema.name.split("::")
     if namespace != "aten":  # an operator of the same name elsewhere is another operator
-        return None
+        return FORMS.get(f"{namespace}::{name}")
     found = _registered_form(name, op._overloadname)
     if found is None and name.endswith("_") and torch.Tag.inplace_view not in op.tags:
         found = _registered_form(name.removesuffix("_"), op._overloadname)

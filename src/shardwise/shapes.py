@@ -9,6 +9,8 @@ import torch
 
 from ._torch import fake_tensors
 
+aten = torch.ops.aten
+
 __all__ = ["OWN_SHAPES", "Unknown"]
 
 
@@ -116,6 +118,28 @@ def _fractional(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor
 
 _PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (2, 3)]
 
+
+def _like(place: int) -> Any:
+    """The shape of an argument, contiguous: as a gradient has it."""
+
+    def shape(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty_like(args[place], memory_format=torch.contiguous_format)
+
+    return shape
+
+
+def _margin(op: Any) -> Any:
+    """One row without a batch has one loss, a number, also where nothing is reduced."""
+
+    def shape(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = op(x, *args, **kwargs)
+        if x.ndim == 2:
+            return made
+        return (x.new_empty(()), *made[1:]) if isinstance(made, tuple) else x.new_empty(())
+
+    return shape
+
+
 OWN_SHAPES: dict[str, Any] = {
     "aten::convolution": _convolved(torch.ops.aten.convolution.default),
     "aten::convolution_backward": _convolved(torch.ops.aten.convolution_backward.default),
@@ -127,6 +151,12 @@ OWN_SHAPES: dict[str, Any] = {
     **{f"aten::{name}_backward": _formatted(f"{name}_backward", 1) for name in _PADS},
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
+    "aten::_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known
+    "aten::_ctc_loss_backward": _like(1),
+    "aten::multi_margin_loss": _margin(aten.multi_margin_loss.default),
+    "aten::multi_margin_loss_backward": _like(1),
+    "aten::multilabel_margin_loss_forward": _margin(aten.multilabel_margin_loss_forward.default),
+    "aten::multilabel_margin_loss_backward": _like(1),
     "aten::_fft_c2c": _c2c,
     "aten::_fft_r2c": _r2c,
     "aten::_fft_c2r": _c2r,

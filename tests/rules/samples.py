@@ -174,14 +174,17 @@ def _copied(value: Any, device: str) -> Any:
 
 
 def pointwise_ops() -> list[Any]:
-    """Every operator of ATen that is tagged pointwise, without `out=` forms and random ones."""
+    """Every operator of ATen that is tagged pointwise, or is a form in place of one, without `out=`
+    forms and random ones."""
     found = []
     for full in sorted(torch._C._dispatch_get_all_op_names()):
         if not full.startswith("aten::"):
             continue
         name, _, overload = full.removeprefix("aten::").partition(".")
         op = getattr(getattr(aten, name), overload or "default", None)
-        if op is None or torch.Tag.pointwise not in op.tags:
+        base = getattr(aten, name.removesuffix("_"), None)
+        tags = getattr(getattr(base, overload or "default", None), "tags", [])
+        if op is None or torch.Tag.pointwise not in (*op.tags, *tags):
             continue
         outs = any(argument.is_out for argument in op._schema.arguments)
         if not outs and torch.Tag.nondeterministic_seeded not in op.tags:
@@ -584,7 +587,8 @@ def _nll() -> Iterator[Sample]:
 
 def table_samples() -> list[Sample]:
     """All samples of operators in the table."""
-    from .matrix_samples import matrix_samples  # which is made of what is above
+    from .loss_samples import loss_samples  # which are made of what is above
+    from .matrix_samples import matrix_samples
 
     parts = (
         _matrix,
@@ -600,6 +604,7 @@ def table_samples() -> list[Sample]:
         _embedding,
         _losses,
         _nll,
+        loss_samples,
         matrix_samples,
     )
     from .spatial import spatial_samples  # it is made of what stands here

@@ -52,8 +52,7 @@ def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], op: str) ->
         call(parts[0], parts[1], out=result)
         for part in parts[2:]:
             call(result, part, out=result)
-        if op == "avg":
-            result.div_(len(parts))
+        finished(result, dtype, op, len(parts))
         return
     total = wide.clone()
     for part in parts[1:]:

@@ -16,6 +16,7 @@ from . import (
     images,
     indexing,
     linalg,
+    losses,
     nn,
     norms,
     scattering,
@@ -228,6 +229,19 @@ TABLE: dict[str, Family] = {
         ),
         nn.loss_backward,
     ),
+    **dict.fromkeys(
+        _names(
+            "multi_margin_loss multi_margin_loss_backward "
+            "multilabel_margin_loss_forward multilabel_margin_loss_backward"
+        ),
+        losses.margin,
+    ),
+    **dict.fromkeys(_names("_ctc_loss.default _ctc_loss_backward.default"), losses.ctc),
+    "_trilinear": losses.trilinear,
+    "torch_nn::_linear_cross_entropy_batch_chunked": losses.linear_cross_entropy,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": notation(
+        "n _, _ _, n, _, _ -> n", reduce=None
+    ),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nn.nll_forward),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nn.nll_backward),
 }
@@ -244,7 +258,14 @@ def family_of(op: torch._ops.OpOverload) -> Family | None:
         found = TABLE.get(f"{base}.{_functional(op._overloadname)}") or TABLE.get(base)
         if found is not None:
             return found
-    return pointwise if torch.Tag.pointwise in op.tags else None
+    return pointwise if torch.Tag.pointwise in (*op.tags, *_functional_tags(op, name)) else None
+
+
+def _functional_tags(op: torch._ops.OpOverload, name: str) -> list[torch.Tag]:
+    """The tags of what an operator in place is a form of: PyTorch does not tag all of both."""
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    functional = getattr(packet, op._overloadname or "default", None)
+    return [] if functional is None else list(functional.tags)
 
 
 def _functional(overload: str) -> str:

@@ -1,0 +1,43 @@
+"""A sample of losses on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise import init_device_mesh
+
+from .. import test_every_loss as losses
+from ..compare import check
+from .harness import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+
+def sample() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name in ("multi_margin", "multilabel_margin", "triplet_margin", "cosine_embedding"):
+        loss, inputs = losses.LOSSES[name]
+        check(loss, *inputs, mesh=mesh, limit=2)
+
+    def ctc(p: Any, t: Any, i: Any, n: Any) -> Any:
+        return F.ctc_loss(p, t, i, n)
+
+    for targets in (losses.WORDS, losses.FLAT):
+        check(ctc, losses.LOG_PROBS, targets, losses.INPUTS, losses.LENGTHS, mesh=mesh, limit=2)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    check(
+        lambda x, m, t: F.linear_cross_entropy(x, m, t, options=options),
+        losses.X,
+        losses.MATRIX,
+        losses.TARGET,
+        mesh=mesh,
+        limit=2,
+    )
+
+
+def test_losses(processes: Pools) -> None:
+    processes(2).run(sample, timeout=120)
