@@ -51,7 +51,7 @@ def test_every_pair_is_exact(mesh_shape: tuple[int, ...], size: tuple[int, int])
         before = stored(src, scatter(src, full))
         for dst in specs:
             after = run_steps(plan(src, dst), before, src.stride)
-            assert_holds(dst, by_coord(dst, after), full, f"from {src}")
+            assert_holds(dst, by_coord(dst, after), full, src)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])

@@ -209,7 +209,7 @@ def test_models_cast_and_modes() -> None:
 
 def test_the_gradient_of_a_replicated_leaf_is_reduced_once() -> None:
     mesh = virtual(4)
-    x = distribute_tensor(numbers(64, 5), mesh, [Shard(0)])
+    x = distribute_tensor(numbers(4, 5), mesh, [Shard(0)])
     w = distribute_tensor(numbers(5, 3), mesh, [Replicate()]).requires_grad_()
     out = (x @ w).sum()
     with CommDebugMode() as seen:
@@ -220,7 +220,7 @@ def test_the_gradient_of_a_replicated_leaf_is_reduced_once() -> None:
 
 def test_the_gradient_of_a_sharded_leaf_is_scattered() -> None:
     mesh = virtual(4)
-    x = distribute_tensor(numbers(64, 5), mesh, [Shard(0)])
+    x = distribute_tensor(numbers(12, 5), mesh, [Shard(0)])
     w = distribute_tensor(numbers(8, 5), mesh, [Shard(0)]).requires_grad_()
     out = (x @ w.redistribute(placements=[Replicate()]).t()).sum()
     with CommDebugMode() as seen:
@@ -230,7 +230,7 @@ def test_the_gradient_of_a_sharded_leaf_is_scattered() -> None:
 
 
 def test_a_leaf_used_twice_is_reduced_once() -> None:
-    mesh, a, b = virtual(2), numbers(64, 4), numbers(4, 4)
+    mesh, a, b = virtual(2), numbers(6, 4), numbers(4, 4)
     plain = b.clone().requires_grad_()
     ((a @ plain) @ plain).sum().backward()
     x = distribute_tensor(a, mesh, [Shard(0)])
@@ -243,7 +243,7 @@ def test_a_leaf_used_twice_is_reduced_once() -> None:
 
 
 def test_partial_gradients_accumulate_without_communication() -> None:
-    mesh, a, b = virtual(2), numbers(64, 4), numbers(4, 4)
+    mesh, a, b = virtual(2), numbers(6, 4), numbers(4, 4)
     plain = b.clone().requires_grad_()
     x = distribute_tensor(a, mesh, [Shard(0)])
     w = distribute_tensor(b, mesh, [Replicate()]).requires_grad_()

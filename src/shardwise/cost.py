@@ -116,9 +116,16 @@ def move_cost(src: Placement, dst: Placement, count: int, nbytes: int, link: Lin
     return link.price((count - 1) * nbytes)
 
 
-def debt(count: int, nbytes: int, link: Link = DEFAULT) -> int:
-    """What results that are left partial, of `nbytes` together, will cost whoever needs them."""
-    return link.price((count - 1) * nbytes // count)
+def debt(partial: bool, count: int, nbytes: int, link: Link = DEFAULT) -> int:
+    """What results that are left partial, or sharded, will cost whoever needs them whole.
+
+    `nbytes` are those of all of them together. A pending sum is often added to others before it is
+    reduced, so it owes half a start.
+    """
+    if not nbytes:
+        return 0
+    whole = link.price((count - 1) * nbytes // count)
+    return whole - link.price(0) // 2 if partial else whole
 
 
 def recut_cost(count: int, nbytes: int, link: Link = DEFAULT) -> int:

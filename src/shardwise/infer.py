@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,6 +16,35 @@ __all__ = ["Unknown", "infer"]
 
 Structure = int | None | tuple[int | Fixed | None, ...]
 
+
+# Where PyTorch's meta kernels and those of its devices disagree, the devices are right.
+_CONTIGUOUS = frozenset(
+    (
+        "pow.Scalar",
+        "float_power.Scalar",
+        "isin.Tensor_Tensor",
+        "isin.Tensor_Scalar",
+        "isin.Scalar_Tensor",
+        "any.dims",
+        "all.dims",
+        "_log_softmax_backward_data.default",
+        "native_layer_norm_backward.default",
+    )
+)
+"""Operators whose results are contiguous, though meta kernels keep the operand's order of dims."""
+_ITERATED = frozenset(
+    (
+        "copysign.Tensor",
+        "div.Tensor_mode",
+        "logit_backward.default",
+        "native_dropout_backward.default",
+        "special_xlog1py.default",
+        "xlogy.Tensor",
+    )
+)
+"""Operators whose results have their dims in the order that all operands together give."""
+_STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
+"""Operators whose meta kernels refuse calls that the others take."""
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -40,16 +70,40 @@ def infer(
     given, named = filled(args, kwargs, metas)
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
-    if op._schema.name == "aten::nansum" and len(given) > 1 and given[1] == []:
-        given[1] = None  # PyTorch's meta kernel takes no dims for none; its others take all
+    name = op._schema.name.removeprefix("aten::")
+    if name == "nansum" and len(given) > 1 and given[1] == []:
+        given[1] = None  # the meta kernel takes no dims for none; the others take all
+    if name.endswith("_loss_backward") and not given[1].numel():
+        given[3] = 0  # means divide by the number of elements; the result is as large without
+    if name == "linalg_vector_norm" and len(given) > 1 and not given[0].numel():
+        given[1] = 2  # the meta kernel refuses other norms even where there are none to take
     try:
         made = (own or op)(*given, **named)
     except (NotImplementedError, ZeroDivisionError) as error:  # losses divide by numel()
         raise Unknown from error
-    found, structure = _listed(made)
+    except RuntimeError as error:
+        if name in _STRICT:
+            raise Unknown from error
+        raise
+    found, structure = _listed(_as_on_devices(op, given, made))
     if op._schema.name in _NORMS and args[0].device.type == "cpu":
         _as_on_cpu(found, specs)
     return found, structure
+
+
+def _as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
+    """The results with the strides and dtypes that they have on a device."""
+    name = str(op).removeprefix("aten.")
+    if name in _CONTIGUOUS:
+        several = made if isinstance(made, tuple) else (made,)
+        plain = [None if t is None else torch.empty_like(t).contiguous() for t in several]
+        return tuple(plain) if isinstance(made, tuple) else plain[0]
+    if name in _ITERATED:
+        tensors = [t.real if t.is_complex() else t for t in given if isinstance(t, torch.Tensor)]
+        return reduce(torch.add, tensors).to(made.dtype)
+    if name == "threshold_backward.default":
+        return made.to(torch.result_type(given[0], given[1]))
+    return made
 
 
 _NORMS = ("aten::native_layer_norm", "aten::native_group_norm")

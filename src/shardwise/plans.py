@@ -73,9 +73,12 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         memo = tensor._memo = {}
     found = memo.get(spec)
     if found is None or found[0] != now:
-        found = memo[spec] = (now, relaid(src, spec, tensor._locals))
-    local: Locals = found[1]
-    return local
+        known = (s for s, (seen, _) in memo.items() if seen == now and not s.sums)
+        reduced = next(known, None)  # from what is reduced already nothing is summed again
+        base, local = (src, tensor._locals) if reduced is None else (reduced, memo[reduced][1])
+        found = memo[spec] = (now, relaid(base, spec, local))
+    done: Locals = found[1]
+    return done
 
 
 def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:

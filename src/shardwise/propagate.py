@@ -155,7 +155,12 @@ class _Choice:
         return leader.axes != spec.dim_axes[place.dim] or leader.cuts == mine
 
     def _price(self, axis: int, count: int, row: Row) -> int:
-        """What a row costs: moving the operands that do not fit, and reducing what it leaves."""
+        """What a row costs: moving the operands that do not fit, and undoing what it leaves.
+
+        A result that is left partial must be reduced, and one that is sharded must be gathered, if
+        no operand was so before: without this price a pending sum would be scattered for each of
+        its users instead of reduced once.
+        """
         link = self.specs[0].topology.links[axis]
         total = 0
         # Some rank gets more than its share of a dim that has not one place for each.
@@ -171,11 +176,13 @@ class _Choice:
                 total += recut_cost(count, nbytes, link)
             else:
                 total += move_cost(have, want, count, nbytes, link)
-        if not any(spec.placements[axis].is_partial() for spec in self.specs):
-            pairs = zip(row.outputs, self.results, strict=True)
-            pending = [nbytes for place, nbytes in pairs if place.is_partial()]
-            total += debt(count, sum(pending), link) if pending else 0
-        return total
+        held = [spec.placements[axis] for spec in self.specs]
+        owed = {True: 0, False: 0}
+        for place, nbytes in zip(row.outputs, self.results, strict=True):
+            same = any(have is place or (have.is_shard() and place.is_shard()) for have in held)
+            if not same and not place.is_replicate():
+                owed[place.is_partial()] += nbytes
+        return total + sum(debt(pending, count, nbytes, link) for pending, nbytes in owed.items())
 
 
 def _stored(meta: TensorMeta) -> int:

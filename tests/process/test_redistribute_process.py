@@ -85,10 +85,14 @@ def test_a_tenth_of_all_pairs(processes: Pools, ranks: Ranks) -> None:
     check(ranks, cases, processes(4).run(move, ranks, cases))
 
 
-def test_a_tenth_of_all_pairs_on_three_axes(processes: Pools) -> None:
-    ranks = [[[0, 1], [2, 3]]]
+THREE_AXES = [[[[0, 1], [2, 3]]], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]]
+
+
+@pytest.mark.parametrize("ranks", THREE_AXES, ids=["(1, 2, 2)", "(2, 2, 2)"])
+def test_a_tenth_of_all_pairs_on_three_axes(processes: Pools, ranks: Ranks) -> None:
     cases = sampled(3, seed=21)
-    check(ranks, cases, processes(4).run(move, ranks, cases, timeout=240))
+    world = torch.tensor(ranks).numel()
+    check(ranks, cases, processes(world).run(move, ranks, cases, timeout=240))
 
 
 @pytest.mark.parametrize("ranks", [[3, 1, 0, 2], [[2, 0], [3, 1]]], ids=str)
