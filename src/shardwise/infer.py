@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
 
 from .plans import Fixed, filled
-from .shapes import OWN_SHAPES, Unknown
+from .shapes import OWN_SHAPES, STRICT, Unknown, as_on_devices
 from .spec import DTensorSpec, TensorMeta
 
 __all__ = ["Unknown", "infer"]
 
 Structure = int | None | tuple[int | Fixed | None, ...]
 
-
-# Where PyTorch's meta kernels and those of its devices disagree, the devices are right.
-_CONTIGUOUS = frozenset(
-    (
-        "pow.Scalar",
-        "float_power.Scalar",
-        "isin.Tensor_Tensor",
-        "isin.Tensor_Scalar",
-        "isin.Scalar_Tensor",
-        "any.dims",
-        "all.dims",
-        "_log_softmax_backward_data.default",
-        "native_layer_norm_backward.default",
-    )
-)
-"""Operators whose results are contiguous, though meta kernels keep the operand's order of dims."""
-_ITERATED = frozenset(
-    (
-        "copysign.Tensor",
-        "div.Tensor_mode",
-        "logit_backward.default",
-        "native_dropout_backward.default",
-        "special_xlog1py.default",
-        "xlogy.Tensor",
-    )
-)
-"""Operators whose results have their dims in the order that all operands together give."""
-_STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
-"""Operators whose meta kernels refuse calls that the others take."""
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -82,28 +52,13 @@ def infer(
     except (NotImplementedError, ZeroDivisionError) as error:  # losses divide by numel()
         raise Unknown from error
     except RuntimeError as error:
-        if name in _STRICT:
+        if name in STRICT:
             raise Unknown from error
         raise
-    found, structure = _listed(_as_on_devices(op, given, made))
+    found, structure = _listed(as_on_devices(op, given, made))
     if op._schema.name in _NORMS and args[0].device.type == "cpu":
         _as_on_cpu(found, specs)
     return found, structure
-
-
-def _as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
-    """The results with the strides and dtypes that they have on a device."""
-    name = str(op).removeprefix("aten.")
-    if name in _CONTIGUOUS:
-        several = made if isinstance(made, tuple) else (made,)
-        plain = [None if t is None else torch.empty_like(t).contiguous() for t in several]
-        return tuple(plain) if isinstance(made, tuple) else plain[0]
-    if name in _ITERATED:
-        tensors = [t.real if t.is_complex() else t for t in given if isinstance(t, torch.Tensor)]
-        return reduce(torch.add, tensors).to(made.dtype)
-    if name == "threshold_backward.default":
-        return made.to(torch.result_type(given[0], given[1]))
-    return made
 
 
 _NORMS = ("aten::native_layer_norm", "aten::native_group_norm")

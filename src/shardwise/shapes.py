@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ._torch import fake_tensors
 
 aten = torch.ops.aten
 
-__all__ = ["OWN_SHAPES", "Unknown"]
+__all__ = ["OWN_SHAPES", "STRICT", "Unknown", "as_on_devices"]
 
 
 class Unknown(Exception):
@@ -22,6 +23,18 @@ def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(a.mT, memory_format=torch.contiguous_format).mT, a.new_empty(
         (*a.shape[:-2], min(a.shape[-2:]))
     )
+
+
+def _svd(
+    a: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    u, s, vh = torch.ops.aten._linalg_svd(a, full_matrices, compute_uv, **options)
+    return u, s, vh.mT.contiguous().mT if compute_uv else vh
+
+
+def _eig(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, vectors = torch.ops.aten.linalg_eig(a)
+    return values, vectors.mT.contiguous().mT
 
 
 def _lstsq(
@@ -141,6 +154,8 @@ def _margin(op: Any) -> Any:
 
 
 OWN_SHAPES: dict[str, Any] = {
+    "aten::_linalg_svd": _svd,
+    "aten::linalg_eig": _eig,
     "aten::convolution": _convolved(torch.ops.aten.convolution.default),
     "aten::convolution_backward": _convolved(torch.ops.aten.convolution_backward.default),
     "aten::fractional_max_pool3d_backward": _fractional,
@@ -163,3 +178,48 @@ OWN_SHAPES: dict[str, Any] = {
 }
 """Operators for which PyTorch has no meta kernel, or one with strides that
 are not those of its kernels."""
+
+
+# Where PyTorch's meta kernels and those of its devices disagree, the devices are right.
+_CONTIGUOUS = frozenset(
+    (
+        "pow.Scalar",
+        "float_power.Scalar",
+        "isin.Tensor_Tensor",
+        "isin.Tensor_Scalar",
+        "isin.Scalar_Tensor",
+        "any.dims",
+        "all.dims",
+        "_log_softmax_backward_data.default",
+        "native_layer_norm_backward.default",
+    )
+)
+"""Operators whose results are contiguous, though meta kernels keep the operand's order of dims."""
+_ITERATED = frozenset(
+    (
+        "copysign.Tensor",
+        "div.Tensor_mode",
+        "logit_backward.default",
+        "native_dropout_backward.default",
+        "special_xlog1py.default",
+        "xlogy.Tensor",
+    )
+)
+"""Operators whose results have their dims in the order that all operands together give."""
+STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
+"""Operators whose meta kernels refuse calls that the others take."""
+
+
+def as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
+    """The results with the strides and dtypes that they have on a device."""
+    name = str(op).removeprefix("aten.")
+    if name in _CONTIGUOUS:
+        several = made if isinstance(made, tuple) else (made,)
+        plain = [None if t is None else torch.empty_like(t).contiguous() for t in several]
+        return tuple(plain) if isinstance(made, tuple) else plain[0]
+    if name in _ITERATED:
+        tensors = [t.real if t.is_complex() else t for t in given if isinstance(t, torch.Tensor)]
+        return reduce(torch.add, tensors).to(made.dtype)
+    if name == "threshold_backward.default":
+        return made.to(torch.result_type(given[0], given[1]))
+    return made
