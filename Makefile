@@ -14,6 +14,7 @@ test: lint
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/dropout.py
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -25,6 +26,7 @@ verify: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/random_numbers.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

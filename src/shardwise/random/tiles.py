@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +37,8 @@ Key = bytes
 Draw = Callable[[torch.Tensor, torch.Generator], object]
 """Fills a contiguous tensor with numbers from a generator."""
 
-MOST = 8192
-"""Elements of a tile, at most: a new state costs about as much as drawing a quarter of this."""
+MOST = 16384
+"""Elements of a tile, at most: a new state costs as much as drawing about an eighth of this."""
 
 _WORDS = 624
 _AT_ONCE = 64
@@ -62,7 +63,7 @@ def tile_sides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The sides of a tile: every dim is halved in turn, so that shards of any dim meet few tiles.
 
     >>> tile_sides((2048, 2048)), tile_sides((5, 7)), tile_sides((3, 1000000))
-    ((64, 128), (5, 7), (1, 7813))
+    ((128, 128), (5, 7), (1, 15625))
     """
     counts = [1] * len(shape)
     sides = list(shape)
@@ -126,56 +127,65 @@ def draw_box(
     if not local.numel():
         return local
     sides = tile_sides(shape)
-    grid = [-(-size // side) for size, side in zip(shape, sides, strict=True)]
-    met = [
-        range(start // side, -(-stop // side))
-        for (start, stop), side in zip(box, sides, strict=True)
+    dims = [
+        _pieces(interval, size, side)
+        for interval, size, side in zip(box, shape, sides, strict=True)
     ]
-    places = list(product(*met))
-    tiles = [_flat(place, grid) for place in places]
+    met = list(product(*dims))
     space = torch.empty(prod(sides), dtype=local.dtype, device=local.device)
-    states = generators(local.device, key, stream, tiles)
-    for place, generator in zip(places, states, strict=True):
-        _draw_tile(local, box, shape, sides, place, space, draw, generator)
+    labels = [_flat_index([piece.tile for piece in pieces], shape, sides) for pieces in met]
+    states = generators(local.device, key, stream, labels)
+    for pieces, generator in zip(met, states, strict=True):
+        _draw_tile(local, pieces, space, draw, generator)
     return local
+
+
+class _Piece(NamedTuple):
+    """Along one dim: a tile that a box meets, where the two meet, and the size of the tile."""
+
+    tile: int
+    in_local: slice
+    in_tile: slice
+    size: int
+    is_whole: bool
+
+
+def _pieces(interval: tuple[int, int], size: int, side: int) -> list[_Piece]:
+    first, last = interval
+    pieces = []
+    for index in range(first // side, -(-last // side)):
+        start, stop = index * side, min((index + 1) * side, size)
+        low, high = max(start, first), min(stop, last)
+        inner, outer = slice(low - start, high - start), slice(low - first, high - first)
+        pieces.append(_Piece(index, outer, inner, stop - start, high - low == stop - start))
+    return pieces
+
+
+def _flat_index(place: Sequence[int], shape: Sequence[int], sides: Sequence[int]) -> int:
+    """The number of a tile, counted as in a contiguous tensor of tiles."""
+    index = 0
+    for at, size, side in zip(place, shape, sides, strict=True):
+        index = index * -(-size // side) + at
+    return index
 
 
 def _draw_tile(
     local: torch.Tensor,
-    box: Box,
-    shape: tuple[int, ...],
-    sides: tuple[int, ...],
-    place: tuple[int, ...],
+    pieces: Sequence[_Piece],
     space: torch.Tensor,
     draw: Draw,
     generator: torch.Generator,
 ) -> None:
-    target, sizes, kept = local, [], []
-    for dim, (index, side) in enumerate(zip(place, sides, strict=True)):
-        start = index * side
-        stop = min(start + side, shape[dim])
-        low, high = max(start, box[dim][0]), min(stop, box[dim][1])
-        sizes.append(stop - start)
-        kept.append((low - start, high - low))
-        if high - low != target.shape[dim]:
-            target = target.narrow(dim, low - box[dim][0], high - low)
-    if list(target.shape) == sizes and target.is_contiguous():
+    target = local[tuple([piece.in_local for piece in pieces])]
+    whole = all(piece.is_whole for piece in pieces)
+    if whole and target.is_contiguous():
         draw(target.view(-1), generator)
         return
+    sizes = [piece.size for piece in pieces]
     drawn = space[: prod(sizes)]
     draw(drawn, generator)
-    piece = drawn.view(sizes)
-    for dim, (low, size) in enumerate(kept):
-        if size != sizes[dim]:
-            piece = piece.narrow(dim, low, size)
-    target.copy_(piece)
-
-
-def _flat(place: Sequence[int], grid: Sequence[int]) -> int:
-    index = 0
-    for at, size in zip(place, grid, strict=True):
-        index = index * size + at
-    return index
+    tile = drawn.view(sizes)
+    target.copy_(tile if whole else tile[tuple([piece.in_tile for piece in pieces])])
 
 
 def draw_locals(spec: DTensorSpec, local: Locals, key: Key, draw: Draw, stream: int = 0) -> Locals:
