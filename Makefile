@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo lint verify bench clean
+.PHONY: test demo lint verify redistribute bench clean
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --ignore=tests/process
@@ -24,9 +24,14 @@ lint: $(READY)
 verify: $(READY)
 	$(BIN)/python -m verification --page docs/operators.md
 
+redistribute: $(READY)
+	$(BIN)/python -m pytest tests/test_redistribute_any.py --hypothesis-profile=thorough
+
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/random_numbers.py
+	$(BIN)/python benchmarks/redistribute.py
+	$(BIN)/python benchmarks/redistribute.py --time
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

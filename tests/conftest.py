@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import settings
 
+settings.register_profile("thorough", max_examples=20_000)  # make redistribute
 torch.set_num_threads(1)  # tensors are tiny, and test processes share the cores
 
 
