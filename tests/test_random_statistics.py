@@ -42,8 +42,9 @@ def assert_chi_square(counts: torch.Tensor, expected: torch.Tensor) -> None:
     if rest[1] >= 5:
         statistic += (rest[0] - rest[1]) ** 2 / rest[1]
         free += 1
-    far = (statistic - free) / sqrt(2 * free)
-    assert abs(far) < SIGMAS, f"chi-square {statistic:.1f} with {free} degrees of freedom"
+    above = torch.special.gammaincc(torch.tensor(free / 2.0).double(), statistic / 2)
+    assert above > 1e-6, f"chi-square {statistic:.1f} with {free} degrees of freedom"
+    assert free < 9 or above < 1 - 1e-6, f"too good: {statistic:.1f} with {free}"
 
 
 def assert_uncorrelated(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -256,18 +257,18 @@ def assert_all_as_likely(rows: torch.Tensor, values: int) -> None:
 def test_every_small_permutation_is_as_likely() -> None:
     torch.manual_seed(0)
     with sw.random.mode("counter"):
-        made = [sw.randperm(4, device_mesh=virtual(1)).to_local() for _ in range(1500)]
+        made = [sw.randperm(4, device_mesh=virtual(1)).to_local() for _ in range(600)]
     codes = torch.stack([x.parts[0] for x in made]) @ torch.tensor([64, 16, 4, 1])
     counts = codes.unique(return_counts=True)[1].double()
     assert len(counts) == 24
-    assert_chi_square(counts, torch.full_like(counts, 1500 / 24))
+    assert_chi_square(counts, torch.full_like(counts, 600 / 24))
 
 
 def test_the_network_puts_every_number_anywhere() -> None:
     """Large permutations come from a Feistel network; here one of 13 places, under many keys."""
-    keys = [struct.pack("<3q", i, 0, 0) for i in range(400)]
+    keys = [struct.pack("<3q", i, 0, 0) for i in range(200)]
     rows = torch.stack([_shuffled(torch.arange(13), 13, key) for key in keys])
-    assert torch.equal(rows.sort(1)[0], torch.arange(13).expand(400, 13))
+    assert torch.equal(rows.sort(1)[0], torch.arange(13).expand(200, 13))
     for place in range(13):
         assert_all_as_likely(rows[:, place], 13)
     apart = (rows[:, 1:] - rows[:, :-1]) % 13 - 1
