@@ -204,6 +204,37 @@ def test_a_pending_sum_is_reduced_first() -> None:
             torch.poisson(rates)
 
 
+# --- certain values --------------------------------------------------------------------------
+
+CERTAIN: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "bernoulli_ of 1": (lambda x: (x * 1).bernoulli_(1.0), 1),
+    "bernoulli_ of 0": (lambda x: (x * 1).bernoulli_(0.0), 0),
+    "bernoulli of ones": (torch.bernoulli, 1),
+    "bernoulli of zeros": (lambda x: torch.bernoulli(x * 0), 0),
+    "dropout of none": (lambda x: F.dropout(x, 0.0), 1),
+    "dropout of all": (lambda x: F.dropout(x, 1.0), 0),
+    "native_dropout of none": (lambda x: torch.native_dropout(x, 0.0, True)[0], 1),
+    "native_dropout of all": (lambda x: torch.native_dropout(x, 1.0, True)[0], 0),
+    "native_dropout at rest": (lambda x: torch.native_dropout(x, 0.5, False)[0], 1),
+    "uniform_ of one value": (lambda x: (x * 1).uniform_(3, 3), 3),
+    "normal_ of one value": (lambda x: (x * 1).normal_(3, 0), 3),
+    "random_ of one value": (lambda x: (x * 1).random_(4, 5), 4),
+    "poisson of 0": (lambda x: torch.poisson(x * 0), 0),
+    "binomial of probability 1": (lambda x: torch.binomial(x * 50, x), 50),
+    "binomial of probability 0": (lambda x: torch.binomial(x * 50, x * 0), 0),
+    "binomial of nothing": (lambda x: torch.binomial(x * 0, x / 2), 0),
+    "rrelu of one slope": (lambda x: F.rrelu(-x, 0.25, 0.25, training=True), -0.25),
+    "multinomial of one place": (lambda x: (x[:, :1] * 2).multinomial(3, True), 0),
+}
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_what_is_certain_is_so(name: str, mode: str) -> None:
+    f, value = CERTAIN[name]
+    made = f(laid_out(torch.ones(6, 5), Shard(0))).full_tensor()
+    assert torch.equal(made, torch.full_like(made, value))
+
+
 # --- odd calls -------------------------------------------------------------------------------
 
 BAD: dict[str, Callable[[Any], Any]] = {

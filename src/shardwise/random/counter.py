@@ -35,11 +35,11 @@ def _kernel(op: OpOverload, *args: Any) -> Draw:
 
 def _bernoulli(p: float) -> Draw:
     """Ones with probability `p`, in steps of 2**-31."""
-    least = round(p * 2**31)
+    most = round(p * 2**31) - 1  # compared as int32, into which 2**31 does not fit
 
     def draw(space: torch.Tensor, generator: torch.Generator) -> None:
         bits = torch.empty(space.shape, dtype=torch.int32, device=space.device)
-        space.copy_(bits.random_(generator=generator) < least)
+        space.copy_(bits.random_(generator=generator) <= most)
 
     return draw
 

@@ -42,6 +42,10 @@ MOST = 16384
 
 _WORDS = 624
 _AT_ONCE = 64
+_BLANK = torch.zeros(632, dtype=torch.int64)
+"""A state in PyTorch's format: seed; left and seeded; next; a word in each int64; no normal number
+kept from the last call."""
+_BLANK[1] = 1 | 1 << 32
 
 
 def new_key(generator: torch.Generator | None = None) -> Key:
@@ -97,9 +101,7 @@ def generators(
             digest = hashlib.shake_128(_label(key, stream, tile)).digest(8)
             yield generator.manual_seed(int.from_bytes(digest, "little"))
         return
-    # PyTorch's format: seed; left and seeded; next; a word in each int64; no normal number kept.
-    state = torch.zeros(632, dtype=torch.int64)
-    state[1] = 1 | 1 << 32
+    state = _BLANK.clone()
     twister, whole = state[3 : 3 + _WORDS], state.view(torch.uint8)
     for first in range(0, len(tiles), _AT_ONCE):
         some = tiles[first : first + _AT_ONCE]
