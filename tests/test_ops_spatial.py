@@ -266,3 +266,37 @@ def test_padding_moves_what_changes_owner() -> None:
     assert received(lambda: F.pad(x, (0, 0, -1, 1))) == row
     image = spread(numbers(1, 1, 16, 6), Shard(2))
     assert received(lambda: F.pad(image, (0, 0, 2, 2), mode="reflect")) == row
+
+
+TALL = numbers(2, 2, 16, 3)
+RESAMPLED: dict[str, Any] = {
+    "nearest": lambda x: F.interpolate(x, scale_factor=(2, 1)),
+    "nearest-exact": lambda x: F.interpolate(x, (8, 5), mode="nearest-exact"),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=(1.5, 1), mode="bilinear"),
+    "bicubic": lambda x: F.interpolate(last(x), scale_factor=2, mode="bicubic"),
+    "adaptive avg": lambda x: F.adaptive_avg_pool2d(x, (8, 2)),
+    "adaptive max": lambda x: F.adaptive_max_pool2d(x, (4, 2), return_indices=True),
+}
+
+
+@pytest.mark.parametrize("cuts", [None, (0, 5, 10, 1)], ids=str)
+@pytest.mark.parametrize("name", RESAMPLED)
+def test_resampling_of_sharded_rows(name: str, cuts: Any) -> None:
+    own = None if cuts is None else [(None, None, cuts, None)]
+    assert_same(RESAMPLED[name], [TALL], [(Shard(2),)], virtual(4), cuts=own)
+
+
+def test_resampling_of_sharded_rows_receives_edges() -> None:
+    x = spread(TALL, Shard(2))
+    row = 2 * 2 * 3 * 8
+    assert received(lambda: F.interpolate(x, scale_factor=2)) == 0
+    assert received(lambda: F.adaptive_avg_pool2d(x, 4)) == 0
+    assert received(lambda: F.interpolate(x, scale_factor=2, mode="bilinear")) == 2 * row
+
+
+def test_scale_factors_tell_calls_apart() -> None:
+    x = spread(numbers(1, 1, 40, 2), Shard(2))
+    for factor in (2.0, 2.01, 2.02):  # all give 80 rows, but not the same
+        made = F.interpolate(x, scale_factor=(factor, 1.0), mode="bilinear")
+        want = F.interpolate(x.full_tensor(), scale_factor=(factor, 1.0), mode="bilinear")
+        torch.testing.assert_close(made.full_tensor(), want)

@@ -26,6 +26,7 @@ from .redistribute import steps_between
 from .replicated import as_form, fallback_form, tensors_in
 from .rules import Call, Operand, Site, family_of
 from .rules.registered import registered
+from .rules.resampling import READ_NUMBERS
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper
 
@@ -118,7 +119,9 @@ class Entry:
         self.form = _form_of(op) if user is None else None
         # Numbers enter the key by their type alone: a plan passes them on as they come.
         numbers = [
-            _is_number(str(argument.type)) and not (user is not None and user.reads(argument.name))
+            _is_number(str(argument.type))
+            and argument.name not in READ_NUMBERS
+            and not (user is not None and user.reads(argument.name))
             for argument in arguments
         ]
         self.by_type = tuple(numbers)

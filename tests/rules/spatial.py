@@ -76,7 +76,13 @@ def _pooling() -> Iterator[Sample]:
 
 def _planes() -> Iterator[Sample]:
     image, cube, line = x(2, 3, 4, 5), x(2, 3, 4, 3, 2), x(2, 3, 4)
-    for value, size in ((image, [3, 2]), (image[0], [5, 4]), (cube, [2, 2, 3])):
+    regular = x(2, 2, 12, 8)
+    for value, size in (
+        (image, [3, 2]),
+        (image[0], [5, 4]),
+        (cube, [2, 2, 3]),
+        (regular, [8, 2]),
+    ):
         dims = f"{len(size)}d"
         average = getattr(aten, f"_adaptive_avg_pool{dims}").default
         yield call(average, value, size)
@@ -98,6 +104,10 @@ def _planes() -> Iterator[Sample]:
     yield call(aten.max_unpool2d.default, x(2, 3, 2, 2), small, [4, 5])
     small = index(2, 3, 2, 2, 1, below=24)
     yield call(aten.max_unpool3d.default, x(2, 3, 2, 2, 1), small, [4, 3, 2], [1] * 3, [0] * 3)
+    yield from _resampled(x(2, 3, 8), [16])
+    yield from _resampled(x(1, 2, 12, 8), [9, 4])
+    yield from _resampled(x(1, 1, 32, 2), [48, 3])
+    yield from _resampled(x(1, 1, 32, 2), [16, 1])
     for value, size in ((line, [7]), (image, [3, 8]), (cube, [5, 2, 3])):
         yield from _resampled(value, size)
         pads = [1, 0, 2, 1, 1, 3][: 2 * len(size)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import convolution, padding, pooling, spatial
+from . import convolution, padding, pooling, resampling, spatial
 from .call import Family
 from .notation import notation
 
@@ -14,6 +14,13 @@ _PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims
 def _names(text: str) -> list[str]:
     return text.split()
 
+
+_RESAMPLED = _names(
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d"
+)
 
 IMAGES: dict[str, Family] = {
     "convolution": convolution.convolution,
@@ -27,34 +34,17 @@ IMAGES: dict[str, Family] = {
         pooling.max_pool_backward,
     ),
     **dict.fromkeys(
-        _names(
-            "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"
-        ),
-        spatial.planes(linear=False),
+        ("fractional_max_pool2d", "fractional_max_pool3d"), spatial.planes(linear=False)
     ),
     **dict.fromkeys(
         _names(
-            "_adaptive_avg_pool2d _adaptive_avg_pool3d max_unpool2d max_unpool3d "
-            "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
-            "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
-            "fractional_max_pool2d_backward fractional_max_pool3d_backward "
-            "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
-            "upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
-            "upsample_trilinear3d_backward _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-            "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward "
-            "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
-            "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward "
-            "_upsample_nearest_exact3d_backward"
+            "max_unpool2d max_unpool3d fractional_max_pool2d_backward "
+            "fractional_max_pool3d_backward"
         ),
         spatial.planes(),
     ),
-    **dict.fromkeys(
-        _names(
-            "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
-            "_upsample_nearest_exact2d _upsample_nearest_exact3d"
-        ),
-        spatial.planes(copies=True),
-    ),
+    **dict.fromkeys(_RESAMPLED, resampling.resampled),
+    **dict.fromkeys([f"{name}_backward" for name in _RESAMPLED], resampling.resampled_backward),
     "constant_pad_nd": padding.constant_pad,
     **dict.fromkeys(_PADS, padding.mirrored_pad),
     **dict.fromkeys([f"{name}_backward" for name in _PADS], padding.mirrored_pad_backward),

@@ -222,8 +222,8 @@ def _gathered(grad: torch.Tensor, dim: int, mirror: _Mirror, piece: Interval) ->
     """Gradients of the places of a piece out of those of the places that repeat them."""
     start = mirror.readers(piece)[0]
     found = mirror.repeats(piece)
-    take = torch.tensor([at - start for at in found], device=grad.device)
-    into = torch.tensor([mirror.source(at) - piece[0] for at in found], device=grad.device)
+    take = torch.tensor([at - start for at in found], dtype=torch.int64, device=grad.device)
+    into = torch.tensor([mirror.source(at) - piece[0] for at in found]).to(take)
     shape = list(grad.shape)
     shape[dim] = piece[1] - piece[0]
     return grad.new_zeros(shape).index_add_(dim, into, grad.index_select(dim, take))

@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 
-from ..geometry import Box, Interval
+from ..geometry import Box, Interval, box_shape
 from ..spec import DTensorSpec
 from .call import Call, has_fractions
 from .rule import Along, Dims, Rule, Site
 from .sliding import Reach, Slide, fitted, followed, in_order, margins, padded, reached
 from .spatial import has_planes, is_permuted, of_planes, spatial_dims
 
-__all__ = ["avg_pool", "avg_pool_backward", "max_pool", "max_pool_backward"]
+__all__ = [
+    "avg_pool",
+    "avg_pool_backward",
+    "in_plane",
+    "max_pool",
+    "max_pool_backward",
+    "scattered",
+]
 
 
 @dataclass(frozen=True)
@@ -216,12 +223,24 @@ def max_pool(call: Call) -> Rule:
         dilation = [slide.dilation for slide in pool.slides]
         none = [0] * len(pool.slides)
         made, index = op(wide, pool.kernel, pool.stride, none, dilation, False)
-        return made, _in_plane(pool, index, wide.shape[pool.first :], box[pool.first :])
+        return made, _found(pool, index, wide.shape[pool.first :], box[pool.first :])
 
     return _pooled(call, pool, [pool.places], pool.stops, 0, windows=windows, local=local)
 
 
-def _in_plane(
+def in_plane(
+    index: torch.Tensor, shape: Sequence[int], starts: Sequence[Any], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Indices into windows of `shape` as indices into planes of `sizes`; the windows begin at
+    `starts`."""
+    total = torch.zeros_like(index)
+    for at, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        place = index // prod(shape[at + 1 :]) % shape[at]
+        total = total * size + place + start
+    return total
+
+
+def _found(
     pool: _Pool, index: torch.Tensor, shape: Sequence[int], stops: Sequence[Interval]
 ) -> torch.Tensor:
     """Indices into a padded window as indices into the whole plane.
@@ -251,20 +270,7 @@ def max_pool_backward(call: Call) -> Rule:
         }
 
     def local(op: Any, args: tuple[Any, ...], site: Site) -> Any:
-        grad, index = args[0], args[-1]
-        box, shape = site.out_boxes[0][pool.first :], site.out_shapes[0]
-        here: Any = torch.ones_like(index, dtype=torch.bool)
-        mine = torch.zeros_like(index)
-        sizes = [slide.size for slide in pool.slides]
-        for at, (start, stop) in enumerate(box):
-            place = index // prod(sizes[at + 1 :]) % sizes[at] - start
-            here = here & (place >= 0) & (place < stop - start)
-            mine = mine * (stop - start) + place
-        flat = (*shape[: pool.first], -1)
-        made = grad.new_zeros(*shape[: pool.first], prod(shape[pool.first :]))
-        where = torch.where(here, mine, 0).reshape(flat)
-        made.scatter_add_(-1, where, torch.where(here, grad, 0).reshape(flat))
-        return made.view(shape)
+        return scattered(args[0], args[-1], call.shape(1), site.out_boxes[0], pool.first)
 
     return _pooled(
         call,
@@ -276,3 +282,22 @@ def max_pool_backward(call: Call) -> Rule:
         windows=windows,
         local=local,
     )
+
+
+def scattered(
+    grad: torch.Tensor, index: torch.Tensor, sizes: Sequence[int], box: Box, first: int
+) -> torch.Tensor:
+    """The box of an image to which gradients are added by their indices into whole planes, which
+    begin at dim `first`."""
+    here = torch.ones_like(index, dtype=torch.bool)
+    mine = torch.zeros_like(index)
+    for dim, (start, stop) in enumerate(box[first:], first):
+        place = index // prod(sizes[dim + 1 :]) % sizes[dim] - start
+        here = here & (place >= 0) & (place < stop - start)
+        mine = mine * (stop - start) + place
+    shape = box_shape(box)
+    flat = (*shape[:first], -1)
+    made = grad.new_zeros(*shape[:first], prod(shape[first:]))
+    where = torch.where(here, mine, 0).reshape(flat)
+    made.scatter_add_(-1, where, torch.where(here, grad, 0).reshape(flat))
+    return made.view(shape)

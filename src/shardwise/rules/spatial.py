@@ -45,7 +45,7 @@ def spatial_dims(call: Call) -> int:
     return int(found.group(1))
 
 
-def planes(*, linear: bool = True, copies: bool = False) -> Family:
+def planes(*, linear: bool = True) -> Family:
     """`"n c ... -> n c ..."` with the dims of a plane whole; `linear` in the first operand."""
 
     def family(call: Call) -> Rule:
@@ -57,15 +57,12 @@ def planes(*, linear: bool = True, copies: bool = False) -> Family:
         if isinstance(samples, Operand):
             inputs[samples] = along([lead[0] if free > 1 else None, lead[-1], None])
         sums = linear and has_fractions(call.specs[0].dtype)
-        sized = call.get("input_size") is not None
         return Rule(
             tuple(inputs),
             tuple(along([*lead, *[None] * (len(r.shape) - free)]) for r in call.results),
             {f"i{dim}": size for dim, size in enumerate(result[:free])},
             reduce=None,
             linear=((0,),) if sums else (),
-            passes=COPIED if copies else (),
-            shape_arg=call.position("input_size") if sized else None,
             local=of_planes,
             unless=None if is_permuted(call) else has_planes,
         )

@@ -1,0 +1,265 @@
+"""Resampling of planes: interpolation and adaptive pooling.
+
+From `size` places to `stops` places an operator does the same again and again, in blocks of as few
+places as the ratio of the two allows. So a piece of whole blocks, with a few places more on each
+side where interpolation reaches out of a block, is resampled as it is in the whole dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+
+from ..geometry import Interval
+from ..spec import DTensorSpec
+from .call import Call, Operand, has_fractions
+from .pooling import in_plane, scattered
+from .rule import Along, Dims, Rule, Site
+from .sliding import followed, in_order, narrowed, reached
+from .spatial import COPIED, has_planes, is_permuted, of_planes, spatial_dims
+
+__all__ = ["READ_NUMBERS", "resampled", "resampled_backward"]
+
+READ_NUMBERS = frozenset(("scales", "scales_d", "scales_h", "scales_w"))
+"""Arguments whose values decide which dims have blocks: they tell two calls apart."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A dim of `size` places in blocks, each of which gives a block of the `stops` places."""
+
+    size: int
+    stops: int
+    reach: int
+
+    @property
+    def count(self) -> int:
+        return gcd(self.size, self.stops)
+
+    @property
+    def fine(self) -> int:
+        """The places of a block."""
+        return self.size // self.count
+
+    @property
+    def coarse(self) -> int:
+        """What a block gives."""
+        return self.stops // self.count
+
+    def around(self, piece: Interval, block: int) -> Interval:
+        """The blocks that a piece in blocks of `block` places needs."""
+        if piece[0] >= piece[1]:
+            return (0, 0)
+        more = -(-self.reach // self.fine)
+        first, last = piece[0] // block - more, -(-piece[1] // block) + more
+        return max(first, 0), min(last, self.count)
+
+    def reads(self, stops: Interval) -> Interval:
+        first, last = self.around(stops, self.coarse)
+        return first * self.fine, last * self.fine
+
+    def readers(self, places: Interval) -> Interval:
+        first, last = self.around(places, self.fine)
+        return first * self.coarse, last * self.coarse
+
+
+def _reach(name: str) -> int:
+    """How far interpolation reads beyond a place, in places of the operand."""
+    if "nearest" in name or "adaptive" in name:
+        return 0
+    return 2 if "cubic" in name else 1
+
+
+def _blocks(call: Call, image: Sequence[int], result: Sequence[int]) -> list[_Blocks | None]:
+    """The blocks of each dim of a plane; None for a dim that has none, or few."""
+    spatial = spatial_dims(call)
+    scales = [call.get(name) for name in ("scales_d", "scales_h", "scales_w")[-spatial:]]
+    if spatial == 1:
+        scales = [call.get("scales")]
+    made: list[_Blocks | None] = []
+    for size, stops, scale in zip(image[-spatial:], result[-spatial:], scales, strict=True):
+        made.append(None)
+        if not size or not stops or call.get("align_corners") or "_aa" in call.name:
+            continue  # with antialiasing the weights of a place depend on the edges of its plane
+        if scale is not None and scale * size != stops:
+            continue
+        blocks = _Blocks(size, stops, _reach(call.name))
+        # The nearest place is a rounded product, which repeats exactly if the ratio is binary.
+        exact = "nearest" not in call.name or blocks.coarse & (blocks.coarse - 1) == 0
+        if exact and 4 * (blocks.fine + blocks.reach) <= size:
+            made[-1] = blocks
+    return made
+
+
+@dataclass(frozen=True)
+class _Planes:
+    """The dims of a plane, which begin at dim `first`, as blocks."""
+
+    blocks: tuple[_Blocks | None, ...]
+    first: int
+    image: tuple[int, ...]
+    result: tuple[int, ...]
+
+    @staticmethod
+    def of(call: Call, image: Sequence[int], result: Sequence[int]) -> _Planes:
+        blocks = _blocks(call, image, result)
+        return _Planes(tuple(blocks), len(image) - len(blocks), tuple(image), tuple(result))
+
+    def _dims(self, shape: Sequence[int], own: Sequence[int]) -> Dims:
+        lead = [Along(f"i{dim}") for dim in range(self.first)]
+        planes = [
+            None if blocks is None else followed(f"i{dim}", own[dim], shape[dim])
+            for dim, blocks in enumerate(self.blocks, self.first)
+        ]
+        return (*lead, *planes)
+
+    def dims(self, own: Sequence[int]) -> tuple[Dims, Dims]:
+        """The dims of the image and of the result, along the factors of the one that is `own`."""
+        return self._dims(self.image, own), self._dims(self.result, own)
+
+    def sizes(self, own: Sequence[int]) -> dict[str, int]:
+        whole = [dim for dim, b in enumerate(self.blocks, self.first) if b is None]
+        return {f"i{dim}": size for dim, size in enumerate(own) if dim not in whole}
+
+    def cut(self, spec: DTensorSpec) -> list[_Blocks | None]:
+        """The blocks of the dims that are sharded."""
+        axes = spec.dim_axes[self.first :]
+        return [blocks if cut else None for blocks, cut in zip(self.blocks, axes, strict=True)]
+
+    def reach(self, name: str) -> list[Any]:
+        return [None if blocks is None else getattr(blocks, name) for blocks in self.blocks]
+
+
+def _scales(call: Call, cut: Sequence[_Blocks | None]) -> list[Any]:
+    """The scales of dims that are not cut; the others have the ratio of their sizes."""
+    names = [a.name for a in call.op._schema.arguments if a.name in READ_NUMBERS]
+    return [call.get(name) if c is None else None for name, c in zip(names, cut, strict=False)]
+
+
+def _corners(call: Call) -> list[bool]:
+    named = any(a.name == "align_corners" for a in call.op._schema.arguments)
+    return [call.get("align_corners")] if named else []
+
+
+def resampled(call: Call) -> Rule:
+    """`"n c h~ w~ -> n c h~ w~"`, or with dims whole that have no blocks."""
+    planes = _Planes.of(call, call.shape(0), call.results[0].shape)
+    image, result = planes.dims(planes.image)
+
+    def windows(inputs: Any, outputs: Any) -> dict[int, dict[int, tuple[Interval, ...]]]:
+        return {0: reached(outputs[0], inputs[0], planes.reach("reads"), planes.first)}
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        cut = planes.cut(site.inputs[0])
+        if not any(cut) or not has_planes(site):
+            return of_planes(op, args, kwargs, site)
+        box = site.out_boxes[0]
+        held = [None if b is None else b.reads(box[d]) for d, b in enumerate(cut, planes.first)]
+        size = [
+            planes.result[dim] if b is None else _length(b.around(box[dim], b.coarse)) * b.coarse
+            for dim, b in enumerate(cut, planes.first)
+        ]
+        got = op(args[0], size, *_corners(call), *_scales(call, cut))
+        made = list(got) if isinstance(got, tuple) else [got]
+        for index, value in enumerate(made):
+            for dim, b in enumerate(cut, planes.first):
+                if b is not None:
+                    start, stop = b.around(box[dim], b.coarse)
+                    have = (start * b.coarse, stop * b.coarse)
+                    value = narrowed(value, dim, have, box[dim])
+            made[index] = value
+        if len(made) == 2:
+            starts = [0 if piece is None else piece[0] for piece in held]
+            shape = args[0].shape[planes.first :]
+            made[1] = in_plane(made[1], shape, starts, planes.image[planes.first :])
+        made = [in_order(v, spec) for v, spec in zip(made, site.outputs, strict=True)]
+        return made[0] if isinstance(got, torch.Tensor) else tuple(made)
+
+    name = call.name
+    linear = has_fractions(call.specs[0].dtype) and len(call.results) == 1
+    return Rule(
+        (image,),
+        (result,) * len(call.results),
+        planes.sizes(planes.image),
+        reduce=None,
+        linear=((0,),) if linear else (),
+        passes=COPIED if "nearest" in name else (),
+        local=local,
+        unless=_unless(call, planes, 0),
+        windows=windows,
+    )
+
+
+def _length(piece: Interval) -> int:
+    return piece[1] - piece[0]
+
+
+def _unless(call: Call, planes: _Planes, operand: int) -> Any:
+    permuted = is_permuted(call)
+
+    def unless(site: Site) -> bool:
+        whole = not any(planes.cut(site.inputs[operand]))
+        return whole and not permuted and has_planes(site)
+
+    return unless
+
+
+def resampled_backward(call: Call) -> Rule:
+    """The gradient of a piece of an image, from the blocks of the result's that it is part of."""
+    grad, out = call.shape(0), call.results[0].shape
+    planes = _Planes.of(call, out, grad)
+    has_image = isinstance(call.get("self"), Operand)
+    own = out if has_image else grad
+    image, result = planes.dims(own)
+    index = call.get("indices")
+
+    def windows(inputs: Any, outputs: Any) -> dict[int, dict[int, tuple[Interval, ...]]]:
+        readers = planes.reach("readers")
+        tables = reached(outputs[0], inputs[0], readers, planes.first)
+        return {0: tables, index: tables} if isinstance(index, Operand) else {0: tables}
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        cut = planes.cut(site.inputs[0])
+        shape, box = site.out_shapes[0], site.out_boxes[0]
+        lead = shape[: planes.first]
+        if not has_planes(site) or not args[0].numel():
+            return args[0].new_zeros(shape)
+        if isinstance(index, Operand) and any(cut):
+            made = scattered(args[0], args[-1], planes.image, box, planes.first)
+            return in_order(made, site.outputs[0])
+        places = [
+            (0, planes.image[dim]) if b is None else _placed(b, box[dim])
+            for dim, b in enumerate(cut, planes.first)
+        ]
+        sizes = [*lead, *map(_length, places)]
+        if has_image:
+            example = args[0].new_empty(()).expand(sizes) if any(cut) else args[1]
+            made = op(args[0], example, *args[2:])
+        else:
+            around = list(args[0].shape[planes.first :])
+            made = op(args[0], around, sizes, *_corners(call), *_scales(call, cut))
+        for dim, b in enumerate(cut, planes.first):
+            if b is not None:
+                made = narrowed(made, dim, places[dim - planes.first], box[dim])
+        return in_order(made, site.outputs[0])
+
+    operands = [result, *([image] if has_image else [])]
+    operands += [result] * (len(call.specs) - len(operands))
+    return Rule(
+        tuple(operands),
+        (image,),
+        planes.sizes(own),
+        reduce=None,
+        linear=((0,),),
+        local=local,
+        windows=windows,
+    )
+
+
+def _placed(blocks: _Blocks, piece: Interval) -> Interval:
+    first, last = blocks.around(piece, blocks.fine)
+    return first * blocks.fine, last * blocks.fine
