@@ -134,6 +134,13 @@ def test_what_is_picked_is_exact(dtype: torch.dtype) -> None:
         assert_same(f, [x, ROW % 5], [(Shard(0),), None], virtual(4), grad=False, tolerance=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
+def test_dtypes_that_cannot_be_filled(dtype: torch.dtype) -> None:
+    x = (numbers(5, 4).abs() * 9).float().to(dtype)
+    got = distribute_tensor(x, virtual(3), [Shard(0)])[ROW % 5].full_tensor()
+    assert torch.equal(got.view(torch.uint8), x[ROW % 5].view(torch.uint8))
+
+
 def test_empty_shards_and_ragged_cuts() -> None:
     for cuts in ((0, 7, 0), (3, 0, 4)):
         for name in ("gather", "x[i, j]", "x[rows]", "take"):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import policy
+from .errors import MeshError
 from .geometry import Cuts, contiguous_stride
 from .mesh import Topology
 from .placement import Placement, Replicate, Shard
@@ -127,6 +128,8 @@ def joined(
     cuts `rest_cuts`. `parts` are the local tensors held here. `stride` gives the strides of the
     whole from the size of dim 0, if it is not contiguous.
     """
+    if not parts:
+        raise MeshError(f"{op}: this rank is not in mesh {topology}, so it cannot take part.")
     axes = [axis for axis, place in enumerate(places) if place.is_shard(0)]
     if cuts is None:
         first = [axis for axis, place in enumerate(places) if place.is_shard()]

@@ -15,7 +15,7 @@ from ..mesh import Topology
 from ..placement import Placement, Replicate, Shard
 from ..plans import wrote
 from ..ragged import as_dtensor, counted, joined, laid, requested, settled, whole
-from ..replicated import mesh_of
+from ..replicated import fallback_form, mesh_of
 from ..rules.indexing import has_mask
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper, wrap
@@ -236,17 +236,19 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 @register_form("masked_scatter_")
 def masked_scatter_(x: Any, mask: Any, source: Any) -> Any:
     """As `masked_scatter`, in place."""
-    if mask.dtype is not torch.bool or x.dtype is not source.dtype or x.ndim == 0:
+    if mask.dtype is not torch.bool or x.dtype is not source.dtype:
         raise RuntimeError(
             f"masked_scatter: a mask of {mask.dtype} and a source of {source.dtype} were given for "
-            f"a tensor of {x.dtype} with {x.ndim} dims. The mask must be of torch.bool."
+            f"a tensor of {x.dtype}. Give a mask of torch.bool and a source of the tensor's dtype."
         )
+    if x.ndim == 0:
+        return fallback_form(aten.masked_scatter_.default)(x, mask, source)
     mask = mask.expand(x.shape)
     count = int(mask.sum())
     if source.numel() < count:
         raise RuntimeError(
-            f"masked_scatter: expected self and source to have same dtypes and number of elements "
-            f"in source ({source.numel()}) >= number of ones in mask ({count})"
+            f"masked_scatter: the mask has {count} places, but the source has only "
+            f"{source.numel()} elements."
         )
     flat = source.reshape(-1)
     return x.index_put_((mask,), flat[:count] if flat.numel() > count else flat)

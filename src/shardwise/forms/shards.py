@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .. import policy
 from ..geometry import Box, Cuts, contiguous_stride, flat_index
 from ..infer import infer
 from ..mesh import Coord
 from ..placement import Placement, Replicate, Shard
-from ..plans import describe_moves, moved
+from ..ragged import laid as relaid
+from ..ragged import settled
 from ..rules import Call
 from ..rules.reductions import reduced_dims
 from ..spec import DTensorSpec, TensorMeta
@@ -54,24 +54,6 @@ def metas(op: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
     """Shapes, strides and dtypes of the results on one device."""
     fixed = tuple(tuple(value) if isinstance(value, list) else value for value in args)
     return _metas(op, x._spec, fixed, tuple(sorted(kwargs.items())))
-
-
-def relaid(op: Any, x: Any, spec: DTensorSpec) -> Any:
-    """`x` laid out as `spec`, with the notice that implicit communication needs."""
-    if spec is x._spec:
-        return x
-    if policy.current().moves != "auto":
-        policy.on_moves(op, describe_moves([(0, spec)], [x._spec]))
-    return wrap(spec, moved(x, spec))
-
-
-def settled(op: Any, x: Any) -> Any:
-    """`x` with nothing pending."""
-    spec = x._spec
-    if not spec.sums:
-        return x
-    places = [Replicate() if place.is_partial() else place for place in spec.placements]
-    return relaid(op, x, spec.with_placements(places, spec.cuts))
 
 
 def gathered(op: Any, x: Any, dims: Sequence[int]) -> Any:

@@ -34,6 +34,12 @@ __all__ = [
 ]
 
 _KINDS = ("max", "min", "product")
+_CANNOT_FILL = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and str(dtype).startswith(("torch.float8", "torch.uint"))
+)
+"""dtypes that PyTorch can pick, but not fill by a mask."""
 Names = list[str | None]
 Located = tuple[list[Any], torch.Tensor | None]
 """The arguments for a local call, and which places of the result it finds (None: all)."""
@@ -83,7 +89,10 @@ def _picking(locate: Callable[[tuple[Any, ...], Site], Located]) -> Local:
             return op(*args, **kwargs)
         if not args[0].numel():
             return args[0].new_zeros(site.out_shapes[0])
-        return op(*given, **kwargs).masked_fill_(~here, 0)
+        found = op(*given, **kwargs)
+        if found.dtype in _CANNOT_FILL:
+            return torch.where(here, found, found.new_zeros(()))
+        return found.masked_fill_(~here, 0)
 
     return local
 
