@@ -132,3 +132,17 @@ def test_multi_head_attention(weights: bool) -> None:
         return [each for each in made if each is not None]
 
     check(run, numbers(3, 5, 8), mesh=virtual(2), limit=4)
+
+
+def test_inference_of_a_transformer_runs_on_the_batch() -> None:
+    """Without gradients PyTorch runs a whole layer as one kernel."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
+    with torch.no_grad():
+        f = [lambda x: layer(x), lambda x: layer.self_attn(x, x, x, key_padding_mask=padding)]
+        for each in f:
+            check(each, numbers(3, 5, 8), mesh=virtual(2), limit=8, grad=False)
+        x = spread(numbers(3, 5, 8), virtual(4), [Shard(0)])
+        with communication("error", fallback="error"):
+            assert layer(x).placements == (Shard(0),)
+            assert layer.self_attn(x, x, x, need_weights=False)[1] is None

@@ -14,7 +14,7 @@ from shardwise import CommDebugMode, DTensor, Replicate, Shard, distribute_modul
 from .compare import assert_same, check, numbers, spread, virtual
 
 INF, NAN = float("inf"), float("nan")
-X, CUBE = numbers(7, 5), numbers(5, 4, 6)
+X, Y, CUBE = numbers(7, 5), numbers(7, 5, seed=1), numbers(5, 4, 6)
 MESHES = [(2,), (4,), (2, 2)]
 
 IMAGE_TARGET = torch.randint(0, 4, (5, 6), generator=torch.Generator().manual_seed(1))
@@ -54,6 +54,27 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, *CHANNELS[:2]),
     "group_norm, one group": (lambda x: F.group_norm(x, 1), IMAGE),
     "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), IMAGE, CHANNELS[0]),
+    "normalize": (lambda x: [F.normalize(x, dim=0), F.normalize(x, 3, dim=1)], X),
+    "cosine_similarity": (lambda x, y: [F.cosine_similarity(x, y, d) for d in (0, 1)], X, Y),
+    "distances of pairs": (
+        lambda x, y: [F.pairwise_distance(x, y, 3), torch.dist(x, y), torch.dist(x, y, 1)],
+        *(X, Y),
+    ),
+    "cdist": (lambda x, y: [torch.cdist(x, y[:4]), torch.cdist(x, y, p=1.5)], X, Y),
+    "cdist by products": (
+        lambda x, y: torch.cdist(x, y, compute_mode="use_mm_for_euclid_dist"),
+        *(CUBE, numbers(5, 3, 6, seed=3)),
+    ),
+    "pdist": (lambda x: [F.pdist(x), F.pdist(x, 3)], X),
+    "renorm": (lambda x: [x.renorm(2, 0, 1.5), x.renorm(1, 1, 2.0)], X),
+    "weight_norm": (lambda x, g: torch._weight_norm(x, g, 0), X, Y[:, :1].clone()),
+    "norms of matrices": (
+        lambda x: (
+            [x.norm(), x.norm("fro", 1)]
+            + [torch.linalg.matrix_norm(x, p) for p in ("fro", 1, INF, -1)]
+        ),
+        X,
+    ),
     "cross_entropy": (lambda x: F.cross_entropy(x, torch.arange(7) % 5), X),
     "cross_entropy of an image": (
         lambda x: F.cross_entropy(x, IMAGE_TARGET, ignore_index=2),
@@ -214,6 +235,11 @@ MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "std_mean": (lambda x: torch.std_mean(x, 1)[0], 2, 1),
     "vector_norm": (lambda x: torch.linalg.vector_norm(x, 3, 1), 1, 0),
     "layer_norm": (lambda x: F.layer_norm(x, (COLUMNS,)), 2, 2),
+    "normalize": (lambda x: F.normalize(x, dim=1), 1, 1),
+    "cosine_similarity": (lambda x: F.cosine_similarity(x, x * x + 1, 1), 3, 3),
+    "pairwise_distance": (lambda x: F.pairwise_distance(x, x.detach() * 2), 1, 0),
+    "renorm": (lambda x: x.renorm(2, 0, 1.5), 1, 2),
+    "weight_norm": (lambda x: torch._weight_norm(x, torch.ones(ROWS, 1).double(), 0), 1, 1),
     "batch_norm": (lambda x: F.batch_norm(x.t(), None, None, training=True), 2, 2),
     "cross_entropy": (lambda x: F.cross_entropy(x, TARGET), 3, 1),
     "cross_entropy, weight": (lambda x: F.cross_entropy(x, TARGET, WEIGHT), 3, 1),

@@ -55,20 +55,7 @@ def infer(
         if name in STRICT:
             raise Unknown from error
         raise
-    found, structure = _listed(as_on_devices(op, given, made))
-    if op._schema.name in _NORMS and args[0].device.type == "cpu":
-        _as_on_cpu(found, specs)
-    return found, structure
-
-
-_NORMS = ("aten::native_layer_norm", "aten::native_group_norm")
-
-
-def _as_on_cpu(metas: list[TensorMeta], specs: Sequence[DTensorSpec]) -> None:
-    """The statistics of a norm: PyTorch's meta kernels give them the dtype that a GPU would."""
-    dtype = torch.float32 if any(s.dtype is torch.float32 for s in specs[1:]) else specs[0].dtype
-    for index in (1, 2):
-        metas[index] = metas[index]._replace(dtype=dtype)
+    return _listed(as_on_devices(op, given, made))
 
 
 def _by_integers(op: Any, args: Sequence[Any]) -> bool:

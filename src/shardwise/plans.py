@@ -196,7 +196,9 @@ def quick_call(
             if aliases:
                 made._cell = cell
             return made
-        return several([wrap(s, (v,), cell) for s, v in zip(specs, local, strict=True)])
+        return several(
+            [None if v is None else wrap(s, (v,), cell) for s, v in zip(specs, local, strict=True)]
+        )
 
     return run
 
@@ -378,7 +380,8 @@ class CallPlan(Plan):
             spec = self._outs[place]
             at = len(wrapped)
             local = tuple(results[i][at] for i in self._picks[place])
-            wrapped.append(wrap(spec, local, cell))
+            # A kernel may leave out a result that its meta kernel has: an LSTM without gradients.
+            wrapped.append(None if local and local[0] is None else wrap(spec, local, cell))
         return _returned_type(self._op)(wrapped)
 
 

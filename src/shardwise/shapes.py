@@ -129,6 +129,24 @@ def _fractional(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor
     return x.new_empty(x.shape)
 
 
+def _statistics(op: Any) -> Any:
+    """A norm: PyTorch's meta kernels give its statistics the dtype that a GPU would."""
+
+    def shapes(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+        out, *saved = op(x, *args)
+        wide = any(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in args)
+        return out, *(each.to(torch.float32 if wide else x.dtype) for each in saved)
+
+    return shapes
+
+
+def _heads(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Multi-head attention: PyTorch's meta kernel returns weights that nobody asked for."""
+    out, weights = torch.ops.aten._native_multi_head_attention.default(*args, **kwargs)
+    asked = args[10] if len(args) > 10 else kwargs.get("need_weights", True)
+    return out, weights if asked else None
+
+
 _PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (2, 3)]
 
 
@@ -164,6 +182,9 @@ OWN_SHAPES: dict[str, Any] = {
         for name in (*_PADS, "max_unpool2d", "pixel_shuffle", "native_channel_shuffle")
     },
     **{f"aten::{name}_backward": _formatted(f"{name}_backward", 1) for name in _PADS},
+    "aten::native_layer_norm": _statistics(torch.ops.aten.native_layer_norm.default),
+    "aten::native_group_norm": _statistics(torch.ops.aten.native_group_norm.default),
+    "aten::_native_multi_head_attention": _heads,
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
     "aten::_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from shardwise import Partial, Replicate, Shard, init_device_mesh
 
 from .. import (
+    test_attention,
     test_inplace,
     test_ops_ordering,
     test_ops_other,
@@ -73,7 +74,9 @@ def test_operators_without_a_rule(processes: Pools) -> None:
 def statistics() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for f, *inputs in test_statistics.VALUES.values():
-        check(f, *inputs, mesh=mesh, limit=3)
+        check(f, *inputs, mesh=mesh, limit=2)
+    for f, *inputs in test_attention.CASES.values():
+        check(f, *inputs, mesh=mesh, limit=1)
 
 
 def test_statistics_of_sharded_dims(processes: Pools) -> None:

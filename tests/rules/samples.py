@@ -534,6 +534,55 @@ def _attention_on_gpus(grad: Any, q: Any, k: Any, v: Any, mask: Any) -> Iterator
         yield call(back, grad, q, k, v, mask, asked, out, lse, *lengths, seed, offset)
 
 
+def _layers() -> Iterator[Sample]:
+    q, width = x(3, 5, 4), 4
+    qkv = (x(12, 4, shift=1), x(12, shift=2), x(4, 4, shift=3), x(4, shift=4))
+    pads, hidden = index(3, 5, below=2) > 3, index(5, 5, below=5) > 3
+    both = hidden.expand(3, 2, 5, 5).contiguous()
+    norms = (x(4, shift=1), x(4, shift=2), x(4, shift=3), x(4, shift=4))
+    inner = (x(6, 4, shift=1), x(6, shift=2), x(4, 6, shift=3), x(4, shift=4))
+    for mask, kind in ((None, None), (hidden, 0), (pads, 1), (both, 2)):
+        for more in ((True, True), (False, True), (True, False)):
+            yield call(
+                aten._native_multi_head_attention.default,
+                *(q, q, q, width, 2, *qkv, mask, *more, kind),
+            )
+        for first in (False, True):
+            yield call(
+                aten._transformer_encoder_layer_fwd.default,
+                *(q, width, 2, *qkv, first, first, 1e-5, *norms, *inner, mask, kind),
+            )
+
+
+def _lstms() -> Iterator[Sample]:
+    time, batch, width, hidden = 4, 5, 3, 2
+    value, state = x(time, batch, width, dtype=F32), x(1, batch, hidden, dtype=F32, shift=3)
+    weights = (x(8, width, dtype=F32), x(8, hidden, dtype=F32, shift=1))
+    biases = (x(8, dtype=F32, shift=2), x(8, dtype=F32, shift=5))
+    given = (value, *weights, *biases, state, x(1, batch, hidden, dtype=F32, shift=4))
+    op, back = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
+    for reverse in (False, True):
+        yield call(op, *given, reverse, [], 2, hidden, 1, True, False, False, True)
+        made = op(*given, reverse, [], 2, hidden, 1, True, False, False, True)
+        grads = [x(*m.shape, dtype=F32, shift=i) for i, m in enumerate(made[:3])]
+        rest = (reverse, 2, hidden, 1, True, True, False, [], False, made[3])
+        yield call(back, *given, *made[:3], *grads, *rest)
+
+
+def _distances() -> Iterator[Sample]:
+    for a, b in ((x(5, 3), x(4, 3, shift=2)), (x(2, 5, 3), x(2, 4, 3, shift=2))):
+        yield call(aten._euclidean_dist.default, a, b)
+        for p in (0.0, 1.0, 1.5, 2.0, 3.0, float("inf")):
+            yield call(aten._cdist_forward.default, a, b, p, None)
+            made = aten._cdist_forward.default(a, b, p, None)
+            grad = x(*made.shape, shift=4)
+            yield call(aten._cdist_backward.default, grad, a, b, p, made)
+    for p in (1.0, 2.0, 3.0):
+        made = aten._pdist_forward.default(x(5, 3), p)
+        yield call(aten._pdist_forward.default, x(5, 3), p)
+        yield call(aten._pdist_backward.default, x(10, shift=4), x(5, 3), p, made)
+
+
 def _embedding() -> Iterator[Sample]:
     for shape in ((5,), (2, 3), (), (0,), (5, 1)):
         where = index(*shape, below=7)
@@ -607,6 +656,9 @@ def table_samples() -> list[Sample]:
         _norms,
         _group_norms,
         _attention,
+        _layers,
+        _lstms,
+        _distances,
         _embedding,
         _losses,
         _nll,

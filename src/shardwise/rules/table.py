@@ -15,6 +15,7 @@ from . import (
     creation,
     images,
     indexing,
+    layers,
     linalg,
     losses,
     nn,
@@ -196,6 +197,18 @@ TABLE: dict[str, Family] = {
         ),
         attention.attention_backward,
     ),
+    "_native_multi_head_attention": layers.multi_head_attention,
+    "_transformer_encoder_layer_fwd": layers.encoder_layer,
+    "mkldnn_rnn_layer": layers.lstm,
+    "mkldnn_rnn_layer_backward": layers.lstm_backward,
+    # distances
+    **dict.fromkeys(
+        _names("_cdist_forward _euclidean_dist"),
+        notation("... p _, ... r _ -> ... p r", reduce=None),
+    ),
+    "_cdist_backward": notation("... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),)),
+    "_pdist_forward": notation("_ _ -> _"),
+    "_pdist_backward": notation("_, _ m, _ -> _ m", linear=((0,),)),
     # by index
     "gather": indexing.gather,
     "index_select": indexing.index_select,
