@@ -35,6 +35,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "unique_consecutive": (partial(torch.unique_consecutive, **EVERY), VALUES),
     "unique_consecutive of a line": (partial(torch.unique_consecutive, **EVERY), LINE),
     "unique_consecutive along 0": (partial(torch.unique_consecutive, dim=0), VALUES[:, :2].clone()),
+    "nonzero_static": (lambda x: torch.ops.aten.nonzero_static(x, size=5), LINE - 1),
+    "nonzero_static, filled": (lambda x: torch.ops.aten.nonzero_static(x, size=30), VALUES),
     "bincount": (torch.bincount, LINE),
     "bincount, longer": (partial(torch.bincount, minlength=8), LINE),
     "bincount of weights": (torch.bincount, LINE, numbers(9)),

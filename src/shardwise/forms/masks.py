@@ -27,6 +27,7 @@ __all__ = [
     "masked_scatter_backward",
     "masked_select",
     "nonzero",
+    "nonzero_static",
 ]
 
 aten = torch.ops.aten
@@ -56,6 +57,15 @@ def nonzero(x: Any) -> Any:
     ordered = whole(op, flat).sort().values
     columns = torch.stack([ordered // s % n for s, n in zip(steps, x.shape, strict=True)])
     return as_dtensor(columns.t(), mesh)  # as on one device, one column after another
+
+
+@register_form("nonzero_static", always=True)
+def nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
+    """As `nonzero`, cut or filled up to a size that is given."""
+    found = aten.nonzero.default(x)[:size]
+    made = x.new_full((size, x.ndim), fill_value, dtype=torch.int64)
+    made[: found.shape[0]].copy_(found)
+    return made
 
 
 # --- masks among indices -----------------------------------------------------------------------
