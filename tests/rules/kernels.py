@@ -69,6 +69,11 @@ def flash_backward(
     return _backward(grad, q, k, v, None, out, lse, causal, scale)[:3]
 
 
+def _by_position(x: Any) -> Any:
+    """The same in the order of dims that this backend writes: heads inside positions."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def efficient(
     q: Any, k: Any, v: Any, bias: Any, with_lse: bool, p: float = 0.0, causal: bool = False, *,
     scale: Any = None,
@@ -77,7 +82,7 @@ def efficient(
     padded = -(-q.shape[2] // 32) * 32 if with_lse else 0
     kept = lse.new_full((*lse.shape[:2], padded), float("inf"))
     kept[..., : min(padded, lse.shape[2])] = lse[..., :padded]
-    return out, kept, *_seeds(q)
+    return _by_position(out), kept, *_seeds(q)
 
 
 def efficient_backward(
@@ -85,7 +90,9 @@ def efficient_backward(
     p: float, mask: Any, causal: bool = False, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     *grads, bias_grad = _backward(grad, q, k, v, bias, out, lse[..., : q.shape[2]], causal, scale)
-    return *grads, bias_grad if mask[3] else None
+    *outer, keys = bias_grad.shape  # rows of this gradient are aligned to 16 elements
+    aligned = bias_grad.new_empty((*outer, -(-keys // 16) * 16))[..., :keys].copy_(bias_grad)
+    return *map(_by_position, grads), aligned if mask[3] else None
 
 
 def cudnn(

@@ -29,19 +29,20 @@ def margin(call: Call) -> Rule:
 
     names = _operands(call)
     rows = call.shape(call.get("self"))[0] if batched else 1
-    is_mean = batched and call.get("reduction") == _MEAN
+    reduced = batched and call.get("reduction") in (_MEAN, _SUM)
     return Rule(
         inputs=tuple(dims(spec.ndim, n) for spec, n in zip(call.specs, names, strict=True)),
         outputs=tuple(dims(len(result.shape)) for result in call.results),
         sizes={"n": rows} if batched else {},
         linear=((0,),) if names[0] == "grad_output" else (),
-        local=_mean_over(call, rows) if is_mean else None,
+        local=_summed(call, rows) if reduced else None,
     )
 
 
-def _mean_over(call: Call, count: int) -> Any:
-    """A local call that sums and divides by the number of all rows, not of those here."""
-    at = call.position("reduction")
+def _summed(call: Call, count: int) -> Any:
+    """A local call that sums; a mean divides by the number of all rows, not of those here."""
+    at, rows = call.position("reduction"), call.position("self")
+    by = count if call.get("reduction") == _MEAN else 1
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         if at < len(args):
@@ -49,7 +50,11 @@ def _mean_over(call: Call, count: int) -> Any:
         else:
             kwargs = {**kwargs, "reduction": _SUM}
         made = op(*args, **kwargs)
-        return (made[0] / count, *made[1:]) if isinstance(made, tuple) else made / count
+        first, *others = made if isinstance(made, tuple) else (made,)
+        if not args[rows].shape[0]:  # the kernel does not write the sum of no rows
+            first = torch.zeros_like(first)
+        first = first / by if by != 1 else first
+        return (first, *others) if isinstance(made, tuple) else first
 
     return local
 
