@@ -204,6 +204,13 @@ def test_a_pending_sum_is_reduced_first() -> None:
             torch.poisson(rates)
 
 
+def test_a_mesh_of_no_memory_takes_the_calls_too(mode: str) -> None:
+    mesh = sw.init_device_mesh("meta", (2,))
+    x = sw.empty(6, 4, device_mesh=mesh, placements=[Shard(0)])
+    assert torch.nn.init.kaiming_normal_(x).to_local().parts[0].is_meta
+    assert F.dropout(x, 0.5).placements == (Shard(0),)
+
+
 # --- certain values --------------------------------------------------------------------------
 
 CERTAIN: dict[str, tuple[Callable[[Any], Any], float]] = {

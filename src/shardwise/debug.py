@@ -14,8 +14,8 @@ __all__ = ["CommDebugMode"]
 class CommDebugMode:
     """A context manager that counts collectives; entering it again starts from zero.
 
-    Bytes are what the rank that receives most receives. Checks that plain tensors and seeds are
-    equal on all ranks are counted apart, in `checks`: they run when a call is first seen.
+    Bytes are what the rank that receives most receives. Checks that ranks agree are counted apart,
+    in `checks`: of plain tensors when a call is first seen, of random states at each random call.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

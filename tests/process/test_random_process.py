@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Replicate, Shard
 
+from ..compare import numbers
 from ..random_cases import CASES, Setting, check_counter, check_exact, settings, small_tiles
 from .harness import ProcessPool
 
@@ -43,7 +47,7 @@ def draw_on_each(seeds: list[int] | None, mode: str) -> list[torch.Tensor]:
         if seeds is not None:
             torch.manual_seed(seeds[rank])
         made.append(sw.randn(3, 2, device_mesh=mesh))
-        made.append(torch.nn.functional.dropout(made[0]))
+        made.append(F.dropout(made[0]))
     return [x.to_local() for x in made]
 
 
@@ -64,6 +68,77 @@ def refused(mode: str) -> str:
     with pytest.raises(sw.errors.CommunicationError) as caught:
         draw_on_each([1, 1, 2, 1], mode)
     return str(caught.value)
+
+
+def drift(mode: str) -> list[str]:
+    """One rank draws a number of its own, from the default generator and from one that is given."""
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    with sw.random.mode(mode):
+        for given in (None, generator):
+            for _ in range(5):
+                sw.rand(3, device_mesh=mesh, generator=given)
+            if torch.distributed.get_rank() == 3:
+                torch.rand(1, generator=given)
+            with pytest.raises(sw.errors.CommunicationError) as caught:
+                sw.rand(3, device_mesh=mesh, generator=given)
+            found.append(str(caught.value))
+            sw.manual_seed(0, mesh)
+            sw.rand(3, device_mesh=mesh)  # all is well again
+    return found
+
+
+@pytest.mark.parametrize("mode", ["exact", "counter"])
+def test_a_rank_that_draws_for_itself_is_found_out(processes: Pools, mode: str) -> None:
+    for default, given in processes(4).run(drift, mode):
+        assert "different random states" in default
+        assert "different states of the generator given" in given
+
+
+def counted(check: bool) -> tuple[int, int]:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(torch.full((8, 6), 0.5), mesh, [Shard(0)])
+    with sw.random.mode("counter", check=check), sw.CommDebugMode() as comm:
+        torch.bernoulli(x)
+        F.dropout(x, 0.5)
+        torch.poisson(x)
+    return comm.get_total_counts(), comm.checks
+
+
+def test_counter_mode_only_compares_states(processes: Pools) -> None:
+    assert processes(4).run(counted, False) == [(0, 0)] * 4
+    assert processes(4).run(counted, True) == [(0, 3)] * 4
+
+
+def checkpointed(mode: str, reentrant: bool | None) -> list[torch.Tensor]:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    return gradients(mesh, mode, reentrant)
+
+
+def gradients(mesh: Any, mode: str, reentrant: bool | None) -> list[torch.Tensor]:
+    def noisy(x: Any, weight: Any) -> Any:
+        return F.dropout(F.dropout(x @ weight, 0.4).sin(), 0.3)
+
+    torch.manual_seed(4)
+    x = sw.distribute_tensor(numbers(6, 4), mesh, [Shard(0), Replicate()]).requires_grad_()
+    weight = sw.distribute_tensor(numbers(4, 5, seed=1), mesh, [Replicate(), Shard(1)])
+    weight.requires_grad_()
+    with sw.random.mode(mode):
+        if reentrant is None:
+            y = noisy(x, weight)
+        else:
+            y = checkpoint(noisy, x, weight, use_reentrant=reentrant)
+        y.square().sum().backward()
+    return [x.grad.full_tensor(), weight.grad.full_tensor()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "counter"])
+def test_checkpointing_draws_the_same_again(processes: Pools, mode: str, reentrant: bool) -> None:
+    want = gradients(sw.init_device_mesh("cpu", (2, 2)), mode, None)
+    for got in processes(4).run(checkpointed, mode, reentrant):
+        torch.testing.assert_close(got, want)
 
 
 def seeded(mode: str) -> list[torch.Tensor]:

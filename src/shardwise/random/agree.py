@@ -16,7 +16,7 @@ __all__ = ["begin", "manual_seed"]
 def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> str:
     """The mode in which a call on `mesh` draws; an error, on every rank, if the ranks' generators
     differ."""
-    state = torch.get_rng_state() if generator is None else generator.get_state()
+    state = _state(mesh, generator)
     if not mesh.virtual and checks() and not engine_of(mesh).check_equal(mesh, digest(state)):
         which = "random states" if generator is None else "states of the generator given"
         raise CommunicationError(
@@ -25,6 +25,16 @@ def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> st
             "seed on every rank, and draw what is one rank's own from a torch.Generator of its own."
         )
     return mode_of_call(state)
+
+
+def _state(mesh: Topology, generator: torch.Generator | None) -> torch.Tensor:
+    """What the numbers of a call on `mesh` will follow from."""
+    if generator is not None:
+        return generator.get_state()
+    host = torch.get_rng_state()  # keys are drawn from it, and whole tensors on a CPU
+    if mesh.device_type in ("cpu", "meta"):
+        return host
+    return torch.cat([host, torch.get_device_module(mesh.device_type).get_rng_state().cpu()])
 
 
 def manual_seed(seed: int, device_mesh: AnyMesh | None = None) -> None:

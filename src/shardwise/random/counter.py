@@ -49,8 +49,8 @@ def _exponential(lambd: float) -> Draw:
 
     def draw(space: torch.Tensor, generator: torch.Generator) -> None:
         wide = space.dtype is torch.float64
-        u = torch.empty(space.shape, dtype=torch.float64 if wide else torch.float32)
-        u = u.to(space.device).uniform_(generator=generator)
+        dtype = torch.float64 if wide else torch.float32
+        u = torch.empty(space.shape, dtype=dtype, device=space.device).uniform_(generator=generator)
         space.copy_(u.neg_().log1p_().div_(-lambd)).clamp_(min=torch.finfo(space.dtype).tiny)
 
     return draw

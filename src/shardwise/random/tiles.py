@@ -126,7 +126,7 @@ def draw_box(
     A tile is drawn whole and in one shape whatever the box, because kernels look at numel and
     strides.
     """
-    if not local.numel():
+    if not local.numel() or local.is_meta:
         return local
     sides = tile_sides(shape)
     dims = [
