@@ -16,6 +16,7 @@ from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh, init_device_mesh, t
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.redistribute import plan, run_steps
 from shardwise.spec import DTensorSpec
+from shardwise.tensor import distribute_tensor
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool, RankError
@@ -319,3 +320,24 @@ def test_a_run_that_hangs_is_ended() -> None:
         pool.run(wait_for_ever, timeout=1)
     assert pool.run(fail_on, 7) == [None, None]
     pool.stop()
+
+
+def transposed() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(35.0).view(7, 5).t()
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    y = distribute_tensor(whole.t(), mesh, [Shard(0)]).t()
+    mixed = distribute_tensor(whole.to(torch.int16), mesh, [Shard(1)])
+    return [
+        x.full_tensor().equal(whole),
+        y.full_tensor().equal(whole),
+        y.redistribute(placements=[Shard(0)]).full_tensor().equal(whole),
+        x.redistribute(placements=[Shard(1)]).full_tensor().equal(whole),
+        mixed.redistribute(placements=[Shard(0)]).full_tensor().equal(whole.to(torch.int16)),
+    ]
+
+
+def test_dims_in_another_order_in_memory(processes: Pools) -> None:
+    """A rank that packs and one that receives in place agree on the order of the elements."""
+    for found in processes(2).run(transposed):
+        assert all(found), found

@@ -183,9 +183,14 @@ def _slots(
 def _readable(packet: Packet, raw: torch.Tensor) -> torch.Tensor | None:
     """Bytes as the tensor they are; None if they lie where its dtype cannot be read."""
     job, _, _, box = packet
-    if raw.storage_offset() % job.dtype.itemsize:
-        return None
-    return raw.view(job.dtype).view(box_shape(box))
+    return None if raw.storage_offset() % job.dtype.itemsize else _shaped(job, raw, box)
+
+
+def _shaped(job: Job, raw: torch.Tensor, box: Box) -> torch.Tensor:
+    """Bytes as a tensor: they travel in the order in which the tensor's dims lie in memory."""
+    shape = box_shape(box)
+    inverse = sorted(range(len(shape)), key=job.order.__getitem__)
+    return raw.view(job.dtype).view([shape[dim] for dim in job.order]).permute(inverse)
 
 
 def _room(packets: list[list[Packet]], like: Job) -> torch.Tensor:
@@ -198,7 +203,7 @@ def _packed(packets: list[list[Packet]], like: Job) -> torch.Tensor:
         job, _, src, box = packet
         place, value = _readable(packet, raw), job.held(src, box)
         if place is None:
-            raw.copy_(as_bytes(value))
+            raw.copy_(as_bytes(value.permute(job.order)))
         else:
             place.copy_(value)
     return flat
@@ -222,7 +227,7 @@ def _unpack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
         job, out, src, box = packet
         place = _readable(packet, raw)
         if place is None:
-            place = raw.clone().view(job.dtype).view(box_shape(box))
+            place = _shaped(job, raw.clone(), box)
         if job.task.op:
             together.setdefault((id(job), box), []).append((src, packet, place))
         else:
