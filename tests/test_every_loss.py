@@ -145,6 +145,16 @@ def test_of_one_row_without_a_batch(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_of_an_empty_batch(reduction: str) -> None:
+    for loss, target in ((F.mse_loss, numbers(0, 4)), (F.cross_entropy, ints(0))):
+
+        def run(x: Any, y: Any, loss: Any = loss) -> Any:
+            return loss(x, y, reduction=reduction)
+
+        check(run, numbers(0, 4), target, mesh=virtual(2), limit=4)
+
+
 LOG_PROBS = numbers(6, 5, 4).log_softmax(-1)
 INPUTS, LENGTHS = torch.tensor([6, 4, 5, 6, 3]), torch.tensor([2, 1, 3, 1, 1])
 WORDS = ints(5, 3, low=1, high=4)

@@ -116,6 +116,14 @@ def test_a_bad_matrix_is_named_by_its_place_in_the_whole_batch(function: Any) ->
     assert str(ours.value) == str(plain.value)
 
 
+@pytest.mark.parametrize("place", [Shard(0), Replicate()])
+@pytest.mark.parametrize("size", [0, 5])
+def test_out_of_the_right_shape_or_empty(place: Any, size: int) -> None:
+    out = distribute_tensor(torch.empty(size, 3, 3).double(), virtual(2), [place])
+    assert linalg.inv(distribute_tensor(A, virtual(2), [Shard(1)]), out=out) is out
+    torch.testing.assert_close(out.full_tensor(), linalg.inv(A))
+
+
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "fft": lambda x: fft.fft(x, dim=1),
     "ifft_padded": lambda x: fft.ifft(x, 7, dim=1, norm="ortho"),

@@ -198,3 +198,48 @@ def test_gradients_of_list_operators() -> None:
         (norms[0] * norms[1]).backward()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
+def test_elements_that_are_views_of_one_tensor() -> None:
+    """Rows of a sharded dim, columns, and one tensor twice."""
+    plain = numbers(6, 4)
+    ours = spread(plain.clone(), virtual(2), [S0])
+    for x in (plain, ours):
+        torch._foreach_mul_([x[2], x[4]], 2.0)
+        torch._foreach_add_([x[:, 1], x[:, 2]], [x[:, 2].clone(), x[:, 1].clone()])
+        torch._foreach_add_([x, x], 1.0)
+        torch._foreach_copy_([x[1], x[3:5]], [torch.ones(4).double(), torch.zeros(2, 4).double()])
+    torch.testing.assert_close(ours.full_tensor(), plain)
+
+
+def test_elements_with_cuts_of_their_own() -> None:
+    value = numbers(6, 4)
+    even = distribute_tensor(value, virtual(2), [S0])
+    ragged = distribute_tensor(value.clone(), virtual(2), [S0], cuts=[(5, 1), None])
+    torch._foreach_add_([ragged], [even])
+    assert ragged.cuts is not None and ragged.cuts[0] == (5, 1)
+    torch.testing.assert_close(ragged.full_tensor(), value * 2)
+    torch.testing.assert_close(torch._foreach_norm([ragged])[0].full_tensor(), (value * 2).norm())
+
+
+def test_what_has_no_norm_is_refused_as_on_one_device() -> None:
+    ours = distribute_tensor(torch.arange(4), virtual(2), [S0])
+    for ord in (2, float("inf")):
+        with pytest.raises(RuntimeError, match="Expected a floating point or complex tensor"):
+            torch._foreach_norm([ours], ord)
+
+
+def test_a_number_is_used_on_another_mesh_and_its_gradient_comes_back() -> None:
+    mesh = virtual(2, 2, names=("dp", "tp"))
+    values = numbers(4), numbers(4, seed=1)
+    plain = [v.clone().requires_grad_() for v in values]
+    ours = [
+        distribute_tensor(values[0], mesh, [S0, R]).requires_grad_(),
+        distribute_tensor(values[1], mesh["tp"], [S0]).requires_grad_(),
+    ]
+    for a, b in (plain, ours):
+        (a.sum() * b.pow(2).sum() + (a * b.mean()).sum()).backward()
+    for mine, wanted in zip(ours, plain, strict=True):
+        assert mine.grad.placements == mine.placements
+        assert mine.grad.device_mesh == mine.device_mesh
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)

@@ -18,7 +18,7 @@ from .infer import Unknown, infer
 from .listops import is_list_op, run_list
 from .mesh import Topology
 from .outs import out_form, reshape_form
-from .plain import full_local
+from .plain import bring_grads_back, full_local
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
 from .random import is_random, is_without_dropout, random_form
@@ -239,13 +239,14 @@ def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
     """`op` with the numbers that are on other meshes made plain."""
 
+    def value(tensor: Any) -> Any:
+        if not isinstance(tensor, Wrapper) or tensor._spec.topology is home:
+            return tensor
+        bring_grads_back(tensor)
+        return full_local(tensor)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        values = [
-            full_local(tensor)
-            if isinstance(tensor, Wrapper) and tensor._spec.topology is not home
-            else tensor
-            for tensor in tensors_in(args, kwargs)
-        ]
+        values = [value(tensor) for tensor in tensors_in(args, kwargs)]
         given, named = filled(args, kwargs, iter(values))
         return op(*given, **named)
 

@@ -43,7 +43,8 @@ def infer(
     name = op._schema.name.removeprefix("aten::")
     if name == "nansum" and len(given) > 1 and given[1] == []:
         given[1] = None  # the meta kernel takes no dims for none; the others take all
-    if name.endswith("_loss_backward") and not given[1].numel():
+    reduces = name.endswith("_loss_backward") and op._schema.arguments[3].name == "reduction"
+    if reduces and not given[1].numel():
         given[3] = 0  # means divide by the number of elements; the result is as large without
     if name == "linalg_vector_norm" and len(given) > 1 and not given[0].numel():
         given[1] = 2  # the meta kernel refuses other norms even where there are none to take

@@ -14,8 +14,8 @@ from .deferred import is_deferred, own_value, store_through
 from .errors import LayoutError
 from .infer import infer
 from .mesh import Topology
-from .outs import functional_of
-from .plain import adopt, check_plain, full_local
+from .outs import functional_of, give_shape
+from .plain import adopt, bring_grads_back, check_plain, full_local
 from .plans import Element, ListPlan
 from .propagate import decide
 from .rules import Call, Operand, Rule
@@ -130,6 +130,7 @@ def _at_home(op: OpOverload, value: Any, mesh: Topology | None) -> Any:
             f"{op}: {value._spec} serves elements that are not on its mesh. Give a 0-d tensor, or "
             "a call for each mesh."
         )
+    bring_grads_back(value)
     return full_local(value)
 
 
@@ -142,11 +143,7 @@ def _into_out(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> No
     made = functional(*args, **named)
     results = made[0] if len(functional._schema.returns) > 1 else made  # as PyTorch does
     for target, value in zip(targets, results, strict=True):
-        if target.shape != value.shape:
-            raise LayoutError(
-                f"{op}: out has shape {list(target.shape)}, but the result has shape "
-                f"{list(value.shape)}. A DTensor is not resized: give an out of that shape."
-            )
+        give_shape(op, target, value)
         target.copy_(value)
 
 

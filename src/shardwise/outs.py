@@ -10,7 +10,7 @@ import torch
 from ._torch import OpOverload
 from .errors import LayoutError
 
-__all__ = ["functional_of", "out_form", "reshape_form"]
+__all__ = ["functional_of", "give_shape", "out_form", "reshape_form"]
 
 
 def functional_of(op: OpOverload) -> OpOverload | None:
@@ -31,6 +31,18 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     return None
 
 
+def give_shape(op: OpOverload, target: Any, result: Any) -> None:
+    """Make `target` large enough for a result: an empty one takes its shape, as in PyTorch."""
+    if target.shape == result.shape:
+        return
+    if target.numel():
+        raise LayoutError(
+            f"{op}: out has shape {list(target.shape)}, but the result has shape "
+            f"{list(result.shape)}. Give an out of that shape, or an empty one."
+        )
+    target.resize_(result.shape)
+
+
 def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
     """Compute without `out`, then write into it; it keeps its layout."""
     functional = functional_of(op)
@@ -42,11 +54,7 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
         made = functional(*args, **kwargs)
         results = [made] if isinstance(made, torch.Tensor) else list(made)
         for target, result in zip(targets, results, strict=True):
-            if target.shape != result.shape:
-                raise LayoutError(
-                    f"{op}: out has shape {list(target.shape)}, but the result has shape "
-                    f"{list(result.shape)}. A DTensor is not resized: give an out of that shape."
-                )
+            give_shape(op, target, result)
             if not torch.can_cast(result.dtype, target.dtype):
                 raise RuntimeError(
                     f"result type {result.dtype} can't be cast to the desired output type "

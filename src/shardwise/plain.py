@@ -13,9 +13,9 @@ from .errors import PlainTensorError
 from .mesh import Topology
 from .plans import moved
 from .spec import DTensorSpec, TensorMeta, default_placements
-from .wrapper import Plain, Wrapper
+from .wrapper import Plain, Wrapper, wrap
 
-__all__ = ["adopt", "check_plain", "digest", "full_local"]
+__all__ = ["adopt", "bring_grads_back", "check_plain", "digest", "full_local"]
 
 _HOOKED = "_shardwise_grad_is_plain"
 
@@ -36,6 +36,25 @@ def _plain_grad(grad: Any) -> Any:
     """The gradient of a plain tensor is plain; the way there can be differentiated again."""
     whole: Any = grad
     return whole.full_tensor() if isinstance(grad, Wrapper) else grad
+
+
+def bring_grads_back(number: Any) -> None:
+    """The gradient of a number that was used on another mesh comes back to its own."""
+    if not number.requires_grad or hasattr(number, _HOOKED):
+        return
+    setattr(number, _HOOKED, True)
+    mesh = number._spec.topology
+
+    def to_own_mesh(grad: Any) -> Any:
+        if not isinstance(grad, Wrapper) or grad._spec.topology is mesh:
+            return grad
+        meta = TensorMeta((), (), grad.dtype)
+        spec = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
+        one = wrap(spec, (torch.ones((), dtype=grad.dtype, device=grad.device),) * len(spec.slots))
+        whole: Any = grad
+        return one * whole.full_tensor()
+
+    number.register_hook(to_own_mesh)
 
 
 def full_local(value: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _powers(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> list[Any]:
     """Sums of powers of each tensor of one mesh, and their roots."""
     known = _dtypes(op, tensors, (ord, dtype))
+    for spec in dict.fromkeys(t._spec for t in tensors):  # the meta kernels of lists check nothing
+        meta = torch.empty(spec.meta.shape, dtype=spec.dtype, device="meta")
+        torch.linalg.vector_norm(meta, ord, dtype=dtype)
     results: list[Any] = [None] * len(tensors)
     for result, places in _grouped(known).items():
         chosen, wide = [tensors[i] for i in places], _wide(result)
