@@ -9,8 +9,8 @@ READY := $(VENV)/.ready
 .PHONY: test demo lint verify redistribute bench clean
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --ignore=tests/process
-	$(BIN)/python -m pytest tests/process
+	$(BIN)/python -m pytest -m '' -n 2 --ignore=tests/process
+	$(BIN)/python -m pytest -m '' tests/process
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -25,7 +25,7 @@ verify: $(READY)
 	$(BIN)/python -m verification --page docs/operators.md
 
 redistribute: $(READY)
-	$(BIN)/python -m pytest tests/test_redistribute_any.py --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -m '' tests/test_redistribute_any.py --hypothesis-profile=thorough
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py

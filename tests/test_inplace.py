@@ -20,6 +20,7 @@ from .compare import numbers, spread, virtual
 
 X = torch.arange(24.0).view(6, 4) - 9.5
 ROW = torch.arange(4.0)
+SHAPES = [(2,), pytest.param((4,), marks=pytest.mark.thorough), (2, 2)]
 
 
 def assign(key: Any, value: Any) -> Callable[[Any], Any]:
@@ -142,14 +143,14 @@ def run_statement_with_autograd(name: str, run: Callable[[Any], Any], mesh: Any,
 
 
 @pytest.mark.parametrize("mode", ["plain", "inference"])
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", [*STATEMENTS, *NO_AUTOGRAD])
 def test_a_statement(name: str, shape: tuple[int, ...], mode: str) -> None:
     for at in places(shape):
         run_statement(name, (STATEMENTS | NO_AUTOGRAD)[name], virtual(*shape), at, mode)
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_a_statement_with_autograd(name: str, shape: tuple[int, ...]) -> None:
     for at in places(shape):
@@ -157,7 +158,7 @@ def test_a_statement_with_autograd(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "inference"])
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_taken_before_reads_zeros_after(shape: tuple[int, ...], mode: str) -> None:
     for at in places(shape):
         with torch.inference_mode() if mode == "inference" else nullcontext():
@@ -169,7 +170,7 @@ def test_a_row_taken_before_reads_zeros_after(shape: tuple[int, ...], mode: str)
                 assert torch.equal(view.full_tensor(), torch.zeros(view.shape))
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_view_written_shows_in_all_other_views(shape: tuple[int, ...]) -> None:
     for at in places(shape):
         x, plain = spread(X.clone(), virtual(*shape), at), X.clone()
@@ -216,7 +217,7 @@ def test_a_view_that_lives_elsewhere_keeps_its_shape() -> None:
 LISTED = list(STATEMENTS)[:8]
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", LISTED)
 def test_without_gathering(name: str, shape: tuple[int, ...]) -> None:
     """A write into a part of a sharded tensor moves less than any gather of it would."""

@@ -11,7 +11,7 @@ from verification.entry import MESHES, check_entry, entries, entry_name
 from shardwise import init_device_mesh
 
 SEED = 20261115
-COUNT = 60
+COUNT, QUICK = 60, 15
 REFUSED = {
     "resize_": "a DTensor cannot be given other memory",
     "resize_as_": "a DTensor cannot be given other memory",
@@ -27,7 +27,10 @@ def database() -> dict[str, object]:
     return {entry_name(entry): entry for entry in entries()}
 
 
-@pytest.mark.parametrize("place", range(COUNT))
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(i, marks=pytest.mark.thorough if i >= QUICK else ()) for i in range(COUNT)],
+)
 def test_an_entry_is_right_in_every_layout(place: int, database: dict[str, object]) -> None:
     name = random.Random(SEED).sample(sorted(database), COUNT)[place]
     meshes = [init_device_mesh("cpu", shape) for shape in MESHES]
