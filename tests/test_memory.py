@@ -101,6 +101,15 @@ def test_a_tensor_keeps_its_layout():
     assert x.resize_(8).placements == (Replicate(),)
 
 
+def test_a_change_of_shape_in_place_moves_nothing():
+    x = sw.distribute_tensor(X, virtual(2), [Shard(0)])
+    with sw.communication("error", fallback="error"), sw.CommDebugMode() as comm:
+        x.t_().unsqueeze_(0).transpose_(0, 1)
+        x.data = x.squeeze(1) * 2
+    assert not comm.bytes
+    assert x.full_tensor().equal(2 * X.t())
+
+
 def test_memory_that_is_not_the_tensors_is_an_error():
     x = sw.distribute_tensor(X, virtual(2), [Shard(0)])
     with pytest.raises(LayoutError, match="knows only the memory of its own elements"):

@@ -14,6 +14,7 @@ from shardwise import Partial, Replicate, Shard, init_device_mesh
 from .. import (
     test_attention,
     test_inplace,
+    test_memory,
     test_ops_ordering,
     test_ops_other,
     test_ops_structure,
@@ -85,9 +86,9 @@ def test_statistics_of_sharded_dims(processes: Pools) -> None:
 
 def places(shape: tuple[int, ...], every: int) -> None:
     mesh = init_device_mesh("cpu", shape)
-    for cases in (test_ops_ordering.CASES, test_ops_structure.CASES):
+    for cases in (test_ops_ordering.CASES, test_ops_structure.CASES, test_memory.VIEWS):
         for f, *inputs in list(cases.values())[::every]:
-            check(f, *inputs, mesh=mesh, limit=1)
+            check(f, *inputs, mesh=mesh, limit=1, mixed=False)
 
 
 @pytest.mark.parametrize(("shape", "every"), [((2,), 1), ((2, 2), 4)], ids=str)

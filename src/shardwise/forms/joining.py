@@ -13,7 +13,7 @@ from ..geometry import Cuts, Interval, chunk_cuts, contiguous_stride, intervals
 from ..infer import meta_of
 from ..placement import Placement, Replicate, Shard
 from ..redistribute import DimMap, in_order
-from ..replicated import laid_out, mesh_of
+from ..replicated import laid_out
 from ..rules import Call
 from ..spec import DTensorSpec, TensorMeta
 from ..windows import fetch, fetch_all
@@ -138,7 +138,7 @@ def _joins_shards(call: Call) -> bool:
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """The result is in shards along the joined dim, cut as `torch.chunk` would."""
     op = aten.cat.default
-    mesh = mesh_of(op, tensors)
+    mesh = next(x._spec.topology for x in tensors if isinstance(x, Wrapper))
     given = [x if isinstance(x, Wrapper) else laid_out(x, mesh) for x in tensors]
     examples = [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given

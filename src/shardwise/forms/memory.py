@@ -28,6 +28,7 @@ __all__ = [
     "as_strided_copy",
     "as_strided_in_place",
     "as_strided_scatter",
+    "can_take",
     "resize",
     "resize_as",
     "set_empty",
@@ -153,6 +154,12 @@ def resize_as(x: Any, template: Any, *, memory_format: torch.memory_format | Non
     if not isinstance(x, Wrapper):
         return x.resize_(template.shape, memory_format=memory_format)
     return resize(x, template.shape, memory_format=memory_format)
+
+
+@register_form("_has_compatible_shallow_copy_type", always=True)
+def can_take(x: Any, source: Any) -> bool:
+    """Whether `x.data = source` may be; PyTorch asks before it does it, and no value matters."""
+    return isinstance(x, Wrapper) and isinstance(source, Wrapper)
 
 
 @register_form("set_.source_Tensor", always=True)

@@ -56,6 +56,7 @@ def min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
 
 
 def _place(op: Any, by_dim: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
+    op(torch.zeros(1, dtype=x.dtype))  # PyTorch's own error, where it knows no such order
     if dim is not None:
         return _extreme(by_dim, x, dim, keepdim)[1]
     x = settled(op, x)
