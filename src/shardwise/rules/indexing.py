@@ -102,6 +102,8 @@ def _pick_rule(
 ) -> Rule:
     """The rule of a call that picks from its first operand along `dims`: every kind of pending
     value passes, for each element of the result is one of the source."""
+    if _picks_more_than_there_is(call, inputs[0], out):
+        inputs = [[name if name in out else None for name in inputs[0]], *inputs[1:]]
     sizes = {
         name: size
         for names, spec in zip(inputs, call.specs, strict=True)
@@ -120,6 +122,20 @@ def _pick_rule(
         local=local,
         unless=indexed_whole(dims),
     )
+
+
+def _picks_more_than_there_is(call: Call, inside: Names, out: Names) -> bool:
+    """Whether a sum left pending would be as large, on every rank, as all shards together, though
+    another dim could be sharded instead, as when `x[order]` brings all rows in another order.
+
+    The rows of an embedding are left out: those who shard its table count on the pending sum.
+    """
+    if call.op._schema.name == "aten::embedding":
+        return False
+    shape = call.shape(0)
+    free = [size for name, size in zip(inside, shape, strict=True) if name in out]
+    ranks = prod(call.specs[0].topology.shape)
+    return prod(call.results[0].shape) >= prod(shape) > 0 and max(free, default=0) >= ranks
 
 
 def of_two_shapes(call: Call) -> bool:
