@@ -135,3 +135,14 @@ def test_plain_tensors_can_be_refused() -> None:
         sharded(0) + torch.ones(4)
     with shardwise.implicit_replication():
         assert torch.equal((sharded(0) + torch.ones(4)).full_tensor(), torch.full((4, 4), 2.0))
+
+
+def test_a_notice_names_the_operator_that_a_form_stands_for() -> None:
+    x = sharded(0)
+    with communication("warn"), pytest.warns(UserWarning, match=r"^aten\._softmax\.default moves"):
+        x.softmax(0)
+    with (
+        communication("warn"),
+        pytest.warns(UserWarning, match=r"^aten\.\w+\.\w+, in aten\.nll_loss_forward\.default, "),
+    ):
+        torch.nn.functional.nll_loss(x, torch.tensor([0, 1, 2, 3]))

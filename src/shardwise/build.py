@@ -192,26 +192,26 @@ def _build(
     specs = tuple(operand._spec for operand in operands)
     home = _home(op, operands)
     if home is not None:
-        return FormPlan(_bringing_numbers(op, home))
+        return FormPlan(entry.op, _bringing_numbers(op, home))
     if torch.Tag.inplace_view in op.tags:
-        return FormPlan(reshape_form(op) if entry.form is None else entry.form.run)
+        return FormPlan(entry.op, reshape_form(op) if entry.form is None else entry.form.run)
     if entry.copies:
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
-        return FormPlan(out_form(entry.op, entry.outs))
+        return FormPlan(entry.op, out_form(entry.op, entry.outs))
     if entry.user is not None and entry.user.decide is not None:
         return _by_rule(entry, specs, args, kwargs)
     if entry.form is not None and entry.form.always:
-        return FormPlan(entry.form.run)
+        return FormPlan(entry.op, entry.form.run)
     if is_random(op) and not is_without_dropout(op, args, kwargs):
-        return FormPlan(random_form(op), "random")
+        return FormPlan(entry.op, random_form(op), "random")
     if entry.mixed:
-        return FormPlan(fallback_form(op), "fallback")
+        return FormPlan(entry.op, fallback_form(op), "fallback")
     if all(spec.is_replicated() for spec in specs):
         return _replicated(entry, specs, args, kwargs)
     if entry.family is None:
         if entry.form is not None:
-            made = FormPlan(entry.form.run)
+            made = FormPlan(entry.op, entry.form.run)
             return DeferredPlan(made) if entry.is_view else made
         return _without_rule(entry, specs, args, kwargs)
     return _by_rule(entry, specs, args, kwargs)
@@ -273,7 +273,7 @@ def _replicated(
     try:
         metas, structure = infer(entry.op, args, kwargs, specs)
     except Unknown:
-        return FormPlan(fallback_form(entry.op))
+        return FormPlan(entry.op, fallback_form(entry.op))
     mesh = specs[0].topology
     whole = default_placements(mesh)
     outputs = tuple(DTensorSpec._intern(mesh, whole, meta, None) for meta in metas)
@@ -337,7 +337,7 @@ def _by_rule(
         metas, structure = infer(entry.op, args, kwargs, specs)
     except Unknown as unknown:
         if entry.form is not None:
-            return FormPlan(entry.form.run)
+            return FormPlan(entry.op, entry.form.run)
         if entry.user is None:
             return _without_rule(entry, specs, args, kwargs)
         raise RuleError(
@@ -353,7 +353,7 @@ def _by_rule(
     decision, local = _decided(entry, call, written, structure)
     if entry.form is not None and not _is_free(specs, decision) and entry.form.when(call):
         run = entry.form.run
-        return FormPlan(run if entry.has_views else conforming(run, metas))
+        return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
     return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
 
@@ -407,9 +407,9 @@ def _without_rule(
     """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
     found = decomposition(entry.op)
     if found is not None and not (entry.written is not None) and not entry.is_view:
-        return FormPlan(as_form(entry.op, found), "decomposition")
+        return FormPlan(entry.op, as_form(entry.op, found), "decomposition")
     if found is not None and entry.op._can_decompose():
-        return FormPlan(as_form(entry.op, found), "decomposition")
+        return FormPlan(entry.op, as_form(entry.op, found), "decomposition")
     whole = fallback_form(entry.op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -417,5 +417,5 @@ def _without_rule(
         return whole(*args, **kwargs)
 
     policy.on_fallback(entry.op, _noticed)
-    plan = FormPlan(run, "fallback")
+    plan = FormPlan(entry.op, run, "fallback")
     return DeferredPlan(plan) if entry.is_view else plan

@@ -520,14 +520,18 @@ class FormPlan(Plan):
     """A distributed form, a decomposition or another function of DTensors in place of the
     operator."""
 
-    __slots__ = ("_form",)
+    __slots__ = ("_form", "_op")
 
-    def __init__(self, form: Callable[..., Any], tier: str = "form") -> None:
+    def __init__(self, op: Any, form: Callable[..., Any], tier: str = "form") -> None:
         super().__init__(tier)
+        self._op = op
         self._form = form
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._form(*args, **kwargs)
+        if policy.current().silent:
+            return self._form(*args, **kwargs)
+        with policy.inside(self._op):
+            return self._form(*args, **kwargs)
 
 
 __all__ += ["Element", "FormPlan", "Wrapper"]

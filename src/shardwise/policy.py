@@ -47,6 +47,7 @@ class Policy:
 
 class _State(threading.local):
     policy = Policy()
+    outer: object = None  # the operator that a form stands for, while it runs
 
 
 _state = _State()
@@ -155,11 +156,24 @@ def _where() -> str:
     return f"{line} (in the backward of {snake})"
 
 
-def on_moves(op: object, moves: list[str]) -> None:
-    """Say, or refuse, that `op` moves data that nobody asked it to move."""
+@contextmanager
+def inside(op: object) -> Iterator[None]:
+    """Notices name `op` too, in place of which other operators run."""
+    before = _state.outer
+    _state.outer = op if before is None else before
+    try:
+        yield
+    finally:
+        _state.outer = before
+
+
+def on_moves(op: object | None, moves: list[str]) -> None:
+    """Say, or refuse, that `op`, or the form that runs, moves data that nobody asked it to move."""
     if _state.policy.moves == "auto" or not moves:
         return
-    text = f"{op} moves {'; '.join(moves)}"
+    outer = _state.outer
+    who = f"{op}, in {outer}," if None not in (op, outer) and op is not outer else op or outer
+    text = f"{who} moves {'; '.join(moves)}"
     if _state.policy.moves == "warn":
         warnings.warn(f"{text}, at {_where()}.", stacklevel=2)
         return

@@ -54,5 +54,5 @@ def aligned(x: Any, like: Any) -> Any:
 
 def _moved(x: Wrapper, spec: DTensorSpec) -> Any:
     if not policy.current().silent:
-        policy.on_moves("a distributed form", describe_moves([(0, spec)], [x._spec]))
+        policy.on_moves(None, describe_moves([(0, spec)], [x._spec]))
     return wrap(spec, moved(x, spec))
