@@ -19,13 +19,18 @@ from .wrapper import wrap
 __all__ = [
     "arange",
     "empty",
+    "eye",
     "full",
+    "linspace",
+    "logspace",
     "normal",
     "ones",
     "rand",
     "randint",
     "randn",
     "randperm",
+    "tril_indices",
+    "triu_indices",
     "zeros",
 ]
 
@@ -190,9 +195,58 @@ def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) 
     >>> arange(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
     [0, 1, 2, 3, 4]
     """
-    _mesh("arange", where)
     first, last = (0, start) if end is None else (start, end)
-    whole = torch.arange(first, last, step, dtype=where.get("dtype"))
+    return _kept("arange", where, torch.arange, first, last, step)
+
+
+def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTensor:
+    """Numbers at equal distances, on a mesh: those of `torch.linspace`.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> linspace(0, 1, 5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    return _kept("linspace", where, torch.linspace, start, end, steps)
+
+
+def logspace(
+    start: Any, end: Any, steps: int, base: float = 10.0, **where: Unpack[_Where]
+) -> DTensor:
+    """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
+    return _kept("logspace", where, torch.logspace, start, end, steps, base)
+
+
+def tril_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
+    """The places of a lower triangle, on a mesh: those of `torch.tril_indices`."""
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _kept("tril_indices", where, torch.tril_indices, row, col, offset)
+
+
+def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
+    """The places of an upper triangle, on a mesh: those of `torch.triu_indices`."""
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _kept("triu_indices", where, torch.triu_indices, row, col, offset)
+
+
+def _kept(name: str, where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
+    """A tensor that every rank makes whole, to keep its part."""
+    _mesh(name, where)
+    whole = make(*args, dtype=where.get("dtype"))
     placements = where.get("placements")
     made = distribute_tensor(whole, where["device_mesh"], placements, src_data_rank=None)
     return made.requires_grad_(where.get("requires_grad", False))
+
+
+def eye(n: int, m: int | None = None, **where: Unpack[_Where]) -> DTensor:
+    """Ones on the diagonal, on a mesh; each rank makes only what it holds.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> eye(3, device_mesh=mesh, placements=[shardwise.Shard(0)]).sum().item()
+    3.0
+    """
+    requires_grad = where.pop("requires_grad", False)
+    made = zeros(n, n if m is None else m, **where)
+    made.diagonal().fill_(1)
+    return made.requires_grad_(requires_grad)
