@@ -11,11 +11,11 @@ from .. import policy
 from .._torch import OpOverload
 from ..plain import full_local
 from ..plans import describe_moves
-from ..replicated import mesh_of, run_whole, tensors_in
+from ..replicated import laid_out, mesh_of, run_whole, tensors_in
 from ..spec import default_placements
 from ..wrapper import Wrapper
 from .agree import begin
-from .counter import COUNTER, FILLS
+from .counter import COUNTER, FILLS, dropped
 
 __all__ = ["is_random", "is_without_dropout", "random_form"]
 
@@ -60,14 +60,26 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = list(tensors_in(args, kwargs))
         mesh = mesh_of(op, tensors)
-        if begin(op, mesh, kwargs.get("generator")) == "counter" and by_position is not None:
+        mode = begin(op, mesh, kwargs.get("generator"))
+        if mode == "counter" and by_position is not None:
             return by_position(op, _bound(op, args, kwargs))
+        if op is torch.ops.aten.native_dropout.default:
+            return _dropout(*args)
         if policy.current().moves != "auto":
             policy.on_moves(op, _gathers(tensors))
         like = next(t._spec for t in tensors if isinstance(t, Wrapper))
         return run_whole(op, args, kwargs, whole, like)
 
     return run
+
+
+def _dropout(x: Any, p: float, train: bool | None) -> Any:
+    """The mask is drawn whole, without the values: they stay where they are."""
+    shape, stride, dtype = x._spec.meta
+    ones = torch.empty_strided(shape, stride, dtype=dtype, device=x.device).fill_(1)
+    _, drawn = torch.native_dropout(ones, p, train)
+    mask = laid_out(drawn, x._spec.topology, x._spec)
+    return (x.clone() if train is False else dropped(x, mask, p)), mask
 
 
 def _bound(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..wrapper import Locals, Wrapper, wrap
 from . import rejection
 from .tiles import Draw, Key, draw_box, draw_locals, new_key
 
-__all__ = ["COUNTER", "FILLS", "Draws", "fill"]
+__all__ = ["COUNTER", "FILLS", "Draws", "dropped", "fill"]
 
 Given = dict[str, Any]
 """The arguments of a call, by name."""
@@ -260,12 +260,16 @@ def _not_negative(std: torch.Tensor) -> None:
 
 
 def _native_dropout(op: OpOverload, given: Given) -> Any:
-    x, p = _summed(op, given["input"]), given["p"]
+    x, p = given["input"], given["p"]
     if given["train"] is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = torch.empty_like(x, dtype=torch.bool)
-    fill(mask, _bernoulli(1 - p), None)
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    mask = fill(torch.empty_like(x, dtype=torch.bool), _bernoulli(1 - p), None)
+    return dropped(x, mask, p), mask
+
+
+def dropped(x: Any, mask: Any, p: float) -> Any:
+    """What a dropout leaves; a pending sum stays pending."""
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
 
 def _rrelu(op: OpOverload, given: Given) -> Any:
