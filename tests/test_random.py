@@ -9,7 +9,7 @@ import pytest
 from .compare import virtual
 from .random_cases import CASES, Setting, check_counter, check_exact, settings, small_tiles
 
-SAMPLE = 3
+SAMPLE = 2
 """Layouts per operator and mode; `python -m tests.random_cases` tries them all."""
 
 

@@ -96,6 +96,22 @@ def test_a_rank_that_draws_for_itself_is_found_out(processes: Pools, mode: str) 
         assert "different states of the generator given" in given
 
 
+def in_two_modes() -> str:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    with (
+        sw.random.mode("counter" if torch.distributed.get_rank() else "exact"),
+        pytest.raises(sw.errors.CommunicationError) as caught,
+    ):
+        sw.rand(3, device_mesh=mesh)
+    return str(caught.value)
+
+
+def test_ranks_in_different_modes_are_found_out(processes: Pools) -> None:
+    first, *others = processes(4).run(in_two_modes)
+    assert "not all are in exact mode" in first
+    assert all("not all are in counter mode" in other for other in others)
+
+
 def counted(check: bool) -> tuple[int, int]:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(torch.full((8, 6), 0.5), mesh, [Shard(0)])

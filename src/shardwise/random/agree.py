@@ -14,17 +14,20 @@ __all__ = ["begin", "manual_seed"]
 
 
 def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> str:
-    """The mode in which a call on `mesh` draws; an error, on every rank, if the ranks' generators
-    differ."""
+    """The mode in which a call on `mesh` draws; an error, on every rank, if the ranks differ."""
     state = _state(mesh, generator)
-    if not mesh.virtual and checks() and not engine_of(mesh).check_equal(mesh, digest(state)):
+    mode = mode_of_call(state)
+    if mesh.virtual or not checks():
+        return mode
+    if not engine_of(mesh).check_equal(mesh, 2 * digest(state) + (mode == "counter")):
         which = "random states" if generator is None else "states of the generator given"
         raise CommunicationError(
-            f"{what}: the ranks of mesh {mesh} have different {which}, so that replicas "
-            "would differ. Call shardwise.manual_seed(seed, mesh), or torch.manual_seed with one "
-            "seed on every rank, and draw what is one rank's own from a torch.Generator of its own."
+            f"{what}: the ranks of mesh {mesh} have different {which}, or not all are in "
+            f"{mode} mode, so that replicas would differ. Call shardwise.manual_seed(seed, mesh), "
+            "or torch.manual_seed with one seed on every rank, and draw what is one rank's own "
+            "from a torch.Generator of its own."
         )
-    return mode_of_call(state)
+    return mode
 
 
 def _state(mesh: Topology, generator: torch.Generator | None) -> torch.Tensor:
