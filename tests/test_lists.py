@@ -161,6 +161,8 @@ def test_lists_of_different_lengths_are_refused() -> None:
     a = distribute_tensor(torch.ones(4), virtual(2), [S0])
     with pytest.raises(RuntimeError, match="same number of tensors, got 2 and 1"):
         torch._foreach_add([a, a], [a])
+    with pytest.raises(RuntimeError, match="at least one tensor"):
+        torch._foreach_mul([], a.sum())
     with pytest.raises(ValueError, match="a vector with a number for each"):
         torch._foreach_addcmul([a, a], [a, a], [a, a], torch.ones(3))
 

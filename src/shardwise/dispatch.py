@@ -58,6 +58,8 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
+    if entry.is_list:
+        return entry.run_list(args, kwargs or {})
     public = Wrapper.public
     operands: list[Any] = []
     key: list[Any] = []
@@ -81,8 +83,6 @@ def dispatch(
         plain |= _add_named(entry, kwargs, operands, key)
     else:
         kwargs = {}
-    if entry.is_list:
-        return entry.run_list(args, kwargs)
     if plain:
         operands = _adopted(entry, operands, key)
     found = entry.plans.get(tuple(key))

@@ -72,7 +72,9 @@ class _Listing:
                 self.length = max(self.length, len(value))
 
     def check(self) -> None:
-        """All lists have one length."""
+        """All lists have one length, which is not 0."""
+        if not self.lists:
+            raise RuntimeError("Tensor list must have at least one tensor.")
         lengths = {len(ids) for ids in self.lists.values()}
         if len(lengths) > 1:
             given = " and ".join(map(str, (len(ids) for ids in self.lists.values())))
@@ -98,16 +100,20 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _with_numbers(op, args, kwargs)
     listing = _Listing(args, kwargs)
     listing.check()
-    writes = [n for n, a in enumerate(op._schema.arguments) if a.alias_info is not None]
-    written = [each for n in writes if n in listing.lists for each in args[n]]
+    written = [each for n in entry.writes if n in listing.lists for each in args[n]]
     if any(map(is_deferred, written)) or _overlap(written):
-        return _one_by_one(op, writes, listing, args, kwargs)
+        return _one_by_one(op, entry.writes, listing, args, kwargs)
+    meshes = {t._spec.topology for t in listing.tensors if isinstance(t, Wrapper)}
+    first = next(iter(listing.lists.values()))
+    if len(meshes) == 1 and all(isinstance(listing.tensors[i], Wrapper) for i in first):
+        return _run_on(entry, meshes.pop(), listing, args, kwargs)  # no list has to be cut
     results: list[Any] = [None] * listing.length
     for mesh, indices in by_mesh([_mesh(listing, i) for i in range(listing.length)]).items():
         given, named = _chosen(args, kwargs, indices, listing, None)
         given = [_at_home(op, value, mesh) for value in given]
         named = {name: _at_home(op, value, mesh) for name, value in named.items()}
-        made = op(*given, **named) if mesh is None else _run_on(entry, mesh, given, named)
+        own = _Listing(given, named)
+        made = op(*given, **named) if mesh is None else _run_on(entry, mesh, own, given, named)
         for index, value in zip(indices, made or (), strict=False):
             results[index] = value
     return results if op._schema.returns else None
@@ -242,11 +248,16 @@ def _kind(value: Any) -> Any:
         return value
     if isinstance(value, (int, float, complex)):
         return (type(value), value if value == 0 or value - value != 0 else None)
-    return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else type(value)
+    if not isinstance(value, (list, tuple)):
+        return type(value)
+    if value and isinstance(value[0], torch.Tensor):  # their specs are in the key
+        return len(value)
+    return tuple(map(_kind, value))
 
 
-def _run_on(entry: Any, mesh: Topology, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    listing = _Listing(args, kwargs)
+def _run_on(
+    entry: Any, mesh: Any, listing: _Listing, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     operands = [t if isinstance(t, Wrapper) else adopt(t, mesh) for t in listing.tensors]
     key = (
         tuple(operand._spec for operand in operands),
