@@ -37,7 +37,10 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+MESHES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ((2,), (4,)))]
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, shape: tuple[int, ...]) -> None:
     f, *inputs = CASES[name]

@@ -75,7 +75,7 @@ def test_operators_without_a_rule(processes: Pools) -> None:
 def statistics() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for f, *inputs in test_statistics.VALUES.values():
-        check(f, *inputs, mesh=mesh, limit=2)
+        check(f, *inputs, mesh=mesh, limit=1)
     for f, *inputs in test_attention.CASES.values():
         check(f, *inputs, mesh=mesh, limit=1)
 

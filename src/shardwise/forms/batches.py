@@ -54,6 +54,14 @@ def _trained(x: Any, weight: Any, bias: Any, eps: float) -> Any:
     return _scaled(full, weight, bias, mean, rstd, x), mean, var, rstd
 
 
+def _kept(x: Any, params: Sequence[Any], *stats: Any) -> list[Any]:
+    """Statistics in the dtype in which a kernel keeps them for its backward."""
+    narrow = x.device.type == "cpu" and not any(
+        p is not None and p.dtype is torch.float32 for p in params
+    )
+    return [stat.to(x.dtype) for stat in stats] if narrow else list(stats)
+
+
 def _unbiased(x: Any, var: Any) -> Any:
     count = x.numel() // max(x.shape[1], 1)
     return var * (count / (count - 1) if count > 1 else float("nan"))
@@ -81,7 +89,7 @@ def batch_norm(
     out, mean, var, rstd = _trained(x, weight, bias, eps)
     _update(running_mean, mean, momentum)
     _update(running_var, _unbiased(x, var), momentum)
-    return out, mean, rstd
+    return out, *_kept(x, given[1:], mean, rstd)
 
 
 def _nothing(x: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -99,7 +107,7 @@ def batch_norm_alone(
             x, weight, bias, training, momentum, eps
         )
     out, mean, _, rstd = _trained(x, weight, bias, eps)
-    return out, mean, rstd
+    return out, *_kept(x, (weight, bias), mean, rstd)
 
 
 @register_form("native_batch_norm", "miopen_batch_norm", always=True)
