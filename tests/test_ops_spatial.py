@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -300,3 +301,64 @@ def test_scale_factors_tell_calls_apart() -> None:
         made = F.interpolate(x, scale_factor=(factor, 1.0), mode="bilinear")
         want = F.interpolate(x.full_tensor(), scale_factor=(factor, 1.0), mode="bilinear")
         torch.testing.assert_close(made.full_tensor(), want)
+
+
+class Network(torch.nn.Module):
+    """A small network for images: every kind of layer once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(8).eval()
+        self.second = torch.nn.Conv2d(8, 4, 3, stride=2, padding=1)
+        self.groups = torch.nn.GroupNorm(2, 4)
+        self.head = torch.nn.Linear(4 * 2 * 2, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.norm(self.first(x)).relu(), 2)
+        x = self.groups(self.second(x)).relu()
+        return self.head(F.adaptive_avg_pool2d(x, 2).flatten(1))  # type: ignore[no-any-return]
+
+
+NETWORKS = ["batch", "rows", "channels"]
+
+
+def learns(mesh: Any, layout: str) -> None:
+    """A few steps of training give the parameters that one device gives."""
+    torch.manual_seed(0)
+    plain = Network().double()
+    ours = copy.deepcopy(plain)
+
+    def place(name: str, module: torch.nn.Module, mesh: Any) -> None:
+        # The channels that the first layer makes stay apart until the second adds them up.
+        dim = {"first": 0, "norm": 0, "second": 1}.get(name) if layout == "channels" else None
+        for key, value in [*module.named_parameters(recurse=False), *module.named_buffers()]:
+            if name == "" or value.ndim == 0:
+                continue
+            at = WHOLE if dim is None or dim >= value.ndim else Shard(dim)
+            made = sw.distribute_tensor(value.detach(), mesh, [at])
+            is_buffer = key in dict(module.named_buffers())
+            setattr(module, key, made if is_buffer else torch.nn.Parameter(made))
+
+    sw.distribute_module(ours, mesh, place)
+    at = {"batch": Shard(0), "rows": Shard(2), "channels": WHOLE}[layout]
+    target = torch.tensor([0, 3, 1])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours)]
+    for step in range(3):
+        image = numbers(3, 3, 9, 8, seed=step)
+        for model, value, optimizer in zip(
+            (plain, ours),
+            (image, sw.distribute_tensor(image, mesh, [at])),
+            optimizers,
+            strict=True,
+        ):
+            optimizer.zero_grad()
+            F.cross_entropy(model(value), target).backward()
+            optimizer.step()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", NETWORKS)
+def test_a_network_learns(layout: str) -> None:
+    learns(virtual(2), layout)
