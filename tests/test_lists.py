@@ -245,3 +245,12 @@ def test_a_number_is_used_on_another_mesh_and_its_gradient_comes_back() -> None:
         assert mine.grad.placements == mine.placements
         assert mine.grad.device_mesh == mine.device_mesh
         torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+
+
+def test_a_list_sums_nothing_again_that_was_reduced() -> None:
+    x = spread(numbers(6, 4), virtual(2), [Partial()])
+    x.exp()  # reduces x
+    with CommDebugMode() as seen:
+        torch._foreach_exp([x, x])
+        x.redistribute(placements=[Shard(0)])
+    assert seen.get_total_counts() == 0

@@ -73,16 +73,23 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         memo = tensor._memo = {}
     found = memo.get(spec)
     if found is None or found[0] != now:
-        known = (s for s, (seen, _) in memo.items() if seen == now and not s.sums)
-        reduced = next(known, None)  # from what is reduced already nothing is summed again
-        base, local = (src, tensor._locals) if reduced is None else (reduced, memo[reduced][1])
+        base, local = _source(tensor)
         found = memo[spec] = (now, relaid(base, spec, local))
     done: Locals = found[1]
     return done
 
 
+def _source(tensor: Any) -> tuple[DTensorSpec, Locals]:
+    """What a tensor is laid out anew from: if it has been reduced, nothing is summed again."""
+    for spec, (seen, value) in (tensor._memo or {}).items():
+        if not spec.sums and seen == stamp(tensor):
+            return spec, value
+    return tensor._spec, tensor._locals
+
+
 def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
-    return run_between(tensor._spec, spec, tensor._locals, fresh=fresh)
+    base, local = _source(tensor)
+    return run_between(base, spec, local, fresh=fresh)
 
 
 def started(tensors: Sequence[Any], specs: Sequence[DTensorSpec]) -> list[Ready]:
