@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import CommDebugMode, DTensor, Replicate, Shard, distribute_module
+from shardwise.forms.normalising import rms_norm
 
 from .compare import assert_same, check, numbers, spread, virtual
+from .rules import kernels  # noqa: F401  # the backward of the rms norm of GPUs
 
 INF, NAN = float("inf"), float("nan")
 X, Y, CUBE = numbers(7, 5), numbers(7, 5, seed=1), numbers(5, 4, 6)
@@ -145,6 +147,28 @@ def test_complex() -> None:
 def test_of_nothing() -> None:
     check(lambda x: [x.softmax(0), x.log_softmax(1), x.norm(dim=0)], X[:0], mesh=virtual(2))
     check(lambda x: F.layer_norm(x, (5,)), X[:0], mesh=virtual(2))
+
+
+@pytest.mark.parametrize("inner", [(5,), (7, 5)], ids=str)
+def test_the_rms_norm_of_gpus(inner: tuple[int, ...]) -> None:
+    """It comes as one operator there; on the CPU its parts come, so the form is called by hand."""
+
+    def forward(x: Any, w: Any) -> Any:
+        form = isinstance(x, DTensor) and x.placements[0] in (Shard(0), Shard(1))
+        op = rms_norm if form else torch.ops.aten._fused_rms_norm.default
+        return op(x, inner, w, 1e-5)
+
+    def backward(x: Any, w: Any, grad: Any) -> Any:
+        rstd = torch.ones(7, 1).double() if inner == (5,) else torch.ones(1, 1).double()
+        given = (grad, x, inner, rstd * 0.7, w, [True, True])
+        return torch.ops.aten._fused_rms_norm_backward.default(*given)
+
+    weight = Y[0].clone() if inner == (5,) else Y
+    with torch.no_grad():
+        for at in ((Shard(0),), (Shard(1),)):
+            where: list[Any] = [at, (Replicate(),)]
+            assert_same(forward, [X, weight], where, virtual(2), grad=False)
+            assert_same(backward, [X, weight, Y], [*where, at], virtual(2), grad=False)
 
 
 # --- classes that are sharded -----------------------------------------------------------------

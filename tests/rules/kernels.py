@@ -1,4 +1,4 @@
-"""Attention as the backends of GPUs spell it, computed on the CPU, so that their rules can be run.
+"""Attention and a norm as GPUs spell them, computed on the CPU, so that their rules can be run.
 
 These kernels are written from the definition. They are there for tests of rules alone: PyTorch
 never chooses these backends for tensors on the CPU.
@@ -129,6 +129,20 @@ def overrideable_backward(
     return *grads, bias_grad if mask[3] else None
 
 
+def rms_norm_backward(
+    grad: Any, x: Any, normalized_shape: Any, rstd: Any, weight: Any, mask: Any
+) -> Any:
+    inner = tuple(range(-len(normalized_shape), 0))
+    inside = grad if weight is None else grad * weight
+    normal = x * rstd
+    lead = tuple(range(x.ndim - len(inner)))
+    return (
+        (inside - normal * (inside * normal).mean(inner, True)) * rstd if mask[0] else None,
+        ((grad * normal).sum(lead) if lead else grad * normal) if mask[1] else None,
+    )
+
+
+LIBRARY.impl("_fused_rms_norm_backward", rms_norm_backward, "CPU")
 KERNELS = {
     FLASH: (flash, flash_backward),
     EFFICIENT: (efficient, efficient_backward),

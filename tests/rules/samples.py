@@ -470,6 +470,19 @@ def _norms() -> Iterator[Sample]:
                 )
 
 
+def _rms_norms() -> Iterator[Sample]:
+    for shape, inner in (((5, 3), [3]), ((5, 2, 3), [2, 3])):
+        value = x(*shape)
+        for weight in (x(*inner, shift=1), None):
+            yield call(aten._fused_rms_norm.default, value, inner, weight, 1e-5)
+            _, rstd = aten._fused_rms_norm.default(value, inner, weight, 1e-5)
+            for mask in ([True, weight is not None], [weight is None, weight is not None]):
+                yield call(
+                    aten._fused_rms_norm_backward.default,
+                    *(x(*shape, shift=4), value, inner, rstd, weight, mask),
+                )
+
+
 def _group_norms() -> Iterator[Sample]:
     for shape, groups in (((5, 6, 3), 3), ((3, 4, 2, 2), 4), ((4, 6), 2), ((2, 3, 4), 1)):
         batch, channels, inside = shape[0], shape[1], prod(shape[2:])
@@ -654,6 +667,7 @@ def table_samples() -> list[Sample]:
         _joins,
         _creation,
         _norms,
+        _rms_norms,
         _group_norms,
         _attention,
         _layers,

@@ -16,6 +16,8 @@ __all__ = [
     "layer_norm_backward",
     "log_softmax",
     "log_softmax_backward",
+    "rms_norm",
+    "rms_norm_backward",
     "safe_softmax",
     "softmax",
     "softmax_backward",
@@ -121,4 +123,41 @@ def layer_norm_backward(
     for place, value in ((1, grad * normal), (2, grad)):
         if output_mask[place]:
             grads[place] = value.sum(lead) if lead else value
+    return tuple(grads)
+
+
+# --- the norm of GPUs that has no mean ----------------------------------------------------------
+
+
+@register_form("_fused_rms_norm", when=_inner(0))
+def rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
+    """The mean of the squares is that of all shards."""
+    full = in_full(x)
+    inner = list(range(-len(normalized_shape), 0))
+    small = torch.finfo(full.dtype).eps if eps is None else eps
+    rstd = (settled((full * full).mean(inner, True)) + small).rsqrt()
+    out = full * rstd
+    return (out if weight is None else out * weight).to(x.dtype), rstd
+
+
+@register_form("_fused_rms_norm_backward", when=_inner(1))
+def rms_norm_backward(
+    grad: Any,
+    x: Any,
+    normalized_shape: Sequence[int],
+    rstd: Any,
+    weight: Any,
+    output_mask: Sequence[bool],
+) -> Any:
+    """One mean over the normalised dims, and the sum of the weight's gradient."""
+    grad, x, rstd = in_full(aligned(grad, x)), in_full(x), in_full(rstd)
+    inner = list(range(-len(normalized_shape), 0))
+    lead = list(range(x.ndim - len(inner)))
+    normal = x * rstd
+    grads: list[Any] = [None, None]
+    if output_mask[0]:
+        inside = grad if weight is None else grad * weight
+        grads[0] = (inside - normal * settled((inside * normal).mean(inner, True))) * rstd
+    if output_mask[1]:
+        grads[1] = (grad * normal).sum(lead) if lead else grad * normal
     return tuple(grads)

@@ -7,7 +7,13 @@ from typing import Any
 from .call import Call, Operand
 from .rule import Along, Dims, Rule, Scaled, Site, along
 
-__all__ = ["group_norm", "group_norm_backward", "layer_norm", "layer_norm_backward"]
+__all__ = [
+    "group_norm",
+    "group_norm_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm_backward",
+]
 
 
 def _lead(call: Call, operand: int) -> tuple[Dims, Dims, dict[str, int]]:
@@ -36,6 +42,15 @@ def layer_norm_backward(call: Call) -> Rule:
         dims for dims, asked in zip(kinds, call.get("output_mask"), strict=True) if asked
     )
     return Rule((whole, whole, whole, whole, *params), outputs, sizes)
+
+
+def rms_norm_backward(call: Call) -> Rule:
+    """As `layer_norm_backward`, without mean and bias."""
+    whole, inner, sizes = _lead(call, 1)
+    weight = (inner,) * (len(call.specs) - 3)
+    asked = call.get("output_mask")
+    outputs = tuple(dims for dims, is_asked in zip((whole, inner), asked, strict=True) if is_asked)
+    return Rule((whole, whole, whole, *weight), outputs, sizes)
 
 
 # --- group norm ------------------------------------------------------------------------------

@@ -176,6 +176,8 @@ TABLE: dict[str, Family] = {
     **images.IMAGES,
     "native_layer_norm": norms.layer_norm,
     "native_layer_norm_backward": norms.layer_norm_backward,
+    "_fused_rms_norm": norms.layer_norm,
+    "_fused_rms_norm_backward": norms.rms_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,
     **dict.fromkeys(
