@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 import shardwise as sw
 from shardwise.geometry import all_coords, box_numel, intersect
@@ -158,10 +164,117 @@ def compare(mesh_shape: tuple[int, ...], show: bool) -> None:
     print(f"  bytes over the pairs that both do: ours / PyTorch's = {sums[0] / sums[1]:.3f}")
 
 
+# --- wall time on processes -----------------------------------------------------------------------
+
+WORLD = 4
+PAIRS = [
+    ((2, 2), ("S0", "S1"), ("S1", "S0"), (4096, 4096)),
+    ((2, 2), ("S0", "S0"), ("R", "S0"), (4096, 4096)),
+    ((4,), ("S0",), ("S1",), (4096, 4096)),
+    ((4,), ("P",), ("S0",), (4096, 4096)),
+    ((4,), ("S0",), ("S1",), (4099, 4097)),
+]
+
+
+def placements(module: Any, layout: Sequence[str]) -> list[Any]:
+    made = {"R": module.Replicate, "P": module.Partial}
+    return [made[k]() if k in made else module.Shard(int(k[1])) for k in layout]
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def side_by_side(runs: Sequence[Callable[[], Any]], times: int) -> list[float]:
+    """The median time of each, taken in turns after one round that is not counted."""
+    taken: list[list[float]] = [[] for _ in runs]
+    for turn in range(times + 1):
+        for run, found in zip(runs, taken, strict=True):
+            one = seconds(run)
+            if turn:
+                found.append(one)
+    return [statistics.median(found) for found in taken]
+
+
+def time_pairs(times: int) -> None:
+    import torch.distributed.tensor as peer
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ratios = []
+    for shape, src, dst, size in PAIRS:
+        mesh, other = sw.init_device_mesh("cpu", shape), init_device_mesh("cpu", shape)
+        # Made in this layout, not moved into it: neither library has anything cached.
+        whole = torch.arange(prod(size), dtype=torch.float32).view(size)
+        mine = sw.distribute_tensor(whole, mesh, placements(sw, src), src_data_rank=None)
+        local = mine.to_local()
+        stride = (size[1], 1)
+        theirs = peer.DTensor.from_local(
+            local, other, placements(peer, src), run_check=False, shape=torch.Size(size),
+            stride=stride,
+        )  # fmt: skip
+        goals = placements(sw, dst), placements(peer, dst)
+        got = mine.redistribute(placements=goals[0]).to_local()
+        want = theirs.redistribute(placements=goals[1]).to_local()
+        assert torch.equal(got, want), (src, dst)
+        a, b = side_by_side(
+            [
+                lambda x=mine, p=goals[0]: x.redistribute(placements=p),
+                lambda x=theirs, p=goals[1]: x.redistribute(placements=p),
+            ],
+            times,
+        )
+        ratios.append(a / b)
+        if dist.get_rank() == 0:
+            text = f"({','.join(src)}) -> ({','.join(dst)}) {size}"
+            print(f"{text:38} {a * 1e3:7.1f} ms  PyTorch {b * 1e3:7.1f} ms  ratio {a / b:.2f}")
+    if dist.get_rank() == 0:
+        print(f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.2f}")
+
+
+def time_batch(times: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (WORLD,))
+    rng = random.Random(0)
+    sizes = [(rng.choice([1, 16, 64, 256]), rng.choice([8, 64, 128])) for _ in range(200)]
+    grads = [sw.DTensor.from_local(torch.ones(n), mesh, [sw.Partial()]) for n in sizes]
+    goal = [sw.Shard(0)]
+    singly, together = side_by_side(
+        [
+            lambda: [grad.redistribute(placements=goal) for grad in grads],
+            lambda: sw.redistribute_all(grads, goal),
+        ],
+        times,
+    )
+    if dist.get_rank() == 0:
+        print(
+            f"200 gradients P -> S0: one by one {singly * 1e3:.1f} ms, together "
+            f"{together * 1e3:.1f} ms, ratio {together / singly:.2f}"
+        )
+
+
+def on_rank(rank: int, port: int, times: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    time_pairs(times)
+    time_batch(times)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", action="store_true", help="print every pair")
+    parser.add_argument("--time", action="store_true", help="measure on processes")
+    parser.add_argument("--times", type=int, default=5, help="how often each is measured")
     args = parser.parse_args()
+    if args.time:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        torch.multiprocessing.spawn(on_rank, args=(store.port, args.times), nprocs=WORLD)
+        return
     for shape in MESHES:
         compare(shape, args.pairs)
 

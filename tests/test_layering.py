@@ -54,7 +54,9 @@ ORDER = [
     "picture",
     "interop",
     "parallel",
+    "calibrate",
     "__init__",
+    "__main__",
 ]
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -10,6 +10,8 @@ import torch
 
 import shardwise as sw
 from shardwise import Link, Partial, Replicate, Shard
+from shardwise.__main__ import main
+from shardwise.calibrate import calibrate
 from shardwise.cost import PRESETS, links_of
 from shardwise.engine.buffer import chunks
 from shardwise.errors import CommunicationError, LayoutError, MeshError
@@ -124,6 +126,19 @@ def test_measured_links_are_kept_by_shape(tmp_path: Any) -> None:
     file.write_text('{"cpu 4": [[1, 2, 3]]}')
     with pytest.raises(MeshError, match="Measure again"):
         read_links("cpu", (4,), file)
+
+
+def test_calibration_needs_processes(capsys: Any) -> None:
+    with pytest.raises(MeshError, match="torchrun"):
+        calibrate("cpu", (2, 2))
+    for arguments, said in (
+        (["calibrate", "--mesh", "2,2"], "torchrun --nproc-per-node 4"),
+        (["calibrate", "--mesh", "2,x"], "'2,x' is no shape"),
+        ([], "required: command"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert said in capsys.readouterr().err
 
 
 # --- buffers --------------------------------------------------------------------------------------

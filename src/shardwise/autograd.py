@@ -51,7 +51,8 @@ class Redistribute(torch.autograd.Function):
         ctx.specs = [value._spec for value in values]
         pairs = list(zip(values, targets, strict=True))
         moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
-        ready = iter(started([value for value, _ in moving], [spec for _, spec in moving]))
+        sources, goals = [value for value, _ in moving], [spec for _, spec in moving]
+        ready = iter(started(sources, goals, later=async_op))
         made: list[Any] = []
         for value, spec in pairs:
             if value._spec is spec:

@@ -60,7 +60,9 @@ def write_links(
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     kept[_entry(device_type, shape)] = [[link.latency, link.bandwidth] for link in links]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(kept, indent=1) + "\n")
+    fresh.replace(path)  # nobody ever reads half of it
     return path
 
 

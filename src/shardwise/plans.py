@@ -92,9 +92,19 @@ def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
     return run_between(base, spec, local, fresh=fresh)
 
 
-def started(tensors: Sequence[Any], specs: Sequence[DTensorSpec]) -> list[Ready]:
-    """New local tensors for many moves, in few collectives that may still be under way."""
-    return run_all([_run(t, spec, True) for t, spec in zip(tensors, specs, strict=True)])
+def started(
+    tensors: Sequence[Any], specs: Sequence[DTensorSpec], later: bool = False
+) -> list[Ready]:
+    """New local tensors for many moves, in few collectives that may still be under way.
+
+    With `later` the tensors may be written before the results are asked for.
+    """
+    return run_all(
+        [
+            run_between(tensor._spec, spec, tensor._locals, fresh=True, later=later)
+            for tensor, spec in zip(tensors, specs, strict=True)
+        ]
+    )
 
 
 def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,13 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Link, Partial, Replicate, Shard
+from shardwise.calibrate import calibrate
+from shardwise.cost import DEFAULT
 from shardwise.engine import native
+from shardwise.engine.faults import wait
 from shardwise.errors import MeshError
+from shardwise.geometry import stride_like
+from shardwise.links import read_links, write_links
 from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
 from shardwise.pending import PendingValue
 from shardwise.placement import Placement
@@ -32,7 +39,13 @@ Case = tuple[tuple[int, ...], torch.dtype, Side, Side]  # size, dtype, from, to
 
 
 def spec_on(mesh: AnyMesh, case: Case, side: Side) -> DTensorSpec:
-    return spec_of(mesh, side[1], case[0], case[1], side[2])
+    return spec_of(mesh, side[1], case[0], case[1], side[2], stride_like(case[0], order_of(case)))
+
+
+def order_of(case: Case) -> list[int]:
+    """The order of dims in memory: of half the cases not the usual one."""
+    dims = list(range(len(case[0])))
+    return dims[::-1] if sum(case[0]) % 2 else dims
 
 
 def move(
@@ -59,7 +72,10 @@ def move(
 def run_of(meshes: dict[str, AnyMesh], case: Case) -> Run:
     src, dst = (spec_on(meshes[str(side[0])], case, side) for side in case[2:])
     full = whole_numbers(case[0], dtype=case[1])
-    return Run(plan(src, dst), stored(src, scatter(src, full)), src.stride, dtype=case[1])
+    order = order_of(case)  # its own inverse
+    parts = stored(src, scatter(src, full))
+    local = [part.permute(order).contiguous().permute(order) for part in parts]
+    return Run(plan(src, dst), local, src.stride, dtype=case[1])
 
 
 def check(cases: Sequence[Case], got: Sequence[Sequence[Any]]) -> None:
@@ -186,6 +202,12 @@ def overlap() -> list[bool]:
     facts += [isinstance(each, PendingValue) for each in many]
     facts.append(torch.equal(many[1].full_tensor(), full * 2))
     facts.append(torch.equal(many[0].to_local(), full))
+    written = x.detach().clone()
+    late = [written.redistribute(placements=[p], async_op=True) for p in (S1, R)]
+    late.append(late[1].redistribute(placements=[S0], async_op=True))
+    late[1].zero_()
+    written.zero_()
+    facts += [torch.equal(late[i].full_tensor(), full) for i in (0, 2)]
     whole = x.detach().redistribute(placements=[R], async_op=True)
     facts.append(torch.equal(whole.to_local(), full))
     return facts
@@ -244,8 +266,6 @@ def test_ranks_agree_on_the_links_of_the_first(processes: Pools) -> None:
 
 
 def links_from_file(cache: str) -> list[float]:
-    import os
-
     os.environ["XDG_CACHE_HOME"] = cache if dist.get_rank() == 2 else "/nowhere"
     try:
         mesh = DeviceMesh("cpu", [[2, 3]])
@@ -255,9 +275,45 @@ def links_from_file(cache: str) -> list[float]:
 
 
 def test_a_mesh_reads_what_its_first_rank_measured(processes: Pools, tmp_path: Any) -> None:
-    from shardwise.links import write_links
-
     write_links(
         "cpu", (1, 2), [Link(1e-5, 1e9), Link(1e-5, 7e8)], tmp_path / "shardwise/links.json"
     )
     assert processes(4).run(links_from_file, str(tmp_path)) == [[1e9, 7e8]] * 4
+
+
+def calibrated(file: Path) -> list[tuple[Link, ...]]:
+    first = calibrate("cpu", (2, 1, 2), large=1 << 14, file=file)
+    return [first, read_links("cpu", (2, 1, 2), file) or ()]
+
+
+def test_calibration_measures_and_keeps(processes: Pools, tmp_path: Path) -> None:
+    got = processes(4).run(calibrated, tmp_path / "links.json")
+    assert all(each[0] == got[0][0] for each in got), "the ranks disagree"
+    (first, kept) = got[0]
+    assert kept == first and first[1] == DEFAULT
+    assert all(link.latency > 0 and link.bandwidth > 1e3 for link in first)
+
+
+class Slow:
+    """A collective that ends just when its wait is given up."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, *timeout: Any) -> None:
+        self.waits += 1
+        if timeout:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def wait_for_slow() -> int:
+    work = Slow()
+    wait(work, True)
+    return work.waits
+
+
+def test_a_collective_that_ends_as_its_wait_does_is_no_failure(processes: Pools) -> None:
+    assert processes(4).run(wait_for_slow) == [2] * 4

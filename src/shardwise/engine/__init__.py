@@ -4,7 +4,7 @@ from ..mesh import Topology
 from .buffer import buffer_size, exchange_buffer
 from .faults import tell
 from .process import ProcessEngine
-from .protocol import Engine, Finish, Job, Locals, narrow
+from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, identity
 from .virtual import VirtualEngine
 from .wire import as_bytes
@@ -14,6 +14,7 @@ __all__ = [
     "Finish",
     "Job",
     "Locals",
+    "Parcel",
     "as_bytes",
     "buffer_size",
     "check_reducible",

@@ -15,7 +15,7 @@ __all__ = ["buffer_size", "chunks", "exchange_buffer"]
 class _Buffer:
     """One for the process: a backward runs in other threads than its forward."""
 
-    nbytes = 64 << 20
+    nbytes = 32 << 20
 
 
 def buffer_size() -> int:
@@ -25,7 +25,7 @@ def buffer_size() -> int:
 
 @contextmanager
 def exchange_buffer(nbytes: int) -> Iterator[None]:
-    """Let collectives use buffers of at most `nbytes`, the same on all ranks; it is 64 MiB.
+    """Let collectives use buffers of at most `nbytes`, the same on all ranks; it is 32 MiB.
 
     What is larger goes in rounds. A rank holds the source, the target and this, never more.
 

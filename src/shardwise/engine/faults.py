@@ -53,8 +53,10 @@ def wait(work: Any, on_cpu: bool) -> None:
             return
         except RuntimeError as error:
             _look(error)
-            if "timed out" not in str(error).lower() or work.is_completed():
+            if "timed out" not in str(error).lower():
                 raise
+            if work.is_completed():  # it ended just now, well or badly: the next wait tells
+                break
     work.wait()
 
 

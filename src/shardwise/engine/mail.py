@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..geometry import Box, box_numel, box_shape, relative
+from ..geometry import Box, box_numel
 from ..mesh import Coord
 from .buffer import buffer_size, chunks
 from .channel import Channel, world
 from .faults import forgive, wait, wait_pairs
-from .protocol import Job, narrow
+from .protocol import Job, Parcel, narrow
 from .reduction import reduce_into
 from .wire import as_bytes
 
@@ -76,8 +77,8 @@ def _in_rounds(channel: Channel, job: Job, out: torch.Tensor | None) -> Iterator
         yield _Round(channel, ((job, out),), index, most).launch
 
 
-Packet = tuple[Job, torch.Tensor | None, Coord, Box]
-"""A piece of a job's tensor, the place to put it in, who sends it, and which box it is."""
+Packet = tuple[Job, torch.Tensor | None, Coord, Parcel]
+"""A piece of a job's tensor, the tensor to put it in, who sends it, and which piece it is."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,18 @@ class _Round:
             return []
         found: list[Packet] = []
         for job, out in self.parts:
-            if not job.task.sends(src, dst):
-                continue
-            box = job.task.piece(src, dst)
-            if self.most:
-                cut = chunks(box, self.most)
-                if self.index < len(cut):
-                    found.append((job, out, src, cut[self.index]))
-            elif box_numel(box):
-                found.append((job, out, src, box))
+            parcel = job.task.parcel(src, dst)
+            if parcel is not None and self.most:
+                parcel = self._chunk(job, parcel, src, dst)
+            if parcel is not None:
+                found.append((job, out, src, parcel))
         return found
+
+    def _chunk(self, job: Job, parcel: Parcel, src: Coord, dst: Coord) -> Parcel | None:
+        cut = chunks(parcel.box, self.most)
+        if self.index >= len(cut):
+            return None
+        return Parcel.of(cut[self.index], job.task.src.box(src), job.task.dst.box(dst))
 
     def launch(self) -> Land:
         channel, me = self.channel, self.channel.me
@@ -138,10 +141,10 @@ class _Round:
         job, out = self.parts[0]
         if len(self.parts) > 1 or self.most or here is None:
             return None
-        if not sending and job.task.op:
+        if job.later if sending else job.task.op:
             return None
         outer = job.task.src.box(here) if sending else job.task.dst.box(here)
-        if not _tile([box for each in packets for *_, box in each], outer, job.order):
+        if not _tile([parcel.box for each in packets for *_, parcel in each], outer, job.order):
             return None
         value = job.local[0] if sending else out
         assert value is not None
@@ -166,76 +169,92 @@ def _tile(boxes: list[Box], outer: Box, order: tuple[int, ...]) -> bool:
 
 
 def _nbytes(packets: list[Packet]) -> int:
-    return sum(box_numel(box) * job.dtype.itemsize for job, _, _, box in packets)
-
-
-def _slots(
-    packets: list[list[Packet]], flat: torch.Tensor
-) -> Iterator[tuple[Packet, torch.Tensor]]:
-    """Each packet with its bytes in a buffer."""
-    start = 0
-    for packet in (packet for each in packets for packet in each):
-        stop = start + box_numel(packet[3]) * packet[0].dtype.itemsize
-        yield packet, flat[start:stop]
-        start = stop
-
-
-def _readable(packet: Packet, raw: torch.Tensor) -> torch.Tensor | None:
-    """Bytes as the tensor they are; None if they lie where its dtype cannot be read."""
-    job, _, _, box = packet
-    return None if raw.storage_offset() % job.dtype.itemsize else _shaped(job, raw, box)
-
-
-def _shaped(job: Job, raw: torch.Tensor, box: Box) -> torch.Tensor:
-    """Bytes as a tensor: they travel in the order in which the tensor's dims lie in memory."""
-    shape = box_shape(box)
-    inverse = sorted(range(len(shape)), key=job.order.__getitem__)
-    return raw.view(job.dtype).view([shape[dim] for dim in job.order]).permute(inverse)
+    return sum([parcel.numel * job.dtype.itemsize for job, _, _, parcel in packets])
 
 
 def _room(packets: list[list[Packet]], like: Job) -> torch.Tensor:
     return torch.empty(sum(map(_nbytes, packets)), dtype=torch.uint8, device=like.device)
 
 
+def _slots(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, torch.Tensor]]:
+    """Each packet with its place in a buffer of bytes.
+
+    Tensors of several dtypes may lie where they cannot be read: these are given as bytes.
+    """
+    dtypes = {job.dtype for job, *_ in packets}
+    if len(dtypes) == 1:
+        parts = flat.view(dtypes.pop()).split([parcel.numel for *_, parcel in packets])
+        for packet, part in zip(packets, parts, strict=True):
+            yield packet, _shaped(packet, part)
+        return
+    sizes = [parcel.numel * job.dtype.itemsize for job, _, _, parcel in packets]
+    for packet, raw in zip(packets, flat.split(sizes), strict=True):
+        fits = raw.storage_offset() % packet[0].dtype.itemsize == 0
+        yield packet, _shaped(packet, raw.view(packet[0].dtype)) if fits else raw
+
+
+def _shaped(packet: Packet, flat: torch.Tensor) -> torch.Tensor:
+    """Elements as a tensor: they travel in the order in which the tensor's dims lie in memory."""
+    order, shape = packet[0].order, packet[3].shape
+    if order == tuple(range(len(order))):
+        return flat.view(shape)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([shape[dim] for dim in order]).permute(inverse)
+
+
 def _packed(packets: list[list[Packet]], like: Job) -> torch.Tensor:
     flat = _room(packets, like)
-    for packet, raw in _slots(packets, flat):
-        job, _, src, box = packet
-        place, value = _readable(packet, raw), job.held(src, box)
-        if place is None:
-            raw.copy_(as_bytes(value.permute(job.order)))
-        else:
-            place.copy_(value)
+    for (job, _, src, parcel), place in _slots(list(chain.from_iterable(packets)), flat):
+        value = _held(job, src, parcel)
+        place.copy_(value if place.shape == value.shape else as_bytes(value.permute(job.order)))
     return flat
+
+
+def _held(job: Job, src: Coord, parcel: Parcel) -> torch.Tensor:
+    return narrow(job.local[job.task.src.slot(src)], parcel.inside)
+
+
+def _place(out: torch.Tensor | None, parcel: Parcel) -> torch.Tensor:
+    assert out is not None
+    return narrow(out, parcel.place)
 
 
 def _keep(packets: list[Packet]) -> None:
     """What a rank gives itself goes from the source to the target without a buffer."""
-    for job, out, src, box in packets:
-        _place(job, out, box).copy_(job.held(src, box))
-
-
-def _place(job: Job, out: torch.Tensor | None, box: Box) -> torch.Tensor:
-    here = job.task.dst.topology.coordinate
-    assert out is not None and here is not None
-    return narrow(out, relative(box, job.task.dst.box(here)))
+    for job, out, src, parcel in packets:
+        _place(out, parcel).copy_(_held(job, src, parcel))
 
 
 def _unpack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
+    given = [each for each in packets if each]
+    if given and all(job.task.kind == "reduce_scatter" for job, *_ in given[0]):
+        _unpack_rows(given, flat)
+        return
     together: dict[tuple[int, Box], list[tuple[Coord, Packet, torch.Tensor]]] = {}
-    for packet, raw in _slots(packets, flat):
-        job, out, src, box = packet
-        place = _readable(packet, raw)
-        if place is None:
-            place = _shaped(job, raw.clone(), box)
+    for packet, place in _slots(list(chain.from_iterable(packets)), flat):
+        job, out, src, parcel = packet
+        if tuple(place.shape) != parcel.shape:
+            place = _shaped(packet, place.clone().view(job.dtype))
         if job.task.op:
-            together.setdefault((id(job), box), []).append((src, packet, place))
+            together.setdefault((id(job), parcel.box), []).append((src, packet, place))
         else:
-            _place(job, out, box).copy_(place)
+            _place(out, parcel).copy_(place)
     for parts in together.values():
         parts.sort(key=lambda part: part[0])  # in the order of the mesh, whatever the ranks' is
-        job, out, _, box = parts[0][1]
-        reduce_into(_place(job, out, box), [place for *_, place in parts], job.task.op)
+        job, out, _, parcel = parts[0][1]
+        reduce_into(_place(out, parcel), [place for *_, place in parts], job.task.op)
+
+
+def _unpack_rows(given: list[list[Packet]], flat: torch.Tensor) -> None:
+    """All senders give the same boxes: what they send is reduced as one row each."""
+    job = given[0][0][0]
+    rows = flat.view(job.dtype).view(len(given), -1)
+    order = sorted(range(len(given)), key=lambda index: given[index][0][2])
+    total = torch.empty_like(rows[0])
+    reduce_into(total, [rows[index] for index in order], job.task.op)
+    parts = total.split([parcel.numel for *_, parcel in given[0]])
+    for packet, part in zip(given[0], parts, strict=True):
+        _place(packet[1], packet[3]).copy_(_shaped(packet, part))
 
 
 def _post(

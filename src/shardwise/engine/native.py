@@ -47,7 +47,7 @@ def _all_gather(channel: Channel, job: Job, out: torch.Tensor) -> Land:
     if not width:
         return lambda: None
     mine = as_bytes(job.local[0])
-    row = mine if mine.numel() == width else mine.new_zeros(width)
+    row = mine.new_zeros(width) if job.later or mine.numel() < width else mine
     row[: mine.numel()] = mine
     rows = row.new_empty(len(boxes) * width)
     forgive()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..geometry import Box, box_shape, relative, stride_like
 from ..mesh import Coord, Topology
 
-__all__ = ["Boxes", "Engine", "Finish", "Job", "Locals", "Task", "narrow"]
+__all__ = ["Boxes", "Engine", "Finish", "Job", "Locals", "Parcel", "Task", "narrow"]
 
 Locals = Sequence[torch.Tensor]
 
@@ -25,6 +26,21 @@ class Boxes(Protocol):
     def slots(self) -> tuple[Coord, ...]: ...
     def slot(self, coord: Coord) -> int: ...
     def box(self, coord: Coord) -> Box: ...
+
+
+class Parcel(NamedTuple):
+    """A piece that goes from one rank to another: the box, and where it is in what each holds."""
+
+    box: Box
+    shape: tuple[int, ...]
+    numel: int
+    inside: Box
+    place: Box
+
+    @staticmethod
+    def of(box: Box, held: Box, wanted: Box) -> Parcel:
+        shape = box_shape(box)
+        return Parcel(box, shape, prod(shape), relative(box, held), relative(box, wanted))
 
 
 class Task(Protocol):
@@ -43,17 +59,22 @@ class Task(Protocol):
     def sends(self, src: Coord, dst: Coord) -> bool: ...
     def sources(self, dst: Coord) -> tuple[Coord, ...]: ...
     def piece(self, src: Coord, dst: Coord) -> Box: ...
+    def parcel(self, src: Coord, dst: Coord) -> Parcel | None: ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """One tensor in a collective. `order` is the order in memory of its dims, outermost first."""
+    """One tensor in a collective. `order` is the order in memory of its dims, outermost first.
+
+    If the result is waited for `later`, `local` may have changed by then: it is copied now.
+    """
 
     task: Task
     local: Locals
     order: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    later: bool = False
 
     def held(self, src: Coord, box: Box) -> torch.Tensor:
         """The part `box` of what `src` holds, as a view."""

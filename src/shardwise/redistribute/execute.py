@@ -37,7 +37,8 @@ class Run:
 
     `stride` is that of the global tensor: local tensors are made with its order of dims. With
     `fresh` no result shares memory with `local`. `dtype` is that of a tensor of which this rank
-    holds nothing yet. `then` makes the result of what the steps give.
+    holds nothing yet. `then` makes the result of what the steps give. If it is asked for `later`,
+    `local` may have been written by then, and is copied before.
     """
 
     steps: Sequence[Step]
@@ -46,6 +47,7 @@ class Run:
     fresh: bool = False
     dtype: torch.dtype | None = None
     then: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] | None = None
+    later: bool = False
 
 
 def run_steps(
@@ -67,7 +69,7 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
             groups.setdefault(state.alike(), []).append(state)
         for members in groups.values():
             _collective(members)
-    return [state.ready for state in states]
+    return [state.result() for state in states]
 
 
 def run_together(
@@ -165,7 +167,8 @@ class _State:
         return torch.device(step.dst.topology.device_type)
 
     def job(self, step: Step) -> Job:
-        return Job(step, self._settle(False), self._order, self._dtype(), self._device(step))
+        local = self._settle(False)
+        return Job(step, local, self._order, self._dtype(), self._device(step), self._run.later)
 
     def arrive(self, landing: _Landing, index: int) -> None:
         self._landing, self._index = landing, index
@@ -182,6 +185,13 @@ class _State:
         if dense:
             self._now = tuple([ordered(part, self._order) for part in self._now])
         return self._now
+
+    def result(self) -> Ready:
+        """What gives the result; if nothing is under way it is made now."""
+        if self._landing is not None or not self._run.later:
+            return self.ready
+        made = self.ready()
+        return lambda: made
 
     def ready(self) -> tuple[torch.Tensor, ...]:
         """The result."""

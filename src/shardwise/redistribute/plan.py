@@ -45,6 +45,9 @@ def _other_ways(
     """Ways that may be cheaper than the plain order: reduce and move at once, move before reducing,
     or go axis by axis."""
     kinds = {step.kind for step in steps}
+    moving = [step for step in steps if not step.is_local]
+    if not moving or (len(moving) == 1 and len(moving[0].axes) == 1):
+        return  # no way has less to do
     if {"exchange", "all_gather"} & kinds:
         if "reduce_scatter" in kinds:
             yield tuple(_steps(src, dst, at_once=True))

@@ -26,10 +26,17 @@ def relaid(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = F
     return run_all([run_between(src, dst, local, fresh=fresh)])[0]()
 
 
-def run_between(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = False) -> Run:
+def run_between(
+    src: DTensorSpec,
+    dst: DTensorSpec,
+    local: Locals,
+    *,
+    fresh: bool = False,
+    later: bool = False,
+) -> Run:
     """What `relaid` runs, to be run with others."""
     if _once(src, dst) is None:
-        return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype)
+        return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype, later=later)
     have, want = _once_of(src), _once_of(dst)
     parts = []
     for coord in have.slots:
@@ -44,7 +51,7 @@ def run_between(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: boo
             return wide
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in wide)
 
-    return Run(plan(have, want), tuple(parts), want.stride, False, dst.dtype, widened)
+    return Run(plan(have, want), tuple(parts), want.stride, False, dst.dtype, widened, later)
 
 
 def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 
 from ..cost import Link
+from ..engine import Parcel
 from ..geometry import Box, box_numel, intersect
 from ..mesh import Coord, Topology
 from .layout import Layout
@@ -64,14 +65,39 @@ class Step:
         """What `src` has of the box that `dst` will have."""
         return intersect(self.src.box(src), self.dst.box(dst))
 
+    @cached_property
+    def _parcels(self) -> dict[tuple[Coord, Coord], Parcel | None]:
+        return {}
+
+    def parcel(self, src: Coord, dst: Coord) -> Parcel | None:
+        """What `src` gives `dst`; None if nothing."""
+        try:
+            return self._parcels[src, dst]
+        except KeyError:
+            box = self.piece(src, dst)
+            some = box_numel(box) > 0 and self.sends(src, dst)
+            found = Parcel.of(box, self.src.box(src), self.dst.box(dst)) if some else None
+            return self._parcels.setdefault((src, dst), found)
+
     def sources(self, dst: Coord) -> tuple[Coord, ...]:
         """Who gives a piece to `dst`, itself perhaps among them."""
         if self.is_local:
             return ()
         if self.kind == "transfer":
             return self.routes[dst]
-        members = self.src.topology.group_coords(dst, self.axes)
-        return tuple(member for member in members if self.sends(member, dst))
+        if not self.routes:
+            return self.src.topology.group_coords(dst, self.axes)
+        found = [
+            tuple(
+                [
+                    r if axis in self.span else d
+                    for axis, (r, d) in enumerate(zip(route, dst, strict=True))
+                ]
+            )
+            for route in self.routes[self._on_span(dst)]
+        ]
+        group = self.src.topology.group_coords
+        return tuple(sorted([each for member in found for each in group(member, self.reduced)]))
 
     # --- what it moves ---------------------------------------------------------------------------
 

@@ -1,0 +1,66 @@
+"""The command line: `shardwise calibrate`, or `python -m shardwise calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .calibrate import calibrate
+from .links import links_file
+from .mesh import distributed_is_on
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(prog="shardwise", description="Tools for Shardwise meshes.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "calibrate",
+        help="measure latency and bandwidth of each axis of a mesh, for the planner",
+        description="Measure latency and bandwidth of each axis of a mesh and keep them in a file "
+        "that is read when such a mesh is made. Run it under torchrun, as the program will run.",
+    )
+    command.add_argument("--mesh", required=True, type=_shape, help="the shape, such as 2,4")
+    command.add_argument("--device", default="cpu", help="the device type (cpu)")
+    command.add_argument("--file", type=Path, help=f"where to keep it ({links_file()})")
+    command.add_argument("--megabytes", type=int, default=16, help="size of the large shards (16)")
+    given = parser.parse_args(arguments)
+    _check_processes(parser, given.mesh)
+    links = calibrate(given.device, given.mesh, large=given.megabytes << 20, file=given.file)
+    if dist.get_rank() == 0:
+        for axis, link in enumerate(links):
+            print(
+                f"axis {axis}: {link.latency * 1e6:.1f} us, {link.bandwidth / 1e9:.3f} GB/s",
+                flush=True,
+            )
+        print(f"written to {given.file or links_file()}", flush=True)
+    dist.destroy_process_group()
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write sizes such as 2,4")
+    return shape
+
+
+def _check_processes(parser: argparse.ArgumentParser, shape: tuple[int, ...]) -> None:
+    if not distributed_is_on():
+        count = 1
+        for size in shape:
+            count *= size
+        text = ",".join(map(str, shape))
+        parser.error(
+            "there are no processes to measure; start them: "
+            f"torchrun --nproc-per-node {count} -m shardwise calibrate --mesh {text}"
+        )
+
+
+if __name__ == "__main__":
+    main()
