@@ -68,12 +68,11 @@ CONVOLUTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolution(name: str, shape: tuple[int, ...]) -> None:
+def test_convolution(name: str) -> None:
     f, *inputs = CONVOLUTIONS[name]
     close = 1e-9 if inputs[0].dtype == torch.float64 else 1e-4
-    check(f, *inputs, mesh=virtual(*shape), limit=5, ops=("sum", "avg"), tolerance=close)
+    check(f, *inputs, mesh=virtual(2, 2), limit=6, ops=("sum", "avg"), tolerance=close)
 
 
 POOLING: dict[str, Any] = {
@@ -121,7 +120,7 @@ BLOCKS: dict[str, Any] = {
 GRID = numbers(3, 5, 4, 2, seed=3) * 0.6
 SAMPLING: dict[str, Any] = {
     "affine_grid": (lambda x: F.affine_grid(x, [3, 1, 4, 5], False), numbers(3, 2, 3)),
-    "grid_sample": (lambda x, g: F.grid_sample(x, g, "bicubic", "border", False), IMAGE, GRID),
+    "grid_sample": (lambda x, g: F.grid_sample(x, g, "nearest", "border", False), IMAGE, GRID),
     "grid_sample 3d": (
         lambda x, g: F.grid_sample(x, g, padding_mode="reflection", align_corners=True),
         CUBE,
@@ -158,11 +157,10 @@ SAMPLING: dict[str, Any] = {
 OTHERS = {**POOLING, **PADDING, **BLOCKS, **SAMPLING}
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
-def test_images(name: str, shape: tuple[int, ...]) -> None:
+def test_images(name: str) -> None:
     f, *inputs = OTHERS[name]
-    check(f, *inputs, mesh=virtual(*shape), limit=3, ops=("sum", "max"))
+    check(f, *inputs, mesh=virtual(2, 2), limit=4, ops=("sum", "max"))
 
 
 @pytest.mark.parametrize("cuts", [(1, 0, 6, 0), (0, 0, 3, 4), (2, 2, 2, 1)], ids=str)
