@@ -134,6 +134,8 @@ INIT = {
     "init kaiming_normal": _init("kaiming_normal_"),
     "init orthogonal": _init("orthogonal_"),
     "init sparse": _init("sparse_", 0.4),
+    "init eye": _init("eye_"),
+    "init constant": _init("constant_", 3.0),
 }
 GIVEN = {
     "generator uniform_": _with_generator(lambda x, g: (x * 1).uniform_(generator=g)),
@@ -145,7 +147,29 @@ GIVEN = {
     "generator rand_like": _with_generator(lambda x, g: torch.rand_like(x, generator=g)),
     "generator poisson": _with_generator(lambda x, g: torch.poisson(x.exp(), generator=g)),
 }
-FLAT = FILLS | NEW | LAYERS | INIT | GIVEN
+
+
+def _out(f: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Callable[[Any], Any]:
+    """A factory that writes into a tensor with the layout of `x`."""
+
+    def call(x: Any) -> Any:
+        out = torch.empty_like(x, dtype=dtype)
+        assert f(tuple(x.shape), out=out) is out
+        return out
+
+    return call
+
+
+OUT = {
+    "rand out": _out(torch.rand),
+    "randn out": _out(torch.randn),
+    "randint out": _out(lambda size, out: torch.randint(9, size, out=out)),
+    "randint low out": _out(lambda size, out: torch.randint(-3, 9, size, out=out), torch.int64),
+    "normal out": _out(lambda size, out: torch.normal(1.0, 2.0, size, out=out)),
+    "full out": _out(lambda size, out: torch.full(size, 3.0, out=out)),
+    "randperm out": lambda x: torch.randperm(5, out=(x[:5, 0] * 0).long()),
+}
+FLAT = OUT | FILLS | NEW | LAYERS | INIT | GIVEN
 CASES: dict[str, tuple[Callable[[Any], Any], tuple[torch.Tensor, ...]]] = {
     **{name: (f, (X, UNEVEN)) for name, f in FLAT.items()},
     **{name: (f, (IMAGE,)) for name, f in LAYERS_3D.items()},

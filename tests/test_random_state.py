@@ -261,6 +261,7 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda x: F.dropout(x, 1.5),
     "uniform_ of integers": lambda x: x.long().uniform_(),
     "cauchy_ of integers": lambda x: x.long().cauchy_(),
+    "uniform_ of one row seen often": lambda x: x[:1].expand(4, 4).uniform_(),
     "rand_like of integers": lambda x: torch.rand_like(x.long()),
 }
 

@@ -15,7 +15,7 @@ from torch import distributions
 
 import shardwise as sw
 from shardwise.random import tiles
-from shardwise.random.permutation import _shuffled
+from shardwise.random.shuffle import _shuffled
 
 from .compare import virtual
 

@@ -9,6 +9,10 @@ import torch
 
 from ._torch import OpOverload
 from .errors import LayoutError
+from .placement import Replicate
+from .random import permutation
+from .spec import DTensorSpec, TensorMeta
+from .wrapper import wrap
 
 __all__ = ["functional_of", "give_shape", "out_form", "reshape_form"]
 
@@ -47,9 +51,10 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
     """Compute without `out`, then write into it; it keeps its layout."""
     functional = functional_of(op)
 
+    if functional is None:
+        return _factory_form(op)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        if functional is None:
-            raise LayoutError(f"{op}: there is no form of this operator without out=.")
         targets = [kwargs.pop(name) for name in outs]
         made = functional(*args, **kwargs)
         results = [made] if isinstance(made, torch.Tensor) else list(made)
@@ -64,6 +69,42 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return run
+
+
+_RANDOM = {
+    "aten::rand": ("uniform_", ()),
+    "aten::randint": ("random_", ("low", "high")),
+    "aten::normal": ("normal_", ("mean", "std")),
+}
+
+
+def _factory_form(op: OpOverload) -> Callable[..., Any]:
+    """`torch.eye(4, out=x)` and its like, which take no tensor but the one that they write into."""
+    name = op._schema.name
+    names = [argument.name for argument in op._schema.arguments]
+
+    def run(*args: Any, out: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if name in _RANDOM:
+            fill, numbers = _RANDOM[name]
+            give_shape(op, out, torch.empty(given["size"], device="meta"))
+            values = [given.get(number, 0) for number in numbers]
+            return getattr(out, fill)(*values, generator=given.get("generator"))
+        if name == "aten::randperm":
+            made = _permuted(op, given, out)
+        else:
+            made = op(*args, **kwargs, out=torch.empty(0, dtype=out.dtype, device=out.device))
+        give_shape(op, out, made)
+        return out.copy_(made)
+
+    return run
+
+
+def _permuted(op: OpOverload, given: dict[str, Any], out: Any) -> Any:
+    give_shape(op, out, torch.empty(given["n"], device="meta"))
+    places = [Replicate() if place.is_partial() else place for place in out._spec.placements]
+    spec = DTensorSpec(out._spec.topology, places, TensorMeta((given["n"],), (1,), out.dtype))
+    return wrap(spec, permutation(spec, given.get("generator")))
 
 
 def reshape_form(op: OpOverload) -> Callable[..., Any]:

@@ -170,6 +170,12 @@ def _fill_in_place(op: OpOverload, given: Given) -> Any:
     target = given["self"]
     if isinstance(given.get("p"), torch.Tensor):
         return _bernoulli_by_tensor(op, given)
+    shape, stride, _ = target._spec.meta
+    if any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a "
+            "single memory location. Please clone() the tensor before performing the operation."
+        )
     names = [a.name for a in op._schema.arguments[1:] if a.name != "generator"]
     _checked(op, *[given[name] for name in names], dtype=target.dtype)
     return fill(target, _drawing(op, given), given["generator"])
