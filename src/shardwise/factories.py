@@ -11,7 +11,7 @@ from .errors import MeshError
 from .geometry import contiguous_stride
 from .mesh import AnyMesh, Topology, topology
 from .placement import Placement
-from .random import permutation
+from .random import permuted
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from .tensor import DTensor, distribute_tensor
 from .wrapper import wrap
@@ -181,7 +181,7 @@ def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) ->
     places = checked_placements("randperm", mesh, where.get("placements"), 1)
     target = DTensorSpec(mesh, places, TensorMeta((n,), (1,), where.get("dtype") or torch.int64))
     spec = target.with_placements(default_placements(mesh)) if target.sums else target
-    made: DTensor = wrap(spec, permutation(spec, generator))
+    made: DTensor = wrap(spec, permuted(spec, generator))
     if spec is not target:
         made = made.redistribute(placements=places)
     return made.requires_grad_(where.get("requires_grad", False))

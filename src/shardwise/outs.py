@@ -10,7 +10,7 @@ import torch
 from ._torch import OpOverload
 from .errors import LayoutError
 from .placement import Replicate
-from .random import permutation
+from .random import permuted
 from .spec import DTensorSpec, TensorMeta
 from .wrapper import wrap
 
@@ -91,7 +91,7 @@ def _factory_form(op: OpOverload) -> Callable[..., Any]:
             values = [given.get(number, 0) for number in numbers]
             return getattr(out, fill)(*values, generator=given.get("generator"))
         if name == "aten::randperm":
-            made = _permuted(op, given, out)
+            made = _randperm(op, given, out)
         else:
             made = op(*args, **kwargs, out=torch.empty(0, dtype=out.dtype, device=out.device))
         give_shape(op, out, made)
@@ -100,11 +100,11 @@ def _factory_form(op: OpOverload) -> Callable[..., Any]:
     return run
 
 
-def _permuted(op: OpOverload, given: dict[str, Any], out: Any) -> Any:
+def _randperm(op: OpOverload, given: dict[str, Any], out: Any) -> Any:
     give_shape(op, out, torch.empty(given["n"], device="meta"))
     places = [Replicate() if place.is_partial() else place for place in out._spec.placements]
     spec = DTensorSpec(out._spec.topology, places, TensorMeta((given["n"],), (1,), out.dtype))
-    return wrap(spec, permutation(spec, given.get("generator")))
+    return wrap(spec, permuted(spec, given.get("generator")))
 
 
 def reshape_form(op: OpOverload) -> Callable[..., Any]:

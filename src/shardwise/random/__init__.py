@@ -7,6 +7,6 @@ makes only what it holds.
 from .agree import manual_seed
 from .calls import is_random, is_without_dropout, random_form
 from .modes import mode
-from .shuffle import permutation
+from .shuffle import permuted
 
-__all__ = ["is_random", "is_without_dropout", "manual_seed", "mode", "permutation", "random_form"]
+__all__ = ["is_random", "is_without_dropout", "manual_seed", "mode", "permuted", "random_form"]

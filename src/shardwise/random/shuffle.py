@@ -13,13 +13,13 @@ from . import tiles
 from .agree import begin
 from .tiles import Draw, Key, draw_box, generators, new_key
 
-__all__ = ["permutation"]
+__all__ = ["permuted"]
 
 _ROUNDS = 8
 _AT_ONCE = 1 << 15
 
 
-def permutation(spec: DTensorSpec, generator: torch.Generator | None) -> Locals:
+def permuted(spec: DTensorSpec, generator: torch.Generator | None) -> Locals:
     """The local tensors of a random permutation of as many numbers as the spec's one dim has."""
     (size,) = spec.meta.shape
     device = torch.device(spec.topology.device_type)
