@@ -272,6 +272,8 @@ MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "cross_entropy, smoothed": (lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.2), 4, 3),
     "nll_loss, none": (lambda x: F.nll_loss(x, TARGET, reduction="none"), 0, 1),
     "mean": (lambda x: x.mean(1), 0, 0),
+    "mean, used": (lambda x: x - x.mean(1, True), 1, 1),
+    "rms_norm": (lambda x: F.rms_norm(x, (COLUMNS,), WEIGHT), 2, 1),
     "sum, scattered": (lambda x: x.sum(1) + 1, 1, 1),
 }
 

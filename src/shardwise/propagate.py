@@ -14,7 +14,7 @@ from .cost import debt, move_cost, recut_cost
 from .geometry import Cuts, chunk_cuts
 from .mesh import Topology
 from .placement import Placement, Replicate, Shard
-from .rules import Along, Call, Dims, Row, Rule
+from .rules import Along, Call, Dims, Row, Rule, stored
 from .spec import DTensorSpec, TensorMeta
 
 __all__ = ["Decision", "decide", "spec_for"]
@@ -105,7 +105,7 @@ class _Choice:
         self.specs = call.specs
         self.written = written
         self.leaders = _leaders(rule, call.specs, written)
-        self.sizes = [_stored(spec.meta) * spec.dtype.itemsize for spec in call.specs]
+        self.sizes = [stored(spec.meta) * spec.dtype.itemsize for spec in call.specs]
         self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in call.results]
 
     def next_row(self, axis: int, count: int) -> Row:
@@ -183,11 +183,6 @@ class _Choice:
             if not same and not place.is_replicate():
                 owed[place.is_partial()] += nbytes
         return total + sum(debt(pending, count, nbytes, link) for pending, nbytes in owed.items())
-
-
-def _stored(meta: TensorMeta) -> int:
-    """How many elements a tensor has in memory: what it repeats, as `expand` does, never moves."""
-    return prod(n for n, stride in zip(meta.shape, meta.stride, strict=True) if stride)
 
 
 def _factor_cuts(

@@ -1,6 +1,6 @@
 """Rules: what layouts an operator may run in on one mesh axis."""
 
-from .call import Call, Family, Operand
+from .call import Call, Family, Operand, stored
 from .notation import notation, parse
 from .rule import Along, Dims, Link, Local, Row, Rule, Scaled, Site, Windows, along, dims_of
 from .table import TABLE, family_of
@@ -24,4 +24,5 @@ __all__ = [
     "family_of",
     "notation",
     "parse",
+    "stored",
 ]

@@ -4,6 +4,7 @@ metas."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..spec import DTensorSpec, TensorMeta
 from .rule import Rule
 
-__all__ = ["Call", "Family", "Operand", "has_fractions", "keeps_sums"]
+__all__ = ["Call", "Family", "Operand", "has_fractions", "keeps_sums", "stored"]
 
 
 class Operand(int):
@@ -41,6 +42,11 @@ def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
     if src is torch.int64:
         return True
     return has_fractions(src) and torch.promote_types(src, dst) is dst
+
+
+def stored(meta: TensorMeta) -> int:
+    """How many elements a tensor has in memory: what it repeats, as `expand` does, never moves."""
+    return prod(n for n, stride in zip(meta.shape, meta.stride, strict=True) if stride)
 
 
 class Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .call import Call, Operand, has_fractions, keeps_sums
+from .call import Call, Operand, has_fractions, keeps_sums, stored
 from .rule import Along, Dims, Rule
 
 __all__ = ["broadcast_dims", "pointwise"]
@@ -129,7 +129,10 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     found = []
     for group in groups:
         kept = tuple(given.index(index) for index in group if index in given)
-        if len(kept) == len(group) and all(_keeps_sums(call, name, index) for index in kept):
+        if len(kept) != len(group) or not all(_keeps_sums(call, name, index) for index in kept):
+            continue
+        # A pending sum that would grow, as one does that is broadcast, is reduced while small.
+        if max(stored(call.specs[index].meta) for index in kept) >= stored(call.results[0]):
             found.append(kept)
     return tuple(found)
 
