@@ -249,20 +249,3 @@ def small_tiles(most: int = 8) -> Iterator[None]:
     finally:
         tiles.MOST = before
         tiles.tile_sides.cache_clear()
-
-
-def main() -> None:
-    """Every random operator in every layout: python -m tests.random_cases"""
-    count = 0
-    for setting in itertools.chain.from_iterable(map(settings, CASES)):
-        mesh = sw.init_device_mesh("cpu", setting.mesh)
-        check_exact(setting, mesh)
-        check_counter(setting, mesh)
-        with small_tiles():
-            check_counter(setting, mesh)
-        count += 1
-    print(f"{len(CASES)} random operators, {count} layouts: equal in both modes")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from .compare import virtual
 from .random_cases import CASES, Setting, check_counter, check_exact, settings, small_tiles
 
 SAMPLE = 2
-"""Layouts per operator and mode; `python -m tests.random_cases` tries them all."""
+"""Layouts per operator and mode; the thorough test tries them all."""
 
 
 def sample(name: str) -> list[Setting]:
@@ -28,3 +28,13 @@ def test_counter_does_not_depend_on_the_layout(name: str) -> None:
     for setting in sample(name):
         with small_tiles():
             check_counter(setting, virtual(*setting.mesh))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout(name: str) -> None:
+    for setting in settings(name):
+        mesh = virtual(*setting.mesh)
+        check_exact(setting, mesh)
+        with small_tiles():
+            check_counter(setting, mesh)

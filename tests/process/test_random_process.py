@@ -34,7 +34,12 @@ def every(step: int) -> list[Setting]:
 
 
 def test_a_sample_of_all_layouts(processes: Pools) -> None:
-    processes(4).run(check_all, every(41))  # a tenth: python -m tests.process.test_random_process
+    processes(4).run(check_all, every(41))
+
+
+@pytest.mark.thorough
+def test_a_tenth_of_all_layouts(processes: Pools) -> None:
+    processes(4).run(check_all, every(10), timeout=300)
 
 
 def draw_on_each(seeds: list[int] | None, mode: str) -> list[torch.Tensor]:
@@ -171,10 +176,3 @@ def test_manual_seed_takes_the_first_ranks_seed(processes: Pools, mode: str) -> 
         want = sw.rand(5, 2, device_mesh=sw.init_device_mesh("cpu", (1,))).full_tensor()
     for (got,) in processes(4).run(seeded, mode):
         assert torch.equal(got, want)
-
-
-if __name__ == "__main__":
-    pool = ProcessPool(4)
-    pool.run(check_all, every(10), timeout=600)
-    pool.stop()
-    print(f"{len(every(10))} layouts on 4 processes: equal in both modes")
