@@ -131,6 +131,17 @@ def test_500_random_cases(processes: Pools, buffer: int, batch: int) -> None:
     check(cases, processes(4).run(move, cases, buffer, batch))
 
 
+@pytest.mark.parametrize(("buffer", "batch"), [(48, 1), (1 << 20, 20)])
+def test_ranks_of_a_wider_group_count_alike(processes: Pools, buffer: int, batch: int) -> None:
+    """Axes 0 and 2 have no group of their own: ranks that hold nothing must take part all the
+    same."""
+    ranks = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    layouts = [((S0, S0, S1), None), ((S1, S0, S0), None), ((S0, S0, R), [(0, 0, 5, 0), None])]
+    sides = [(ranks, *each) for each in [*layouts, ((R, S0, S0), [(0, 0, 2, 3), None])]]
+    cases: list[Case] = [((5, 3), torch.float32, a, b) for a in sides for b in sides]
+    check(cases, processes(8).run(move, cases, buffer, batch))
+
+
 def test_the_collectives_of_other_backends(processes: Pools) -> None:
     cases = random_cases(60, seed=5, ranks=RANKS[:2])
     check(cases, processes(4).run(move, cases, 1 << 20, 1, True))

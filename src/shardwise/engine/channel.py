@@ -20,8 +20,9 @@ __all__ = ["Channel", "channel_of", "lanes"]
 class Channel:
     """The ranks that talk, in the order of their group, and where each stands on the two meshes.
 
-    `group` is None if no process group has just these ranks: they then talk in pairs. A rank that
-    is in the group but has no part in the collective has no coordinate.
+    `group` is None if no process group has these ranks: they then talk in pairs. A group may have
+    other ranks of the mesh too, which exchange something else among themselves, or nothing: all
+    must count alike how often they talk. A rank that is not on a mesh has no coordinate there.
     """
 
     group: dist.ProcessGroup | None
@@ -32,14 +33,6 @@ class Channel:
     @cached_property
     def me(self) -> int:
         return self.ranks.index(dist.get_rank())
-
-    def is_alone(self) -> bool:
-        """Whether nobody else has a part in it."""
-        return sum(a is not None or b is not None for a, b in self._coords) <= 1
-
-    @property
-    def _coords(self) -> zip[tuple[Coord | None, Coord | None]]:
-        return zip(self.senders, self.receivers, strict=True)
 
 
 def channel_of(tasks: Sequence[Task]) -> Channel:
@@ -60,11 +53,15 @@ def world() -> dist.ProcessGroup:
 @lru_cache(maxsize=4096)
 def _on_one_mesh(topology: Topology, axes: tuple[int, ...]) -> Channel:
     assert topology.coordinate is not None
-    members = topology.group_coords(topology.coordinate, axes)
     group = _spanning(topology, axes)
-    inside = {topology.rank_of(member): member for member in members}
-    ranks = tuple(sorted(inside)) if group is None else tuple(dist.get_process_group_ranks(group))
-    coords = tuple(inside.get(rank) for rank in ranks)
+    if group is None:
+        members = topology.group_coords(topology.coordinate, axes)
+        ranks = tuple(sorted(map(topology.rank_of, members)))
+    else:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    every = topology.group_coords((0,) * topology.ndim, range(topology.ndim))
+    where = dict(zip(topology.ranks, every, strict=True))
+    coords = tuple(where[rank] for rank in ranks)
     return Channel(group, ranks, coords, coords)
 
 

@@ -23,7 +23,9 @@ Launcher = Callable[[Channel, Job, torch.Tensor], Land]
 def native_launch(channel: Channel, jobs: Sequence[Job]) -> Launcher | None:
     """The backend's collective for these jobs, if there is one and it serves better than mail."""
     job = jobs[0]
-    whole = channel.group is not None and None not in channel.senders
+    here = channel.senders[channel.me]
+    members = () if here is None else job.task.src.topology.group_coords(here, job.task.axes)
+    whole = channel.group is not None and len(members) == len(channel.ranks)
     alike = len({(each.task.kind, each.task.axes) for each in jobs}) == 1
     if not whole or not alike or not prefers_own(channel.group):
         return None
