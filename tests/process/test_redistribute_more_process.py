@@ -136,9 +136,10 @@ def test_ranks_of_a_wider_group_count_alike(processes: Pools, buffer: int, batch
     """Axes 0 and 2 have no group of their own: ranks that hold nothing must take part all the
     same."""
     ranks = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    layouts = [((S0, S0, S1), None), ((S1, S0, S0), None), ((S0, S0, R), [(0, 0, 5, 0), None])]
-    sides = [(ranks, *each) for each in [*layouts, ((R, S0, S0), [(0, 0, 2, 3), None])]]
-    cases: list[Case] = [((5, 3), torch.float32, a, b) for a in sides for b in sides]
+    # One row, cut over axis 1: half of the ranks hold nothing. The columns are cut over 0 and 2.
+    cuts = [None, (0, 3, 3, 3), (9, 0, 0, 0), (1, 1, 1, 6)]
+    sides: list[Side] = [(ranks, (S1, S0, S1), [None, each]) for each in cuts]
+    cases: list[Case] = [((1, 9), torch.float32, a, b) for a in sides for b in sides if a != b]
     check(cases, processes(8).run(move, cases, buffer, batch))
 
 
