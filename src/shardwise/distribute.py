@@ -16,7 +16,7 @@ from .geometry import contiguous_stride, stride_like
 from .mesh import AnyMesh, Coord, Topology, topology
 from .per_rank import PerRank
 from .placement import Partial, Placement, Shard
-from .plain import digest
+from .plain import check_dense, digest
 from .plans import moved
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from .wrapper import Wrapper, expose, wrap
@@ -91,6 +91,7 @@ def from_local(
     if isinstance(local, PerRank) and local.mesh is not mesh:
         raise MeshError(f"from_local: the local tensors are of mesh {local.mesh}, not {mesh}.")
     sample = local.parts[0] if isinstance(local, PerRank) else local
+    check_dense("from_local", sample)
     places = checked_placements("from_local", mesh, placements, sample.ndim)
     _check_dtype(places, sample.dtype)
     shapes = _local_shapes(local, mesh, run_check)
@@ -251,6 +252,7 @@ def distribute(
         raise LayoutError(
             f"distribute_tensor: the tensor is a DTensor already: {tensor._spec}. Use redistribute."
         )
+    check_dense("distribute_tensor", tensor)
     mesh = topology(device_mesh)
     places = checked_placements("distribute_tensor", mesh, placements, tensor.ndim)
     value = tensor.detach().resolve_conj().resolve_neg().to(mesh.device_type)

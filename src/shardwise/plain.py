@@ -9,19 +9,29 @@ from typing import Any
 import torch
 
 from .engine import as_bytes, engine_of
-from .errors import PlainTensorError
+from .errors import LayoutError, PlainTensorError
 from .mesh import Topology
 from .plans import moved
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Plain, Wrapper, wrap
 
-__all__ = ["adopt", "bring_grads_back", "check_plain", "digest", "full_local"]
+__all__ = ["adopt", "bring_grads_back", "check_dense", "check_plain", "digest", "full_local"]
 
 _HOOKED = "_shardwise_grad_is_plain"
 
 
+def check_dense(what: str, value: torch.Tensor) -> None:
+    """An error if a tensor is sparse: boxes and strides say nothing of those."""
+    if value.layout is not torch.strided:
+        raise LayoutError(
+            f"{what}: a tensor of shape {list(value.shape)} has layout {value.layout}, but only "
+            "dense tensors can be on a mesh. Use its to_dense()."
+        )
+
+
 def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
     """A plain tensor as an operand on `mesh`."""
+    check_dense("a plain tensor among DTensors", value)
     if value.requires_grad and not hasattr(value, _HOOKED):
         setattr(value, _HOOKED, True)
         value.register_hook(_plain_grad)
