@@ -217,12 +217,12 @@ def test_every_error_is_also_a_builtin_one() -> None:
 
 def test_sparse_tensors_are_refused() -> None:
     mesh = virtual(2)
-    sparse = torch.eye(4).to_sparse_csr()
+    sparse = torch.eye(4).to_sparse()
     x = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
     for use in (
         lambda: distribute_tensor(sparse, mesh, [Shard(0)]),
         lambda: DTensor.from_local(sparse, mesh, [Shard(0)]),
         lambda: x + sparse,
     ):
-        with pytest.raises(LayoutError, match=r"torch.sparse_csr, but only dense.*to_dense"):
+        with pytest.raises(LayoutError, match=r"torch.sparse_coo, but only dense.*to_dense"):
             use()
