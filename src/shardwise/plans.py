@@ -87,9 +87,9 @@ def _source(tensor: Any) -> tuple[DTensorSpec, Locals]:
     return tensor._spec, tensor._locals
 
 
-def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
+def _run(tensor: Any, spec: DTensorSpec, fresh: bool, later: bool = False) -> Run:
     base, local = _source(tensor)
-    return run_between(base, spec, local, fresh=fresh)
+    return run_between(base, spec, local, fresh=fresh, later=later)
 
 
 def started(
@@ -99,12 +99,7 @@ def started(
 
     With `later` the tensors may be written before the results are asked for.
     """
-    return run_all(
-        [
-            run_between(tensor._spec, spec, tensor._locals, fresh=True, later=later)
-            for tensor, spec in zip(tensors, specs, strict=True)
-        ]
-    )
+    return run_all([_run(t, spec, True, later) for t, spec in zip(tensors, specs, strict=True)])
 
 
 def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
