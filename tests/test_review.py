@@ -129,3 +129,12 @@ def test_a_view_sees_what_is_written_into_local_tensors_in_inference_mode() -> N
         assert row.full_tensor().tolist() == [0.0, 0.0, 0.0]
         x.to_local().parts[0].add_(1)
         assert row.full_tensor().tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Partial()], ids=repr)
+def test_the_truth_of_a_number_in_inference_mode(place: Placement) -> None:
+    with torch.inference_mode():
+        x = on_mesh(torch.tensor([0.0, 2.0]), place)
+        assert bool(x.sum()) and not (x > 0).all() and x[1:] and not torch.is_nonzero(x[0])
+        with pytest.raises(RuntimeError, match="ambiguous"):
+            bool(x)

@@ -9,13 +9,19 @@ import torch
 from ..build import register_form
 from ..plain import full_local
 
-__all__ = ["equal", "local_scalar", "same_size"]
+__all__ = ["equal", "local_scalar", "nonzero", "same_size"]
 
 
 @register_form("_local_scalar_dense", always=True)
 def local_scalar(x: Any) -> Any:
     """The number in a tensor of one element; what is pending is reduced first."""
     return full_local(x).item()
+
+
+@register_form("is_nonzero", always=True)
+def nonzero(x: Any) -> bool:
+    """The truth of a tensor of one element; only inference mode does not ask for the number."""
+    return torch.is_nonzero(full_local(x))
 
 
 @register_form("equal", always=True)
