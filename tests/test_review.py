@@ -138,3 +138,31 @@ def test_the_truth_of_a_number_in_inference_mode(place: Placement) -> None:
         assert bool(x.sum()) and not (x > 0).all() and x[1:] and not torch.is_nonzero(x[0])
         with pytest.raises(RuntimeError, match="ambiguous"):
             bool(x)
+
+
+@pytest.mark.parametrize("place", LAYOUTS, ids=repr)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[1:],
+        lambda x: x[1],
+        lambda x: x.t(),
+        lambda x: x.view(-1),
+        lambda x: x.detach(),
+        lambda x: x.split(2)[1],
+        lambda x: x.unbind(1)[1],
+        lambda x: x.as_strided((2, 2), (1, 3)),
+    ],
+)
+def test_a_view_of_an_ordinary_tensor_in_inference_mode(
+    view: Callable[[Any], Any], place: Placement
+) -> None:
+    theirs = torch.arange(12.0).view(4, 3)
+    ours = on_mesh(theirs.clone(), place)
+    with torch.inference_mode():
+        mine = view(ours)
+        torch.testing.assert_close(mine.exp().full_tensor(), view(theirs).exp())
+        ours.add_(1)
+        torch.testing.assert_close(mine.exp().full_tensor(), view(theirs + 1).exp())
+    assert mine.is_inference() is view(theirs).is_inference()
+    torch.testing.assert_close((mine * 2).full_tensor(), view(theirs + 1) * 2)

@@ -58,6 +58,10 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
+    if entry.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(cls, op, types, args, kwargs)
     if entry.is_list:
         return entry.run_list(args, kwargs or {})
     public = Wrapper.public
