@@ -166,3 +166,14 @@ def test_a_view_of_an_ordinary_tensor_in_inference_mode(
         torch.testing.assert_close(mine.exp().full_tensor(), view(theirs + 1).exp())
     assert mine.is_inference() is view(theirs).is_inference()
     torch.testing.assert_close((mine * 2).full_tensor(), view(theirs + 1) * 2)
+
+
+@pytest.mark.parametrize("place", LAYOUTS, ids=repr)
+def test_one_element_as_a_view_in_inference_mode(place: Placement) -> None:
+    theirs = torch.arange(12.0).view(4, 3)
+    with torch.inference_mode():
+        ours = on_mesh(theirs.clone(), place)
+        assert ours[2, -1].full_tensor().item() == 8.0
+        other = on_mesh(torch.zeros(3, 1), Replicate())
+        assert ours[2].view_as(other).full_tensor().tolist() == [[6.0], [7.0], [8.0]]
+        assert ours[2].expand_as(theirs).full_tensor().tolist() == [[6.0, 7.0, 8.0]] * 4

@@ -78,7 +78,9 @@ class DeferredView:
         now = stamp(root_of(self))
         if self._seen != now:
             _, plan, args, kwargs, place = self._how
-            made = plan.run((self._of,), (self._of, *args), kwargs)
+            # `view_as`, whole in inference mode, has a second operand.
+            others = [value for value in args if isinstance(value, torch.Tensor)]
+            made = plan.run((self._of, *others), (self._of, *args), kwargs)
             made = made if place is None else made[place]
             self._value, self._seen = made._locals, now
         return self._value
