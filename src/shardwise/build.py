@@ -190,8 +190,6 @@ def _build(
 ) -> Plan:
     op = entry.op
     specs = tuple(operand._spec for operand in operands)
-    if op._schema.name == "aten::cat" and _are_apart(operands):
-        return FormPlan(op, _cat_apart)
     home = _home(op, operands)
     if home is not None:
         return FormPlan(entry.op, _bringing_numbers(op, home))
@@ -230,33 +228,12 @@ def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
     if not others:
         return None
     if any(spec.ndim or not spec.slots for spec in others):
-        raise _different_meshes(op, operands)
+        given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
+        raise MeshError(
+            f"{op}: the operands are on different meshes: {given}.\n"
+            "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
+        )
     return home
-
-
-def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
-    given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
-    return MeshError(
-        f"{op}: the operands are on different meshes: {given}.\n"
-        "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
-    )
-
-
-def _are_apart(operands: Sequence[Any]) -> bool:
-    """Whether operands are on several meshes, of all of which this rank is a member."""
-    specs = [operand._spec for operand in operands if isinstance(operand, Wrapper)]
-    return len({spec.topology for spec in specs}) > 1 and all(spec.slots for spec in specs)
-
-
-def _cat_apart(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Tensors of several meshes in one plain tensor, as LBFGS puts all parameters together.
-
-    It belongs to no mesh, so there is no way back for a gradient.
-    """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        ours = [tensor for tensor in tensors if isinstance(tensor, Wrapper)]
-        raise _different_meshes(torch.ops.aten.cat.default, ours)
-    return torch.cat([full_local(tensor) for tensor in tensors], dim)
 
 
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
