@@ -17,6 +17,7 @@ __all__ = [
     "root_mesh",
     "shared_store",
     "take_composite",
+    "take_differentiable",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -40,6 +41,9 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
 
 
 _library = torch.library.Library("aten", "IMPL")
+_original = torch.library.Library("shardwise", "FRAGMENT")
+_ABOVE_AUTOGRAD = "PythonTLSSnapshot"
+_above_autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
@@ -49,9 +53,27 @@ def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
     such tensors have above autograd; it has no public name.
     """
     name = op._schema.name.removeprefix("aten::")
-    _library.impl(
-        f"{name}.{op._overloadname}".removesuffix(".default"), kernel, "PythonTLSSnapshot"
-    )
+    _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _ABOVE_AUTOGRAD)
+
+
+def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """As `take_composite`, for an operator with a gradient; returns the operator without `kernel`.
+
+    The call goes through an operator of our own, because PyTorch notes its state when it meets such
+    tensors at this key, and wants the note further down.
+    """
+    name, _, schema = str(op._schema).removeprefix("aten::").partition("(")
+
+    def below(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_above_autograd):
+            return op(*args, **kwargs)
+
+    _original.define(f"{name}({schema}")
+    _original.impl(name, below, "CompositeImplicitAutograd")
+    take_composite(op, kernel)
+    packet, _, overload = name.partition(".")
+    made: Callable[..., Any] = getattr(getattr(torch.ops.shardwise, packet), overload or "default")
+    return made
 
 
 def fake_tensors() -> Any:
