@@ -15,6 +15,7 @@ __all__ = [
     "fake_tensors",
     "make_wrapper",
     "root_mesh",
+    "run_composite",
     "shared_store",
     "take_composite",
     "take_differentiable",
@@ -74,6 +75,14 @@ def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., An
     packet, _, overload = name.partition(".")
     made: Callable[..., Any] = getattr(getattr(torch.ops.shardwise, packet), overload or "default")
     return made
+
+
+def run_composite(op: Any, *args: Any) -> Any:
+    """Run a composite operator as PyTorch does: take it apart, by its own kernel.
+
+    `op.decompose` may run a Python text in its place, which for recurrent layers is not the same.
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
 def fake_tensors() -> Any:

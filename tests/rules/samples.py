@@ -567,21 +567,6 @@ def _layers() -> Iterator[Sample]:
             )
 
 
-def _lstms() -> Iterator[Sample]:
-    time, batch, width, hidden = 4, 5, 3, 2
-    value, state = x(time, batch, width, dtype=F32), x(1, batch, hidden, dtype=F32, shift=3)
-    weights = (x(8, width, dtype=F32), x(8, hidden, dtype=F32, shift=1))
-    biases = (x(8, dtype=F32, shift=2), x(8, dtype=F32, shift=5))
-    given = (value, *weights, *biases, state, x(1, batch, hidden, dtype=F32, shift=4))
-    op, back = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
-    for reverse in (False, True):
-        yield call(op, *given, reverse, [], 2, hidden, 1, True, False, False, True)
-        made = op(*given, reverse, [], 2, hidden, 1, True, False, False, True)
-        grads = [x(*m.shape, dtype=F32, shift=i) for i, m in enumerate(made[:3])]
-        rest = (reverse, 2, hidden, 1, True, True, False, [], False, made[3])
-        yield call(back, *given, *made[:3], *grads, *rest)
-
-
 def _distances() -> Iterator[Sample]:
     for a, b in ((x(5, 3), x(4, 3, shift=2)), (x(2, 5, 3), x(2, 4, 3, shift=2))):
         yield call(aten._euclidean_dist.default, a, b)
@@ -671,7 +656,6 @@ def table_samples() -> list[Sample]:
         _group_norms,
         _attention,
         _layers,
-        _lstms,
         _distances,
         _embedding,
         _losses,

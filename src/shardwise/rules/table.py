@@ -201,8 +201,6 @@ TABLE: dict[str, Family] = {
     ),
     "_native_multi_head_attention": layers.multi_head_attention,
     "_transformer_encoder_layer_fwd": layers.encoder_layer,
-    "mkldnn_rnn_layer": layers.lstm,
-    "mkldnn_rnn_layer_backward": layers.lstm_backward,
     # distances
     **dict.fromkeys(
         _names("_cdist_forward _euclidean_dist"),

@@ -1,0 +1,28 @@
+"""Recurrent layers on real processes: sequences stay where they are, packed ones come together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise import Replicate, Shard, init_device_mesh
+
+from .. import test_recurrent
+from ..compare import assert_same, check, numbers
+from .harness import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+
+def recurrent() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name in test_recurrent.LAYERS:
+        run, weights = test_recurrent.layer_of(name)
+        batch = Shard(0 if test_recurrent.LAYERS[name][4] else 1)
+        for size in (3, 1):
+            x = numbers(size, size, 3)
+            assert_same(run, [x, *weights], [(batch,), *[(Replicate(),)] * len(weights)], mesh)
+    check(run, numbers(4, 5, 3), *weights, mesh=mesh, limit=3)
+
+
+def test_recurrent_layers(processes: Pools) -> None:
+    processes(2).run(recurrent, timeout=120)
