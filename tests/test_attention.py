@@ -94,6 +94,62 @@ def test_a_sequence_in_parts_moves_pieces_and_not_the_whole() -> None:
     assert sum(comm.bytes.values()) <= 3 * x.numel() * x.element_size() // 4
 
 
+# --- keys in shards ------------------------------------------------------------------------------
+
+MEMORY = numbers(2, 2, 301, 16, seed=3), numbers(2, 2, 301, 16, seed=4)
+FROM = numbers(2, 2, 5, 16, seed=5)
+UNSEEN = numbers(1, 2, 5, 301, seed=6).masked_fill(torch.arange(301) < 120, float("-inf"))
+UNSEEN[0, 1, 2] = float("-inf")  # one query sees nothing at all
+KEYS: dict[str, Any] = {
+    "plain": lambda q, k, v, m: attend(q, k, v),
+    "causal": lambda q, k, v, m: attend(q, k, v, is_causal=True),
+    "causal, more queries": lambda q, k, v, m: attend(
+        k, q.repeat(1, 1, 30, 1), v[:, :, :150], is_causal=True
+    ),
+    "mask": lambda q, k, v, m: attend(q, k, v, m.detach()),
+    "mask with a gradient": lambda q, k, v, m: attend(q, k, v, m),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("shape", [(2, 2), (4,)], ids=str)
+def test_keys_in_shards(name: str, shape: tuple[int, ...]) -> None:
+    inputs = [FROM, *MEMORY, UNSEEN.clamp(min=-1e30) if "gradient" in name else UNSEEN]
+    more = (Replicate(), Shard(1), Shard(2))[: 3 if len(shape) == 2 else 1]
+    for other in more:
+        rest = (other,) * (len(shape) - 1)
+        keys = (Shard(2), *((Replicate(),) if other == Shard(2) else rest))
+        mask = (Shard(3), *((Replicate(),) * (len(shape) - 1)))
+        where = [(Replicate(), *rest), keys, keys, mask]
+        assert_same(KEYS[name], inputs, where, virtual(*shape))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "mask"])
+def test_keys_in_shards_stay(name: str) -> None:
+    """Two statistics of a number per query are shared, and the result is a pending sum."""
+    mesh = virtual(4)
+    where = [Replicate(), Shard(2), Shard(2), Shard(3)]
+    inputs = [FROM, *MEMORY, UNSEEN]
+    given = [spread(t.requires_grad_(), mesh, [w]) for t, w in zip(inputs, where, strict=True)]
+    with CommDebugMode() as comm:
+        out: Any = KEYS[name](*given)
+    number = 2 * 3 * FROM[..., 0].numel() * 8 // 4  # an all_reduce
+    assert out.placements == (Partial(),)
+    assert comm.bytes == {"all_reduce": 2 * number}
+    with CommDebugMode() as comm:
+        out.sum().backward()
+    result = FROM.numel() * 8
+    assert sum(comm.bytes.values()) <= 2 * 2 * 3 * result // 4  # of result and query
+    assert [t.grad.placements for t in given[:3]] == [(Replicate(),), (Shard(2),), (Shard(2),)]
+
+
+def test_a_small_memory_is_moved() -> None:
+    """Where keys are less than the result they go to the queries."""
+    mesh, q = virtual(4), numbers(1, 2, 400, 16)
+    k, v = (spread(numbers(1, 2, 4, 16, seed=s), mesh, [Shard(2)]) for s in (1, 2))
+    assert attend(spread(q, mesh, [Shard(2)]), k, v).placements == (Shard(2),)
+
+
 # --- the backends of GPUs, with kernels that stand in for theirs --------------------------------
 
 
@@ -112,6 +168,11 @@ def test_backends_of_gpus(name: str, causal: bool) -> None:
         where: Any = [(Shard(at), Replicate())] * 3
         assert_same(run, [Q, K, V], where, virtual(2, 2), tolerance=1e-6, stride=False)
     check(run, Q, K, V, mesh=virtual(3), limit=4, tolerance=1e-6, stride=False)
+    long = [t.float() for t in (FROM, *MEMORY)]
+    keys: Any = [(Replicate(),), (Shard(2),), (Shard(2),)]
+    assert_same(run, long, keys, virtual(4), tolerance=1e-5, stride=False)
+    made: Any = run(*(spread(t, virtual(4), w) for t, w in zip(long, keys, strict=True)))
+    assert made.placements == (Partial(),)
 
 
 def test_results_that_are_numbers() -> None:

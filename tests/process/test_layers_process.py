@@ -1,4 +1,4 @@
-"""Recurrent layers on real processes: sequences stay where they are, packed ones come together."""
+"""Layers on real processes: sequences stay where they are, and so do keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_recurrent
+from .. import test_attention, test_recurrent
 from ..compare import assert_same, check, numbers
 from .harness import ProcessPool
 
@@ -26,3 +26,15 @@ def recurrent() -> None:
 
 def test_recurrent_layers(processes: Pools) -> None:
     processes(2).run(recurrent, timeout=120)
+
+
+def attention() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = [test_attention.FROM, *test_attention.MEMORY, test_attention.UNSEEN]
+    where = [(Replicate(),), (Shard(2),), (Shard(2),), (Shard(3),)]
+    for name in ("plain", "causal", "mask"):
+        assert_same(test_attention.KEYS[name], inputs, where, mesh)
+
+
+def test_attention_to_sharded_keys(processes: Pools) -> None:
+    processes(2).run(attention, timeout=120)

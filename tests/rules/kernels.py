@@ -32,7 +32,9 @@ def _forward(q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: Any) -> tup
     scores = _scores(q, k, bias, causal, scale)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     out = torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
-    return out.copy_(scores.softmax(-1) @ v), scores.logsumexp(-1).float()
+    lse = scores.logsumexp(-1).float()
+    lse = lse.masked_fill(lse == float("-inf"), 0)  # a query that sees no key has zeros
+    return out.copy_(torch._safe_softmax(scores, -1) @ v), lse
 
 
 def _backward(

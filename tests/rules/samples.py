@@ -520,7 +520,9 @@ def _attention() -> Iterator[Sample]:
     yield from _attention_on_gpus(grad, q, k[:, :2].contiguous(), v[:, :2].contiguous(), None)
 
 
-def _attention_on_gpus(grad: Any, q: Any, k: Any, v: Any, mask: Any) -> Iterator[Sample]:
+def _attention_on_gpus(*given: Any) -> Iterator[Sample]:
+    """In a dtype that those kernels take, whose logsumexp is of it."""
+    grad, q, k, v, mask = (None if t is None else t.to(F32) for t in given)
     for causal in (False, True) if mask is None else (False,):
         op, back = (getattr(aten, kernels.FLASH + end).default for end in ("", "_backward"))
         if mask is None:

@@ -1,6 +1,7 @@
 """Distributed forms: a few lines over DTensors that move statistics, or only what changes owner."""
 
 from . import (
+    attention,
     bags,
     batches,
     composites,
@@ -26,6 +27,7 @@ from . import (
 )
 
 __all__ = [
+    "attention",
     "bags",
     "batches",
     "composites",
