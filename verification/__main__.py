@@ -48,6 +48,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
             f"{stage:9} {len(right)}/{len(has)} entries right ({share:.1f} %), {calls} calls; "
             + ", ".join(f"{count} with {kind}" for kind, count in kinds.items())
         )
+    rounded = sum(row["rounded"] for row in checked)
+    lines.append(f"{rounded} calls differ by rounding that is plain PyTorch's own")
     fallback = sum("fallback" in row["tiers"] for row in checked)
     share = 100 * fallback / max(len(checked), 1)
     lines.append(f"replicate fallback when dim 0 is sharded: {share:.1f} % of entries")
@@ -65,7 +67,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, help="at most so many samples an entry")
     parser.add_argument("--sample", type=int, help="only so many entries, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=int, default=120, help="at most so long an entry")
+    parser.add_argument("--seconds", type=int, default=120, help="CPU time of an entry")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="forget what was run before")
     parser.add_argument("names", nargs="*", help="only these entries")
