@@ -10,7 +10,7 @@ import torch
 
 from shardwise.geometry import contiguous_stride
 from shardwise.mesh import AnyMesh
-from shardwise.placement import Partial, Placement
+from shardwise.placement import Partial, Placement, Shard
 from shardwise.spec import DTensorSpec, TensorMeta
 
 Coord = tuple[int, ...]
@@ -74,9 +74,21 @@ def scatter(spec: DTensorSpec, full: torch.Tensor, seed: int = 0) -> dict[Coord,
 
 
 def _region(spec: DTensorSpec, full: torch.Tensor, coord: Coord) -> torch.Tensor:
-    value = full
-    for dim in range(full.ndim):
-        axes = [axis for axis, place in enumerate(spec.placements) if place.is_shard(dim)]
+    # Each dim in blocks in blocks: a placement with a split shards what is inside of so many.
+    ends = [
+        sorted({1} | {p.split for p in spec.placements if isinstance(p, Shard) and p.dim == dim})
+        for dim in range(full.ndim)
+    ]
+    parts = [(dim, split) for dim, splits in enumerate(ends) for split in splits]
+    value = full.reshape(
+        [size for n, e in zip(full.shape, ends, strict=True) for size in _sizes(n, e)]
+    )
+    for dim, part in enumerate(parts):
+        axes = [
+            axis
+            for axis, place in enumerate(spec.placements)
+            if isinstance(place, Shard) and (place.dim, place.split) == part
+        ]
         own = None if spec.cuts is None else spec.cuts[dim]
         if own is not None:
             index = 0
@@ -88,7 +100,12 @@ def _region(spec: DTensorSpec, full: torch.Tensor, coord: Coord) -> torch.Tensor
             chunks = torch.chunk(value, spec.topology.shape[axis], dim)
             empty = value.narrow(dim, 0, 0)
             value = chunks[coord[axis]] if coord[axis] < len(chunks) else empty
-    return value.clone()
+    left = iter(value.shape)
+    return value.reshape([prod(next(left) for _ in splits) for splits in ends]).clone()
+
+
+def _sizes(size: int, ends: Sequence[int]) -> list[int]:
+    return [b // a for a, b in itertools.pairwise([*ends, size])]
 
 
 def _parts(

@@ -20,6 +20,7 @@ ORDER = [
     "links",
     "mesh",
     "spec",
+    "finer",
     "trace",
     "engine",
     "redistribute",

@@ -71,7 +71,7 @@ CONVOLUTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolution(name: str) -> None:
     f, *inputs = CONVOLUTIONS[name]
-    close = 1e-9 if inputs[0].dtype == torch.float64 else 1e-4
+    close = 1e-9 if inputs[0].dtype == torch.float64 else 1e-3  # parts of 24 cancel
     check(f, *inputs, mesh=virtual(2, 2), limit=6, ops=("sum", "avg"), tolerance=close)
 
 

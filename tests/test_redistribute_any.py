@@ -6,6 +6,7 @@ By default some hundred cases. `make redistribute` tries 20,000.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwise.cost import Link
 from shardwise.geometry import stride_like
 from shardwise.mesh import VirtualMesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
-from shardwise.redistribute import Run, plan, run_all, run_steps
+from shardwise.redistribute import relaid, run_all, run_between
 from shardwise.spec import DTensorSpec
 
 from .layouts import assert_holds, by_coord, equal, scatter, spec_of, stored, whole_numbers
@@ -37,7 +38,8 @@ class Whole:
 
 @st.composite
 def wholes(draw: Any) -> Whole:
-    size = tuple(draw(st.lists(st.integers(0, 7), min_size=0, max_size=3)))
+    lengths = st.one_of(st.integers(0, 7), st.sampled_from([8, 10, 12]))
+    size = tuple(draw(st.lists(lengths, min_size=0, max_size=3)))
     order = draw(st.permutations(range(len(size))))
     dtype = draw(st.sampled_from([torch.float64, torch.float64, torch.int32]))
     return Whole(size, dtype, stride_like(size, order))
@@ -62,14 +64,21 @@ def pieces(draw: Any, size: int, count: int) -> tuple[int, ...]:
 @st.composite
 def layouts(draw: Any, mesh: VirtualMesh, whole: Whole) -> DTensorSpec:
     kinds: list[Placement] = [*KINDS, *[Shard(dim) for dim in range(len(whole.size))] * 3]
+    for dim, length in enumerate(whole.size):
+        chain = draw(st.sampled_from([(2, 4), (3, 6), (2, 6), (5, 10)]))
+        kinds += [Shard(dim, n) for n in chain if length > n and not length % n]
     if whole.dtype is torch.int32:
         kinds = [kind for kind in kinds if not kind.is_partial("avg")]
     placements = [draw(st.sampled_from(kinds)) for _ in mesh.shape]
     cuts: list[tuple[int, ...] | None] = []
+    shards = [p if isinstance(p, Shard) else None for p in placements]
     for dim, length in enumerate(whole.size):
-        counts = [n for n, p in zip(mesh.shape, placements, strict=True) if p.is_shard(dim)]
-        ragged = counts and draw(st.booleans())
-        cuts.append(draw(pieces(length, prod(counts))) if ragged else None)
+        splits = sorted({1} | {p.split for p in shards if p is not None and p.dim == dim})
+        for a, b in pairwise([*splits, length]):
+            kind = Shard(dim, a)
+            counts = [n for n, p in zip(mesh.shape, shards, strict=True) if p is kind]
+            ragged = counts and draw(st.booleans())
+            cuts.append(draw(pieces(b // a, prod(counts))) if ragged else None)
     return spec_of(mesh, placements, whole.size, whole.dtype, cuts, whole.stride)
 
 
@@ -99,7 +108,7 @@ def check(src: DTensorSpec, dst: DTensorSpec, seed: int) -> None:
     full = value_of(src, seed)
     before = held(src, full, seed)
     kept = [part.clone() for part in before]
-    after = run_steps(plan(src, dst), before, src.stride, fresh=True)
+    after = relaid(src, dst, tuple(before), fresh=True)
     assert_holds(dst, by_coord(dst, after), full, f"from {src}")
     assert all(map(equal, before, kept)), f"from {src} to {dst}: the source was changed"
     for part in after:
@@ -131,7 +140,7 @@ def test_any_two_layouts_on_two_meshes(move: tuple[DTensorSpec, DTensorSpec, int
 def test_any_batch(batch: list[tuple[DTensorSpec, DTensorSpec, int]]) -> None:
     full = [value_of(src, seed) for src, _, seed in batch]
     runs = [
-        Run(plan(src, dst), held(src, whole, seed), src.stride)
+        run_between(src, dst, tuple(held(src, whole, seed)))
         for (src, dst, seed), whole in zip(batch, full, strict=True)
     ]
     for (src, dst, _), whole, ready in zip(batch, full, run_all(runs), strict=True):

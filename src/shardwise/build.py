@@ -21,9 +21,10 @@ from .outs import out_form, reshape_form
 from .plain import bring_grads_back, full_local
 from .plans import CallPlan, FormPlan, Plan, filled
 from .propagate import Decision, decide
+from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
 from .redistribute import steps_between
-from .replicated import as_form, fallback_form, tensors_in
+from .replicated import as_form, fallback_form, tensors_in, written_in
 from .rules import Call, Operand, Site, family_of
 from .rules.registered import registered
 from .rules.resampling import READ_NUMBERS
@@ -193,12 +194,17 @@ def _build(
     home = _home(op, operands)
     if home is not None:
         return FormPlan(entry.op, _bringing_numbers(op, home))
-    if torch.Tag.inplace_view in op.tags:
-        return FormPlan(entry.op, reshape_form(op) if entry.form is None else entry.form.run)
+    if torch.Tag.inplace_view in op.tags and entry.form is None:
+        return FormPlan(entry.op, reshape_form(op))
     if entry.copies:
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
+    if any(spec.groups is not None for spec in specs) and not _has_rows(entry):
+        return _in_pieces(entry)
+    if torch.Tag.inplace_view in op.tags:
+        assert entry.form is not None
+        return FormPlan(entry.op, entry.form.run)
     if entry.user is not None and entry.user.decide is not None:
         return _by_rule(entry, specs, args, kwargs)
     if entry.form is not None and entry.form.always:
@@ -215,6 +221,47 @@ def _build(
             return DeferredPlan(made) if entry.is_view else made
         return _without_rule(entry, specs, args, kwargs)
     return _by_rule(entry, specs, args, kwargs)
+
+
+def _has_rows(entry: Entry) -> bool:
+    """Whether the calls of an operator are decided by the rows of its rule."""
+    by_form = entry.form is not None and entry.form.always
+    by_user = entry.user is not None and entry.user.decide is not None
+    return not (entry.family is None or by_form or by_user or entry.mixed or is_random(entry.op))
+
+
+def _in_pieces(entry: Entry) -> Plan:
+    """The operator on consecutive pieces of tensors that are sharded block by block: forms, users'
+    strategies and what draws numbers go by these."""
+    op = entry.op
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(tensors_in(args, kwargs))
+        pieces = [_consecutive(op, tensor) for tensor in tensors]
+        given, named = filled(args, kwargs, iter(pieces))
+        made = op(*given, **named)
+        names = [argument.name for argument in op._schema.arguments]
+        silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
+        written = [*written_in(op, args), *silent]
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            if piece is not tensor and any(tensor is each for each in written):
+                if torch.Tag.inplace_view in op.tags:
+                    tensor.data = piece
+                else:
+                    tensor.copy_(piece)
+        same = {id(piece): tensor for tensor, piece in zip(tensors, pieces, strict=True)}
+        return same.get(id(made), made)
+
+    plan = FormPlan(op, run)
+    return DeferredPlan(plan) if entry.is_view else plan
+
+
+_RUNNING = ("running_mean", "running_var")
+"""What batch normalisation writes into, whatever its schema says."""
+
+
+def _consecutive(op: OpOverload, tensor: Any) -> Any:
+    return laid(op, tensor, tensor._spec.straight) if isinstance(tensor, Wrapper) else tensor
 
 
 def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
@@ -336,6 +383,8 @@ def _by_rule(
     try:
         metas, structure = infer(entry.op, args, kwargs, specs)
     except Unknown as unknown:
+        if any(spec.groups is not None for spec in specs):
+            return _in_pieces(entry)
         if entry.form is not None:
             return FormPlan(entry.op, entry.form.run)
         if entry.user is None:
@@ -352,6 +401,8 @@ def _by_rule(
     call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
     decision, local = _decided(entry, call, written, structure)
     if entry.form is not None and not _is_free(specs, decision) and entry.form.when(call):
+        if call.laid != call.specs:
+            return _in_pieces(entry)
         run = entry.form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)

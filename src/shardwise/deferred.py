@@ -209,13 +209,14 @@ def _as_base(value: Any, view: Any, base: Any) -> Any:
 def store_through(view: Any, value: torch.Tensor) -> None:
     """Put the elements of a view where they live: every rank writes those in its box."""
     root = root_of(view)
-    spec = root._spec
+    spec = root._spec.fine or root._spec
     shape = spec.meta.shape
     address = _addresses(view, root).to(value.device)
     index: list[torch.Tensor] = []
     for size, stride in zip(shape, contiguous_stride(shape), strict=True):
         index.append((address // stride) % max(size, 1))
     for coord, local in zip(spec.slots, root._locals, strict=True):
+        local = local.view(spec.local_shape(coord))
         here = torch.ones_like(address, dtype=torch.bool)
         places = []
         for dim, (start, stop) in enumerate(spec.box(coord)):

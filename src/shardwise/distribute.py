@@ -185,9 +185,11 @@ def _inferred(
             pieces = _pieces(mesh, places, shapes, dim, axes)
         sizes.append(sum(pieces))
         cuts.append(pieces if axes else None)
+    if any(isinstance(place, Shard) and place.split > 1 for place in places):
+        cuts = []  # pieces of blocks are as `torch.chunk` would cut them
     if shape is not None:
         if shapes is None or tuple(shape) != tuple(sizes):
-            cuts = [None] * len(sizes)
+            cuts = []
         sizes = list(shape)
     if len(sizes) != sample.ndim:
         raise LayoutError(
@@ -195,7 +197,7 @@ def _inferred(
         )
     global_stride = tuple(stride) if stride is not None else _global_stride(sample, sizes)
     meta = TensorMeta(tuple(sizes), global_stride, sample.dtype)
-    return DTensorSpec(mesh, places, meta, cuts=cuts)
+    return DTensorSpec(mesh, places, meta, cuts=cuts or None)
 
 
 def _pieces(

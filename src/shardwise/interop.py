@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed.tensor as torch_dtensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from .distribute import from_local
 from .errors import LayoutError, MeshError
@@ -23,6 +24,8 @@ def from_torch(tensor: torch_dtensor.DTensor) -> DTensor:
             places.append(Partial(place.reduce_op))
         elif isinstance(place, torch_dtensor.Replicate):
             places.append(Replicate())
+        elif isinstance(place, _StridedShard):
+            places.append(_in_blocks(place, tensor))
         else:
             raise LayoutError(f"from_torch: {place} has no counterpart. Redistribute it first.")
     made: DTensor = from_local(
@@ -31,13 +34,24 @@ def from_torch(tensor: torch_dtensor.DTensor) -> DTensor:
     return made
 
 
+def _in_blocks(place: _StridedShard, tensor: torch_dtensor.DTensor) -> Placement:
+    size, blocks = tensor.shape[place.dim], int(place.split_factor)
+    if size % (blocks * tensor.device_mesh.size()):
+        raise LayoutError(
+            f"from_torch: {place} of a dim of size {size} on {tensor.device_mesh} is not even, and "
+            "uneven pieces lie differently here. Redistribute it first."
+        )
+    return Shard(place.dim, blocks)
+
+
 def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
-    """PyTorch's DTensor over the same local tensor; ragged cuts are made even first."""
+    """PyTorch's DTensor over the same local tensor; ragged cuts are made even first, and dims that
+    are sharded block by block consecutive."""
     mesh = tensor.device_mesh
     if isinstance(mesh, VirtualMesh):
         raise MeshError("to_torch: PyTorch's DTensor needs real processes; this mesh is virtual.")
-    if tensor._spec.cuts is not None:
-        tensor = tensor.redistribute(placements=tensor.placements)
+    if tensor._spec.cuts is not None or tensor._spec.groups is not None:
+        tensor = tensor.redistribute(placements=tensor._spec.straight.placements)
     places: list[torch_dtensor.Placement] = []
     for place in tensor.placements:
         if isinstance(place, Shard):

@@ -65,34 +65,49 @@ class Replicate(Placement):
 class Shard(Placement):
     """The ranks of the axis hold consecutive pieces of tensor dimension `dim`.
 
+    With `split` the dim is seen as `split` equal blocks, and each rank holds its piece of every
+    block: what a view that merges a sharded dim with those before it leaves where it is.
+
     >>> Shard(1)
     S(1)
     >>> Shard(0).is_shard(0), Shard(0).is_shard(1)
     (True, False)
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.distribute_tensor(torch.arange(8).view(2, 4), mesh, [Shard(1)])
+    >>> x.view(8)
+    DTensor(int64[8] [S(0, split=2)] on (2), local=[[4], [4]])
+    >>> x.view(8).to_local().at((0,))
+    tensor([0, 1, 4, 5])
     """
 
-    __slots__ = ("dim",)
+    __slots__ = ("dim", "split")
     dim: int
-    _all: ClassVar[dict[int, Shard]] = {}
+    split: int
+    _all: ClassVar[dict[tuple[int, int], Shard]] = {}
 
-    def __new__(cls, dim: int) -> Shard:
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise LayoutError(f"Shard: the dim must be an int, but got {dim!r}.")
-        found = cls._all.get(dim)
+    def __new__(cls, dim: int, split: int = 1) -> Shard:
+        for name, value in (("dim", dim), ("split", split)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise LayoutError(f"Shard: the {name} must be an int, but got {value!r}.")
+        found = cls._all.get((dim, split))
         if found is None:
+            if split < 1:
+                raise LayoutError(f"Shard: the split must be at least 1, but got {split}.")
             found = super().__new__(cls)
             object.__setattr__(found, "dim", dim)
-            found = cls._all.setdefault(dim, found)
+            object.__setattr__(found, "split", split)
+            found = cls._all.setdefault((dim, split), found)
         return found
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
     def __repr__(self) -> str:
-        return f"S({self.dim})"
+        return f"S({self.dim})" if self.split == 1 else f"S({self.dim}, split={self.split})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Shard, (self.dim,)
+        return Shard, (self.dim, self.split)
 
 
 class Partial(Placement):

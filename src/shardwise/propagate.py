@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from math import prod
 
 from .cost import debt, move_cost, recut_cost
+from .finer import assumed, coarse, refined
 from .geometry import Cuts, chunk_cuts
 from .mesh import Topology
 from .placement import Placement, Replicate, Shard
-from .rules import Along, Call, Dims, Row, Rule, stored
-from .spec import DTensorSpec, TensorMeta
+from .rules import Along, Call, Dims, Row, Rule, split_factors, stored
+from .spec import DTensorSpec, Groups, TensorMeta, fine_meta
 
 __all__ = ["Decision", "decide", "spec_for"]
 
@@ -45,34 +46,71 @@ def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
     if rule.ignores:
         return _by_example(rule, call)
     topology = call.specs[0].topology
-    choice = _Choice(rule, call, written)
+    rule, specs, unfit = _taken_apart(rule, call)
+    choice = _Choice(rule, specs, call.results, written, unfit)
     chosen = [choice.next_row(axis, count) for axis, count in enumerate(topology.shape)]
     cuts = _factor_cuts(rule, topology, chosen, choice.leaders)
+    ins, outs = rule.apart or (None, None)
     inputs = tuple(
-        spec_for(topology, [row.inputs[i] for row in chosen], rule.inputs[i], spec.meta, cuts)
+        spec_for(
+            topology,
+            [row.inputs[i] for row in chosen],
+            rule.inputs[i],
+            spec.meta,
+            cuts,
+            None if ins is None else ins[i],
+        )
         for i, spec in enumerate(call.specs)
     )
     outputs = tuple(
-        spec_for(topology, [row.outputs[i] for row in chosen], rule.outputs[i], meta, cuts)
+        spec_for(
+            topology,
+            [row.outputs[i] for row in chosen],
+            rule.outputs[i],
+            meta,
+            cuts,
+            None if outs is None else outs[i],
+        )
         for i, meta in enumerate(call.results)
     )
     return Decision(inputs, outputs)
 
 
+def _taken_apart(rule: Rule, call: Call) -> tuple[Rule, tuple[DTensorSpec, ...], frozenset[int]]:
+    """The rule and the operands' layouts on dims so fine that every rank holds boxes; and the
+    operands of which it does not: they must move, and stand here as if they had."""
+    if rule.apart is None:
+        if all(spec.groups is None for spec in call.laid):
+            return rule, call.specs, frozenset()
+        rule = split_factors(rule, call)
+    if rule.apart is None:
+        unfit = (i for i, spec in enumerate(call.laid) if spec.groups is not None)
+        return rule, call.specs, frozenset(unfit)
+    found = [refined(spec, each) for spec, each in zip(call.laid, rule.apart[0], strict=True)]
+    specs = tuple(
+        assumed(spec, each) if fine is None else fine
+        for fine, spec, each in zip(found, call.specs, rule.apart[0], strict=True)
+    )
+    return rule, specs, frozenset(i for i, fine in enumerate(found) if fine is None)
+
+
 def _by_example(rule: Rule, call: Call) -> Decision:
     """Operands that are not read stay; the results take the shards of dims that the first one
     shares with them."""
-    example = call.specs[0]
     shared = [at is not None for at in rule.inputs[0]]
+    alike = all(shared) and all(call.shape(0) == meta.shape for meta in call.results)
+    example = call.laid[0] if alike else call.specs[0]
     places: list[Placement] = []
     for place in example.placements:
         kept = isinstance(place, Shard) and shared[place.dim]
         places.append(place if kept else Replicate())
-    cuts = None
-    if example.cuts is not None and len(call.results[0].shape) == len(shared):
-        cuts = [own if kept else None for own, kept in zip(example.cuts, shared, strict=True)]
+    cuts = example.cuts
+    if not alike and cuts is not None:
+        same = len(call.results[0].shape) == len(shared)
+        pairs = zip(cuts, shared, strict=True)
+        cuts = tuple(own if kept else None for own, kept in pairs) if same else None
     outputs = tuple(DTensorSpec(example.topology, places, meta, cuts=cuts) for meta in call.results)
-    return Decision(call.specs, outputs)
+    return Decision(call.laid, outputs)
 
 
 def _leaders(rule: Rule, specs: tuple[DTensorSpec, ...], written: int | None) -> dict[str, _Leader]:
@@ -98,15 +136,23 @@ def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
 class _Choice:
     """The choice of a row for one axis after another, with the sizes that the axes before leave."""
 
-    __slots__ = ("leaders", "results", "rule", "sizes", "specs", "written")
+    __slots__ = ("leaders", "results", "rule", "sizes", "specs", "unfit", "written")
 
-    def __init__(self, rule: Rule, call: Call, written: int | None) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        specs: tuple[DTensorSpec, ...],
+        results: tuple[TensorMeta, ...],
+        written: int | None,
+        unfit: frozenset[int],
+    ) -> None:
         self.rule = rule
-        self.specs = call.specs
+        self.specs = specs
         self.written = written
-        self.leaders = _leaders(rule, call.specs, written)
-        self.sizes = [stored(spec.meta) * spec.dtype.itemsize for spec in call.specs]
-        self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in call.results]
+        self.unfit = unfit
+        self.leaders = _leaders(rule, specs, written)
+        self.sizes = [stored(spec.meta) * spec.dtype.itemsize for spec in specs]
+        self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in results]
 
     def next_row(self, axis: int, count: int) -> Row:
         """The row for `axis`: one that fits, or else the cheapest."""
@@ -142,6 +188,8 @@ class _Choice:
             return False
         if not isinstance(place, Shard):
             return True
+        if operand in self.unfit:
+            return False
         at = self.rule.inputs[operand][place.dim]
         leader = self.leaders.get(at.factor) if at is not None else None
         if at is None or leader is None:
@@ -206,8 +254,13 @@ def spec_for(
     dims: Dims,
     meta: TensorMeta,
     cuts: dict[str, tuple[Cuts, tuple[int, ...]]],
+    groups: Groups | None = None,
 ) -> DTensorSpec:
-    """The spec of a tensor whose dims walk along factors that are cut like this."""
+    """The spec of a tensor whose dims, taken apart as in `groups`, walk along factors that are cut
+    like this."""
+    if groups is not None:
+        fine = spec_for(topology, places, dims, fine_meta(meta, groups), cuts)
+        return coarse(fine, groups, meta)
     own: list[Cuts | None] = [None] * len(dims)
     for place in places:
         if isinstance(place, Shard):

@@ -13,8 +13,7 @@ from .infer import meta_of
 from .mesh import Topology
 from .plain import full_local
 from .plans import filled, wrote
-from .redistribute import plan as steps_of
-from .redistribute import run_steps
+from .redistribute import relaid
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper, wrap
 
@@ -65,14 +64,14 @@ def laid_out(value: torch.Tensor, mesh: Topology, like: DTensorSpec | None = Non
         return wrap(whole, (value,))
     places = [p if p.is_shard() else whole.placements[0] for p in like.placements]
     spec = DTensorSpec(mesh, places, meta, cuts=like.cuts)
-    return wrap(spec, run_steps(steps_of(whole, spec), (value,), meta.stride, fresh=True))
+    return wrap(spec, relaid(whole, spec, (value,), fresh=True))
 
 
 def store(target: Any, whole: torch.Tensor) -> None:
     """Write a whole value into a DTensor, which keeps its layout."""
     spec = target._spec
     src = DTensorSpec._intern(spec.topology, default_placements(spec.topology), spec.meta, None)
-    parts = run_steps(steps_of(src, spec), (whole,), spec.meta.stride)
+    parts = relaid(src, spec, (whole,))
     for mine, new in zip(target._locals, parts, strict=True):
         mine.copy_(new)
     wrote(target)

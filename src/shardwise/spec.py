@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -16,7 +17,17 @@ from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
 from .mesh import AnyMesh, Coord, Topology, topology
 from .placement import Partial, Placement, Replicate, Shard
 
-__all__ = ["DTensorSpec", "TensorMeta", "checked_placements", "default_placements"]
+__all__ = [
+    "DTensorSpec",
+    "Groups",
+    "TensorMeta",
+    "checked_placements",
+    "default_placements",
+    "fine_meta",
+]
+
+Groups = tuple[tuple[int, ...], ...]
+"""For each dim the sizes it is the product of, outer first."""
 
 
 class TensorMeta(NamedTuple):
@@ -67,7 +78,7 @@ def _normal(what: str, placement: Placement, ndim: int) -> Placement:
     if not -ndim <= placement.dim < ndim:
         have = f"dims {-ndim} to {ndim - 1}" if ndim else "no dim to shard: use Replicate()"
         raise LayoutError(f"{what}: {placement!r} of a tensor of {ndim} dims, which has {have}.")
-    return Shard(placement.dim % ndim)
+    return Shard(placement.dim % ndim, placement.split)
 
 
 class DTensorSpec:
@@ -107,7 +118,12 @@ class DTensorSpec:
         if tensor_meta is not None:
             shape, stride, dtype = tensor_meta
             meta = TensorMeta(tuple(shape), tuple(stride), dtype)
-        normal = None if cuts is None or meta is None else _normal_cuts(where, places, meta, cuts)
+        normal = None
+        if meta is not None:
+            places, groups = _blocks(places, meta.shape)
+            if cuts is not None:
+                seen, sizes = _seen(places, groups) if groups else (places, meta.shape)
+                normal = _normal_cuts(where, seen, sizes, cuts)
         return cls._intern(where, places, meta, normal)
 
     @classmethod
@@ -187,6 +203,31 @@ class DTensorSpec:
     def dtype(self) -> torch.dtype:
         return self.meta.dtype
 
+    # --- dims in blocks ----------------------------------------------------------------------
+
+    @cached_property
+    def groups(self) -> Groups | None:
+        """For each dim the sizes it is the product of, if some axis shards the blocks of a dim."""
+        return _blocks(self.placements, self.meta.shape)[1]
+
+    @cached_property
+    def fine(self) -> DTensorSpec | None:
+        """The same layout of the tensor with its dims taken apart as `groups` says: every rank
+        holds a box of that. None if every rank holds a box of the tensor itself."""
+        groups = self.groups
+        if groups is None:
+            return None
+        places, _ = _seen(self.placements, groups)
+        return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
+
+    @cached_property
+    def straight(self) -> DTensorSpec:
+        """This layout, with consecutive pieces in place of pieces of every block."""
+        if self.groups is None:
+            return self
+        places = tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in self.placements)
+        return self._intern(self.topology, places, self.tensor_meta, None)
+
     # --- how it is laid out ----------------------------------------------------------------
 
     @property
@@ -234,6 +275,7 @@ class DTensorSpec:
     @cached_property
     def dim_cuts(self) -> tuple[Cuts, ...]:
         """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
+        self._check_consecutive()
         shape = self.topology.shape
         cuts = []
         for dim, size in enumerate(self.meta.shape):
@@ -243,7 +285,14 @@ class DTensorSpec:
         return tuple(cuts)
 
     def box(self, coord: Coord) -> Box:
-        """The region of the global tensor that the rank at `coord` holds."""
+        """The region of the global tensor that the rank at `coord` holds.
+
+        A dim that is sharded block by block has no such interval: it is None.
+        """
+        if self.fine is not None:
+            pieces = iter(self.fine.box(coord))
+            found = [[next(pieces) for _ in group] for group in self.groups or ()]
+            return tuple([each[0] if len(each) == 1 else None for each in found])  # type: ignore
         return tuple(
             table[flat_index(coord, self.topology.shape, axes)]
             for table, axes in zip(self._intervals, self.dim_axes, strict=True)
@@ -257,8 +306,18 @@ class DTensorSpec:
         """The interval of a dim that each of its shards holds."""
         return self._intervals[dim]
 
+    def _check_consecutive(self) -> None:
+        if self.groups is not None:
+            raise LayoutError(
+                f"the ranks hold pieces of every block of {self!r}, not consecutive ones. "
+                f"Redistribute to {list(self.straight.placements)} first."
+            )
+
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
         """The shape of the local tensor at `coord`."""
+        if self.fine is not None:
+            sizes = iter(self.fine.local_shape(coord))
+            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
         return box_shape(self.box(coord))
 
     # --- which local tensors this process holds ----------------------------------------------
@@ -296,9 +355,15 @@ class DTensorSpec:
     def layout_text(self) -> str:
         """The placements, with the cuts of dims that are not cut as `torch.chunk` would."""
         text = "[" + ", ".join(map(repr, self.placements)) + "]"
-        for dim, cuts in enumerate(self.cuts or ()):
+        if self.cuts is None:
+            return text
+        names = [str(dim) for dim in range(self.ndim)]
+        if self.groups is not None:
+            pairs = enumerate(self.groups)
+            names = [f"{d}.{i}" if i else str(d) for d, each in pairs for i in range(len(each))]
+        for name, cuts in zip(names, self.cuts, strict=True):
             if cuts is not None:
-                text += f" cuts({dim})={list(cuts)}"
+                text += f" cuts({name})={list(cuts)}"
         return text
 
     def __repr__(self) -> str:
@@ -321,17 +386,68 @@ def _rebuild(
     return DTensorSpec(mesh, placements, meta, cuts=cuts)
 
 
+def _blocks(
+    places: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[tuple[Placement, ...], Groups | None]:
+    """The sizes that each dim is the product of, by the splits of the placements; None if nothing
+    is split. A dim without elements has no blocks: its placements lose their split."""
+    if all(not isinstance(place, Shard) or place.split == 1 for place in places):
+        return places, None
+    places = tuple(
+        Shard(place.dim) if isinstance(place, Shard) and not shape[place.dim] else place
+        for place in places
+    )
+    groups = []
+    for dim, size in enumerate(shape):
+        splits = {place.split for place in places if isinstance(place, Shard) and place.dim == dim}
+        ends = sorted({1, *splits})
+        if len(ends) > 1 and any(b % a or a == b for a, b in pairwise([*ends, size])):
+            raise LayoutError(
+                f"{list(places)} of a tensor of shape {list(shape)}: dim {dim} of size {size} "
+                f"cannot be seen as {' and as '.join(map(str, ends[1:]))} equal blocks of several "
+                "elements. A split must divide the size, and one split the next."
+            )
+        groups.append(tuple(b // a for a, b in pairwise([*ends, size])) or (size,))
+    return places, tuple(groups) if len(groups) < sum(map(len, groups)) else None
+
+
+def _seen(
+    places: tuple[Placement, ...], groups: Groups
+) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """Placements and shape of a tensor whose dims are taken apart."""
+    dims: dict[tuple[int, int], int] = {}
+    for dim, group in enumerate(groups):
+        before = 1
+        for size in group:
+            dims[dim, before] = len(dims)
+            before *= size
+    seen = [Shard(dims[p.dim, p.split]) if isinstance(p, Shard) else p for p in places]
+    return tuple(seen), tuple(size for group in groups for size in group)
+
+
+def fine_meta(meta: TensorMeta, groups: Groups) -> TensorMeta:
+    """What a tensor whose dims are taken apart is like."""
+    shape, stride = [], []
+    for group, step in zip(groups, meta.stride, strict=True):
+        inner = prod(group)
+        for size in group:
+            inner //= max(size, 1)
+            shape.append(size)
+            stride.append(step * inner)
+    return TensorMeta(tuple(shape), tuple(stride), meta.dtype)
+
+
 def _normal_cuts(
     where: Topology,
     places: tuple[Placement, ...],
-    meta: TensorMeta,
+    shape: tuple[int, ...],
     cuts: Sequence[Sequence[int] | None],
 ) -> tuple[Cuts | None, ...] | None:
     """Cuts checked, and None where they are what `torch.chunk` gives: equal means `is`."""
-    if len(cuts) != len(meta.shape):
-        raise LayoutError(f"cuts: {len(cuts)} entries were given for {len(meta.shape)} dims.")
+    if len(cuts) != len(shape):
+        raise LayoutError(f"cuts: {len(cuts)} entries were given for {len(shape)} dims.")
     normal: list[Cuts | None] = []
-    for dim, (size, own) in enumerate(zip(meta.shape, cuts, strict=True)):
+    for dim, (size, own) in enumerate(zip(shape, cuts, strict=True)):
         counts = tuple(n for n, p in zip(where.shape, places, strict=True) if p.is_shard(dim))
         if own is None or not counts:
             normal.append(None)

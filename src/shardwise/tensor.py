@@ -60,7 +60,11 @@ class DTensor(Wrapper):
 
     @property
     def cuts(self) -> tuple[tuple[int, ...] | None, ...]:
-        """For each dim the sizes of its pieces, None if it is cut as `torch.chunk` would."""
+        """For each dim the sizes of its pieces, None if it is cut as `torch.chunk` would.
+
+        A dim that is sharded block by block has several entries: one for the blocks, and one for
+        the pieces of a block.
+        """
         return self._spec.cuts or (None,) * self.ndim
 
     # --- ways in and out ---------------------------------------------------------------------

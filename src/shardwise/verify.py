@@ -27,7 +27,7 @@ from .propagate import spec_for
 from .random import is_random, is_without_dropout
 from .rules import Call, Dims, Operand, Row, Rule
 from .rules.call import has_fractions
-from .spec import DTensorSpec, TensorMeta, default_placements
+from .spec import DTensorSpec, Groups, TensorMeta, default_placements
 from .wrapper import wrap
 
 __all__ = ["CheckedRow", "Report", "verify"]
@@ -182,14 +182,19 @@ class _Trial:
             factors[row.factor] = (cuts, (count,))
 
         def specs(
-            places: Sequence[Placement], dims: Sequence[Dims], metas: Sequence[TensorMeta]
+            places: Sequence[Placement],
+            dims: Sequence[Dims],
+            metas: Sequence[TensorMeta],
+            apart: Sequence[Groups | None],
         ) -> list[DTensorSpec]:
-            every = zip(places, dims, metas, strict=True)
-            return [spec_for(where, [place], own, meta, factors) for place, own, meta in every]
+            every = zip(places, dims, metas, apart, strict=True)
+            return [spec_for(where, [p], own, meta, factors, each) for p, own, meta, each in every]
 
+        none: tuple[None, ...] = (None,)
+        ins, outs = rule.apart or (none * len(self.metas), none * len(self.results))
         try:
-            inputs = specs(row.inputs, rule.inputs, self.metas)
-            outputs = specs(row.outputs, rule.outputs, self.results)
+            inputs = specs(row.inputs, rule.inputs, self.metas, ins)
+            outputs = specs(row.outputs, rule.outputs, self.results, outs)
             wrong = self._run(rule, inputs, outputs)
         except _FAILURES as error:
             wrong = f"{type(error).__name__}: {error}"
@@ -265,8 +270,11 @@ def _parts(
         for part in _split(tensor, place.reduce_op, len(spec.slots), draw):
             yield torch.empty_like(tensor).copy_(part)  # in the tensor's order of dims
         return
+    fine = spec.fine or spec
+    seen = tensor.view(fine.shape)
     for coord in spec.slots:
-        yield tensor[tuple(slice(*piece) for piece in spec.box(coord))].clone()
+        part = seen[tuple(slice(*piece) for piece in fine.box(coord))].clone()
+        yield part.reshape(spec.local_shape(coord))
 
 
 def _split(whole: torch.Tensor, op: str, count: int, draw: torch.Generator) -> list[torch.Tensor]:
@@ -309,7 +317,7 @@ def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
             )
     if not values:
         return None
-    whole = _joined(spec.placements[0], got._locals)
+    whole = _joined(spec, got._locals)
     # Sums in another order differ in the last digits, and more where large parts cancel.
     close = torch.finfo(want.dtype).eps ** 0.5 if has_fractions(want.dtype) else 0
     if torch.equal(whole, want):  # much faster than to look for what is close
@@ -321,7 +329,12 @@ def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
     return None
 
 
-def _joined(place: Placement, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(spec: DTensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    fine = spec.fine or spec
+    (place,) = fine.placements
     if isinstance(place, Shard):
-        return torch.cat(list(parts), place.dim)
+        seen = [
+            part.reshape(fine.local_shape(at)) for at, part in zip(fine.slots, parts, strict=True)
+        ]
+        return torch.cat(seen, place.dim).reshape(spec.shape)
     return reduce_list(parts, place.reduce_op) if isinstance(place, Partial) else parts[0]

@@ -26,7 +26,7 @@ from shardwise.links import read_links, write_links
 from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
 from shardwise.pending import PendingValue
 from shardwise.placement import Placement
-from shardwise.redistribute import Run, plan, run_all
+from shardwise.redistribute import Run, run_all, run_between
 from shardwise.spec import DTensorSpec
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
@@ -75,7 +75,7 @@ def run_of(meshes: dict[str, AnyMesh], case: Case) -> Run:
     order = order_of(case)  # its own inverse
     parts = stored(src, scatter(src, full))
     local = [part.permute(order).contiguous().permute(order) for part in parts]
-    return Run(plan(src, dst), local, src.stride, dtype=case[1])
+    return run_between(src, dst, tuple(local))
 
 
 def check(cases: Sequence[Case], got: Sequence[Sequence[Any]]) -> None:
@@ -97,7 +97,10 @@ def random_side(rng: random.Random, ranks: Any, size: tuple[int, ...], dtype: to
     shape = tuple(torch.tensor(ranks).shape)
     ops = ["sum", "max", "min", "product"] + ["avg"] * dtype.is_floating_point
     kinds: list[Placement] = [R, Partial(rng.choice(ops)), *map(Shard, range(len(size)))]
-    places = tuple(rng.choice(kinds) for _ in shape)
+    blocks = [Shard(dim, 2) for dim, length in enumerate(size) if length > 2 and length % 2 == 0]
+    places = tuple(rng.choice([*kinds, *blocks]) for _ in shape)
+    if any(place in blocks for place in places):
+        return ranks, places, None
     cuts: list[tuple[int, ...] | None] = []
     for dim, length in enumerate(size):
         count = 1

@@ -9,7 +9,7 @@ from ..engine import buffer_size
 from ..geometry import all_coords, box_numel
 from ..mesh import Topology
 from ..spec import DTensorSpec
-from .plan import plan
+from .repeated import steps_between
 from .step import Step
 
 __all__ = ["Explanation", "StepCost", "explain_redistribute"]
@@ -104,7 +104,7 @@ def explain_redistribute(src: Any, dst: Any) -> Explanation:
     exchange    tp    3,072     3,072  20,480
     """
     a, b = (value if isinstance(value, DTensorSpec) else value._spec for value in (src, dst))
-    steps = () if a is b else plan(a, b)
+    steps = () if a is b else steps_between(a, b)
     return Explanation(a, b, tuple(_costs(steps, a.dtype.itemsize)))
 
 

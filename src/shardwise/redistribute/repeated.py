@@ -1,11 +1,17 @@
-"""Dims along which a tensor repeats itself, as `expand` makes them: one place of each moves."""
+"""Tensors that are best seen otherwise while they move.
+
+Of dims along which a tensor repeats itself, as `expand` makes them, one place moves. Dims that are
+sharded block by block are taken apart: then every rank holds a box.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
+from ..finer import seen_alike
 from ..geometry import Cuts
 from ..placement import Replicate, Shard
 from ..spec import DTensorSpec, TensorMeta
@@ -35,6 +41,8 @@ def run_between(
     later: bool = False,
 ) -> Run:
     """What `relaid` runs, to be run with others."""
+    if src.fine is not None or dst.fine is not None:
+        return _run_apart(src, dst, local, fresh, later)
     if _once(src, dst) is None:
         return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype, later=later)
     have, want = _once_of(src), _once_of(dst)
@@ -56,7 +64,31 @@ def run_between(
 
 def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
     """The steps that `relaid` takes."""
+    if src.fine is not None or dst.fine is not None:
+        way = seen_alike(src, dst)
+        if isinstance(way, DTensorSpec):
+            return (*steps_between(src, way), *steps_between(way, dst))
+        return steps_between(*way)
     return _once(src, dst) or plan(src, dst)
+
+
+def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, later: bool) -> Run:
+    """What `relaid` runs for dims that are sharded block by block."""
+    way = seen_alike(src, dst)
+    if isinstance(way, DTensorSpec):  # nearly there, then the elements that are over
+        return run_between(way, dst, relaid(src, way, local), fresh=fresh, later=later)
+    have, want = way
+    parts = [part.reshape(have.local_shape(at)) for at, part in zip(have.slots, local, strict=True)]
+    run = run_between(have, want, tuple(parts), fresh=fresh, later=later)
+    shares = fresh and run.then is None and all(step.kind == "slice" for step in run.steps)
+
+    def together(made: Locals) -> Locals:
+        made = made if run.then is None else run.then(made)
+        pairs = zip(made, dst.slots, strict=True)
+        whole = tuple([part.reshape(dst.local_shape(at)) for part, at in pairs])
+        return tuple([part.clone() for part in whole]) if shares else whole
+
+    return replace(run, then=together)
 
 
 def _repeated(meta: TensorMeta) -> list[int]:

@@ -1,5 +1,6 @@
 """Rules: what layouts an operator may run in on one mesh axis."""
 
+from .apart import split_factors
 from .call import Call, Family, Operand, stored
 from .notation import notation, parse
 from .rule import Along, Dims, Link, Local, Row, Rule, Scaled, Site, Windows, along, dims_of
@@ -24,5 +25,6 @@ __all__ = [
     "family_of",
     "notation",
     "parse",
+    "split_factors",
     "stored",
 ]

@@ -53,9 +53,10 @@ class Call:
     """An operator call with its tensors replaced by specs.
 
     `structure` says how the results are returned: one alone, or which is in each place of a tuple.
+    `laid` is how the operands really lie: `specs` has consecutive pieces of every sharded dim.
     """
 
-    __slots__ = ("args", "kwargs", "op", "results", "specs", "structure", "values")
+    __slots__ = ("args", "kwargs", "laid", "op", "results", "specs", "structure", "values")
 
     def __init__(
         self,
@@ -69,7 +70,8 @@ class Call:
         self.op = op
         self.args = tuple(args)
         self.kwargs = kwargs
-        self.specs = tuple(specs)
+        self.laid = tuple(specs)
+        self.specs = tuple([spec.straight for spec in specs])
         self.results = tuple(results)
         self.structure = structure
         self.values = self._bound()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ..geometry import Box, Cuts, Interval
 from ..mesh import Coord
 from ..placement import Partial, Placement, Replicate, Shard
-from ..spec import DTensorSpec
+from ..spec import DTensorSpec, Groups
 
 __all__ = ["Along", "Dims", "Link", "Local", "Row", "Rule", "Scaled", "Site", "Windows", "along"]
 
@@ -125,9 +125,11 @@ class Rule:
     (operands, op, op of the results) for other pending reductions. `shape_arg` is the argument to
     be replaced by the local shape of the first result; `tail` gives all arguments after the
     operands for the place where a call runs; `local` replaces the local call,
-    `unless` the operator's own is right at every place. `windows` widens operands to what the
-    local call reads of their neighbours. With `ignores`
-    the call does not read its operands, so that they never move.
+    `unless` the operator's own is right at every place; `placed` are the factors of which `tail`
+    and `local` must know what interval is held (None: all of them). `windows` widens operands to
+    what the local call reads of their neighbours. With `ignores` the call does not read its
+    operands, so that they never move. With `apart` the dims of the rule are those of operands and
+    results whose dims are taken apart like this.
     """
 
     inputs: tuple[Dims, ...]
@@ -146,6 +148,8 @@ class Rule:
     windows: Windows | None = None
     same: frozenset[tuple[int, str]] = frozenset()
     ignores: bool = False
+    placed: frozenset[str] | None = None
+    apart: tuple[tuple[Groups, ...], tuple[Groups, ...]] | None = None
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -196,8 +200,11 @@ class Rule:
 
     def __str__(self) -> str:
         """The rule in index notation, with its traits."""
-        ins = ", ".join(map(_dims_text, self.inputs))
-        outs = ", ".join(map(_dims_text, self.outputs))
+        apart = self.apart or ((None,) * len(self.inputs), (None,) * len(self.outputs))
+        ins, outs = (
+            ", ".join(map(_dims_text, dims, groups))
+            for dims, groups in zip((self.inputs, self.outputs), apart, strict=True)
+        )
         text = f"{ins} -> {outs}"
         if self.reduce != "sum":
             text += f"  reduce={self.reduce}"
@@ -213,7 +220,11 @@ def dims_of(dims: Dims, factor: str) -> list[int]:
     return [dim for dim, at in enumerate(dims) if at is not None and at.factor == factor]
 
 
-def _dims_text(dims: Dims) -> str:
+def _dims_text(dims: Dims, groups: Groups | None) -> str:
     if not dims:
         return "()"
-    return " ".join("_" if at is None else at.factor + ("~" if at.link else "") for at in dims)
+    names = iter("_" if at is None else at.factor + ("~" if at.link else "") for at in dims)
+    if groups is None:
+        return " ".join(names)
+    texts = [" ".join([next(names) for _ in group]) for group in groups]
+    return " ".join(f"({text})" if " " in text else text for text in texts)

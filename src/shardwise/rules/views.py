@@ -3,7 +3,7 @@ arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm, prod
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from ..finer import common, trivial
 from ..geometry import Cuts, Interval, chunk_cuts, intervals
+from ..spec import Groups
 from .call import Call, has_fractions, keeps_sums
 from .rule import Along, Dims, Rule, Scaled, Site, along
 
@@ -54,8 +56,19 @@ def _sizes(shape: Sequence[int]) -> dict[str, int]:
 
 def view(call: Call) -> Rule:
     """Regroup dims: `"(a b) c -> a (b c)"`, with the factors computed from the two shapes."""
-    ins, outs, sizes = regroup(call.shape(0), call.results[0].shape)
-    return Rule((ins,), (outs,), sizes, reduce=None, linear=((0,),), passes=_PASSES, shape_arg=1)
+    src, dst = call.laid[0].groups or trivial(call.shape(0)), call.results[0].shape
+    ins, outs, sizes, apart = regroup(src, dst)
+    plain = apart == (trivial(call.shape(0)), trivial(dst))
+    return Rule(
+        (ins,),
+        (outs,),
+        sizes,
+        reduce=None,
+        linear=((0,),),
+        passes=_PASSES,
+        shape_arg=1,
+        apart=None if plain else ((apart[0],), (apart[1],)),
+    )
 
 
 _PASSES = tuple(((0,), op, op) for op in ("max", "min", "product"))
@@ -84,18 +97,38 @@ def view_as_complex(call: Call) -> Rule:
     return Rule((along([*names, None]),), (along(names),), sizes, reduce=None, linear=((0,),))
 
 
-def regroup(src: Sequence[int], dst: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
-    """Which dims of two shapes with the same elements walk along a common factor."""
-    ins: list[Along | None] = [None] * len(src)
-    outs: list[Along | None] = [None] * len(dst)
+def regroup(
+    src: Groups, dst: Sequence[int]
+) -> tuple[Dims, Dims, dict[str, int], tuple[Groups, Groups]]:
+    """Which dims of two shapes with the same elements walk along common factors, and how the dims
+    are taken apart for that. `src` has them taken apart as far as they are sharded block by block.
+    """
+    shape = [prod(group) for group in src]
+    ins: list[list[Along | None]] = [[None] for _ in shape]
+    outs: list[list[Along | None]] = [[None] for _ in dst]
+    groups: tuple[list[tuple[int, ...]], ...] = (
+        [(size,) for size in shape],
+        [(size,) for size in dst],
+    )
     sizes: dict[str, int] = {}
-    if prod(src) == 0:
-        for dim, (size, other) in enumerate(zip(src, dst, strict=False)):
+    if prod(shape) == 0:
+        for dim, (size, other) in enumerate(zip(shape, dst, strict=False)):
             if size != other:
                 break
-            ins[dim] = outs[dim] = Along(f"i{dim}")
+            ins[dim] = outs[dim] = [Along(f"i{dim}")]
             sizes[f"i{dim}"] = size
-        return tuple(ins), tuple(outs), sizes
+    else:
+        for a, b in _blocks(shape, dst):
+            _walk(src, dst, a, b, (ins, outs), groups, sizes)
+    return _flat(ins), _flat(outs), sizes, (tuple(groups[0]), tuple(groups[1]))
+
+
+def _flat(dims: list[list[Along | None]]) -> Dims:
+    return tuple(at for each in dims for at in each)
+
+
+def _blocks(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Runs of dims of two shapes that have the same elements; dims of size 1 are in none."""
     a = [dim for dim, size in enumerate(src) if size != 1]
     b = [dim for dim, size in enumerate(dst) if size != 1]
     i = j = 0
@@ -108,13 +141,43 @@ def regroup(src: Sequence[int], dst: Sequence[int]) -> tuple[Dims, Dims, dict[st
                 left, i = left * src[a[i]], i + 1
             else:
                 right, j = right * dst[b[j]], j + 1
-        inner_in, inner_out = left // src[a[i0]], left // dst[b[j0]]
+        yield a[i0:i], b[j0:j]
+
+
+def _walk(
+    src: Groups,
+    dst: Sequence[int],
+    a: list[int],
+    b: list[int],
+    alongs: tuple[list[list[Along | None]], ...],
+    groups: tuple[list[tuple[int, ...]], ...],
+    sizes: dict[str, int],
+) -> None:
+    """The factors of one run of dims: all of them if the ends of the dims of one shape fall on ends
+    of the other's, else the outermost alone."""
+    whole = [prod(src[dim]) for dim in a]
+    fine = tuple(size for dim in a for size in src[dim])
+    target = tuple(dst[dim] for dim in b)
+    found = common((fine,), (target,)) or common((tuple(whole),), (target,))
+    name = f"i{a[0]}"
+    if found is None:
+        total = prod(target)
+        inner_in, inner_out = total // whole[0], total // target[0]
         block = lcm(inner_in, inner_out)
-        name = f"i{a[i0]}"
-        sizes[name] = left // block
-        ins[a[i0]] = Along(name, _scaled(block // inner_in))
-        outs[b[j0]] = Along(name, _scaled(block // inner_out))
-    return tuple(ins), tuple(outs), sizes
+        sizes[name] = total // block
+        alongs[0][a[0]] = [Along(name, _scaled(block // inner_in))]
+        alongs[1][b[0]] = [Along(name, _scaled(block // inner_out))]
+        return
+    names = [name, *(f"{name}.{place}" for place in range(1, len(found[0])))]
+    sizes.update(zip(names, found[0], strict=True))
+    for side, dims, wholes in ((0, a, whole), (1, b, target)):
+        left = list(zip(names, found[0], strict=True))
+        for dim, size in zip(dims, wholes, strict=True):
+            taken = [left.pop(0)]
+            while prod(n for _, n in taken) != size:
+                taken.append(left.pop(0))
+            alongs[side][dim] = [Along(factor) for factor, _ in taken]
+            groups[side][dim] = tuple(n for _, n in taken)
 
 
 def _scaled(block: int) -> Scaled | None:
@@ -177,6 +240,7 @@ def squeeze(call: Call) -> Rule:
         inputs=(ins,),
         sizes={f"i{d}": n for d, n in enumerate(shape) if d not in gone},
         local=local,
+        placed=frozenset(),
     )
 
 
@@ -272,7 +336,8 @@ def slice_tensor(call: Call) -> Rule:
     def tail(site: Site) -> tuple[int, ...]:
         return (dim, *window.local(site.box(0)[dim]), window.step)
 
-    return replace(rule, outputs=(_linked(shape, dim, window),), tail=tail)
+    placed = frozenset([f"i{dim}"])
+    return replace(rule, outputs=(_linked(shape, dim, window),), tail=tail, placed=placed)
 
 
 def _linked(shape: Sequence[int], dim: int, link: Window | Spread) -> Dims:
@@ -294,9 +359,8 @@ def split(call: Call) -> Rule:
         cut = _forms(op, aten.slice.Tensor, aten.slice_copy.Tensor)
         return [cut(args[0], dim, *window.local(piece)) for window in windows]
 
-    return replace(
-        rule, outputs=tuple(_linked(shape, dim, window) for window in windows), local=local
-    )
+    outputs = tuple(_linked(shape, dim, window) for window in windows)
+    return replace(rule, outputs=outputs, local=local, placed=frozenset([f"i{dim}"]))
 
 
 def slice_scatter(call: Call) -> Rule:
@@ -316,6 +380,7 @@ def slice_scatter(call: Call) -> Rule:
         reduce=None,
         linear=((0, 1),),
         tail=tail,
+        placed=frozenset([f"i{dim}"]),
     )
 
 
@@ -336,6 +401,7 @@ def slice_backward(call: Call) -> Rule:
         reduce=None,
         linear=((0,),),
         tail=tail,
+        placed=frozenset([f"i{dim}"]),
     )
 
 
@@ -387,6 +453,7 @@ def select_backward(call: Call) -> Rule:
         reduce=None,
         linear=((0,),),
         tail=tail,
+        placed=frozenset(),
     )
 
 
@@ -409,6 +476,7 @@ def select_scatter(call: Call) -> Rule:
         reduce=None,
         linear=((0, 1),),
         local=local,
+        placed=frozenset([f"i{dim}"]),
     )
 
 

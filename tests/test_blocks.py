@@ -1,0 +1,253 @@
+"""Dims that are sharded block by block: what a view of a merged sharded dim leaves where it is."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, per_rank
+from shardwise.errors import LayoutError
+from shardwise.finer import coarse, common, refined
+
+from .compare import assert_same, check, numbers, spread, virtual
+from .layouts import assert_holds, by_coord, scatter, spec_of, stored, whole_numbers
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def sharded(full: torch.Tensor, *placements: Placement, mesh: Any = None) -> Any:
+    return distribute_tensor(full, mesh or virtual(4), placements)
+
+
+def test_a_view_that_merges_a_sharded_dim_moves_nothing() -> None:
+    full = torch.arange(64.0).view(4, 16)
+    x = sharded(full, S1)
+    with sw.CommDebugMode() as comm:
+        flat = x.view(64)
+        back = (flat * 2 + 1).view(4, 16)
+    assert comm.get_total_counts() == 0
+    assert flat.placements == (Shard(0, split=4),)
+    assert back.placements == (S1,)
+    assert torch.equal(flat.full_tensor(), full.view(64))
+    assert torch.equal(back.full_tensor(), full * 2 + 1)
+    assert torch.equal(flat.to_local().at((1,)), full[:, 4:8].reshape(-1))
+
+
+def test_the_view_shares_memory() -> None:
+    x = sharded(torch.zeros(4, 16), S1)
+    flat = x.view(64)
+    flat.add_(1)
+    flat[5:9] = 7
+    flat[63] = -1
+    want = torch.ones(64)
+    want[5:9], want[63] = 7, -1
+    assert torch.equal(x.full_tensor(), want.view(4, 16))
+    assert torch.equal(flat.full_tensor(), want)
+
+
+VIEWS = {
+    "merge": ((4, 6), (24,)),
+    "merge three": ((2, 4, 6), (48,)),
+    "merge the last two": ((3, 4, 6), (3, 24)),
+    "merge and split": ((4, 6), (8, 3)),
+    "merge and split elsewhere": ((4, 6), (2, 12)),
+    "ends that do not meet": ((4, 6), (3, 8)),
+    "with ones": ((4, 1, 6), (1, 24)),
+}
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_and_back(name: str, mesh: tuple[int, ...]) -> None:
+    before, after = VIEWS[name]
+    check(lambda x: (x.reshape(after) * 3).reshape(before), numbers(*before), mesh=virtual(*mesh))
+    check(lambda x: x.reshape(after).sum(0), numbers(*before), mesh=virtual(*mesh))
+    check(lambda x: x.reshape(after).cumsum(-1), numbers(*before), mesh=virtual(*mesh))
+
+
+def test_heads_stay_with_their_ranks_in_matmul() -> None:
+    q, k = numbers(2, 4, 3, 5), numbers(2, 4, 5, 3, seed=1)
+    mesh = virtual(2, 2)
+    with sw.CommDebugMode() as comm:
+        a, b = (distribute_tensor(t, mesh, [S0, S1]) for t in (q, k))
+        made = a @ b
+    assert comm.get_total_counts() == 0
+    assert made.placements == (S0, S1)
+    assert torch.allclose(made.full_tensor(), q @ k)
+
+
+def test_a_batch_second_stays_in_place_when_rows_are_merged() -> None:
+    x, w = numbers(3, 4, 5), numbers(6, 5, seed=1)
+    mesh = virtual(2)
+    given = distribute_tensor(x, mesh, [S1]).requires_grad_()
+    weight = distribute_tensor(w, mesh, [R])
+    with sw.CommDebugMode() as comm:
+        made = (given.reshape(12, 5) @ weight.t()).relu().view(3, 4, 6)
+        made.backward(torch.ones_like(made))
+    assert comm.get_total_counts() == 0
+    assert made.placements == (S1,)
+    assert given.grad.placements == (S1,)
+
+
+# --- every pair of layouts ----------------------------------------------------------------------
+
+KINDS: list[Placement] = [R, S0, S1, P, Shard(0, 2), Shard(0, 4), Shard(1, 3)]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_all_pairs(shape: tuple[int, ...]) -> None:
+    mesh = virtual(*shape)
+    full = whole_numbers((8, 6), dtype=torch.float64)
+    every = list(itertools.product(KINDS, repeat=len(shape)))
+    pairs = list(itertools.product(every, every))
+    for src, dst in pairs[:: 1 if len(shape) == 1 else 17]:
+        a, b = (
+            spec_of(mesh, src, full.shape, full.dtype),
+            spec_of(mesh, dst, full.shape, full.dtype),
+        )
+        held = stored(a, scatter(a, full))
+        x = DTensor.from_local(per_rank(mesh, lambda c, a=a, held=held: held[a.slot(c)]), mesh, src)
+        assert x._spec is a
+        assert_holds(b, by_coord(b, x.redistribute(placements=dst)._locals), full, f"from {a}")
+
+
+def test_blocks_that_do_not_fit_go_by_nearly_the_target() -> None:
+    full = torch.arange(60.0)
+    mesh = virtual(4)
+    x = distribute_tensor(full, mesh, [Shard(0, 6)])  # 6 blocks of 10; the target is cut at 15
+    told = sw.explain_redistribute(x, x.redistribute(placements=[S0]))
+    assert torch.equal(x.redistribute(placements=[S0]).full_tensor(), full)
+    assert [step.kind for step in told.steps] == ["exchange", "exchange"]
+    assert told.received < 60 * 4
+
+
+def test_an_exchange_moves_what_a_rank_lacks() -> None:
+    x = distribute_tensor(torch.arange(64.0), virtual(4), [Shard(0, 4)])
+    with sw.CommDebugMode() as comm:
+        x.redistribute(placements=[S0])
+    assert comm.get_comm_counts() == {"exchange": 1}
+    assert comm.bytes == {"exchange": 48}
+
+
+def test_inner_axis_first() -> None:
+    """With blocks an inner axis can cut a dim before an outer one does."""
+    mesh = virtual(2, 2)
+    x = distribute_tensor(torch.arange(8), mesh, [Shard(0, 2), S0])
+    held = [x.to_local().at(c).tolist() for c in itertools.product(range(2), repeat=2)]
+    assert held == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+# --- all that one does with a tensor ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_parameter_in_blocks_trains(foreach: bool) -> None:
+    mesh = virtual(2)
+    weight = numbers(6, 4)
+    plain = nn.Parameter(weight.clone())
+    ours = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0, 3)]))
+    for p in (plain, ours):
+        opt = torch.optim.AdamW([p], lr=0.1, foreach=foreach)
+        for _ in range(3):
+            opt.zero_grad()
+            (p.t().sin().sum(0) ** 2).sum().backward()
+            nn.utils.clip_grad_norm_([p], 0.5, foreach=foreach)
+            opt.step()
+    assert ours.placements == ours.grad.placements == (Shard(0, 3),)
+    torch.testing.assert_close(ours.full_tensor(), plain, check_stride=False)
+
+
+def test_random_numbers_do_not_depend_on_blocks() -> None:
+    x = distribute_tensor(torch.zeros(8, 3), virtual(2), [Shard(0, 2)])
+    torch.manual_seed(3)
+    x.uniform_()
+    torch.manual_seed(3)
+    assert torch.equal(x.full_tensor(), torch.zeros(8, 3).uniform_())
+    assert x.placements == (Shard(0, 2),)
+
+
+def test_masks_and_fallbacks() -> None:
+    blocks = [(Shard(0, 2),)]
+    x = numbers(8, 6)
+    for f in (
+        lambda t: t[t > 0],
+        lambda t: t.unique(),
+        lambda t: t.sort(0).values,
+        lambda t: torch.linalg.svdvals(t),
+        lambda t: torch.nonzero(t > 1),
+        lambda t: t.roll(3, 0),
+        lambda t: nn.functional.pad(t, (1, 2, 3, 1)),
+        lambda t: torch.cat([t, t * 2]),
+        lambda t: torch.split(t, [3, 5]),
+        lambda t: torch.stack([t, t], 1),
+        lambda t: t.argmax(0),
+        lambda t: t.softmax(0),
+        lambda t: t.chunk(3, 1),
+        lambda t: t[2],
+        lambda t: t[:, 1:5:2],
+        lambda t: t.clone().squeeze_(),
+        lambda t: t.clone().index_fill_(0, torch.tensor([1, 6]), 2.0),
+    ):
+        assert_same(f, [x], blocks, virtual(4), grad=False)
+
+
+def test_copies_and_pickles() -> None:
+    x = distribute_tensor(torch.arange(12), virtual(3), [Shard(0, 2)])
+    assert Shard(0, 2) is pickle.loads(pickle.dumps(Shard(0, 2)))
+    for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), x.clone()):
+        assert other.placements == x.placements
+        assert torch.equal(other.full_tensor(), x.full_tensor())
+    again = DTensor.from_local(x.to_local(), x.device_mesh, x.placements)
+    assert again._spec is x._spec
+    assert torch.equal(again.full_tensor(), x.full_tensor())
+
+
+def test_texts() -> None:
+    x = distribute_tensor(torch.arange(12), virtual(2), [Shard(0, 3)])
+    assert repr(x) == "DTensor(int64[12] [S(0, split=3)] on (2), local=[[6], [6]])"
+    assert sw.picture(x).splitlines()[1].startswith("0:2,4:6,8:10  | 0 |")
+    ragged = distribute_tensor(torch.arange(12), virtual(2), [Shard(0, 3)], cuts=[None, (1, 3)])
+    assert ragged._spec.layout_text() == "[S(0, split=3)] cuts(0.1)=[1, 3]"
+    assert torch.equal(ragged.full_tensor(), torch.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Shard(0, 0), "the split must be at least 1, but got 0"),
+        (lambda: Shard(0, 1.5), "the split must be an int, but got 1.5"),  # type: ignore[arg-type]
+        (lambda: sharded(torch.zeros(6), Shard(0, 4)), "dim 0 of size 6 cannot be seen as 4 equal"),
+        (lambda: sharded(torch.zeros(4), Shard(0, 4)), "A split must divide the size"),
+        (
+            lambda: sharded(torch.zeros(12), Shard(0, 2), Shard(0, 3), mesh=virtual(2, 2)),
+            "one split the next",
+        ),
+        (
+            lambda: spec_of(virtual(2), [Shard(0, 2)], (8,)).dim_cuts,
+            r"Redistribute to \[S\(0\)\] first",
+        ),
+    ],
+)
+def test_errors(make: Any, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        make()
+
+
+def test_finer_and_coarser_shapes() -> None:
+    assert common(((4, 16),), ((2, 32),)) == ((2, 2, 16),)
+    assert common(((4, 6),), ((6, 4),)) is None
+    spec = spec_of(virtual(2, 2), [S0, Shard(0, 4)], (64,))
+    fine = refined(spec, ((4, 4, 4),))
+    assert fine is not None
+    assert fine.placements == (S0, S1)
+    assert coarse(fine, ((4, 4, 4),), spec.meta) is spec
+    assert refined(spec, ((8, 8),)) is None
+    x = spread(torch.arange(64), virtual(2, 2), (P, Shard(0, 4)))
+    assert torch.equal(x.full_tensor(), torch.arange(64))
