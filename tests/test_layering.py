@@ -37,6 +37,7 @@ ORDER = [
     "ragged",
     "deferred",
     "replicated",
+    "meeting",
     "random",
     "outs",
     "listops",

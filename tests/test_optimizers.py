@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise.errors import MeshError
 
 from .compare import numbers, spread, virtual
 
@@ -144,13 +145,10 @@ def test_muon() -> None:
     same(ours, plain, 0.05)  # it computes in bfloat16
 
 
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
-def test_lbfgs(search: str | None) -> None:
-    """It puts all parameters into one vector."""
-    mesh, results = virtual(2, 2), []
-    where: list[Any] = [(mesh, (S0, R)), (mesh, (S0, S0)), (mesh, (R, S0)), None]
-    for at in ([None] * 4, where):
-        params = parameters(VALUES[:4], at)
+def check_lbfgs(where: list[Any], search: str | None) -> None:
+    results = []
+    for at in ([None] * len(where), where):
+        params = parameters(VALUES[: len(where)], at)
         optimizer = optim.LBFGS(params, max_iter=5, history_size=3, line_search_fn=search)
 
         def closure(params: list[Any] = params, optimizer: Any = optimizer) -> Any:
@@ -162,7 +160,40 @@ def test_lbfgs(search: str | None) -> None:
         for _ in range(2):
             optimizer.step(closure)
         results.append(params)
+        assert [getattr(p, "placements", None) for p in params] == [p and p[1] for p in at]
     same(results[1], results[0], 1e-6)
+
+
+def lbfgs_layouts(mesh: Any) -> list[list[Any]]:
+    """One mesh and plain; a mesh, a part of it and plain; two parts of a mesh that has none."""
+    a, b = (mesh[name] for name in mesh.mesh_dim_names)
+    return [
+        [(mesh, (S0, R)), (mesh, (S0, S0)), (mesh, (R, S0)), None],
+        places(mesh),
+        [(a, (S0,)), (b, (S1,)), None, (b, (S0,)), (a, (R,))],
+    ]
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_lbfgs(which: int, search: str | None) -> None:
+    """It puts all parameters into one vector."""
+    check_lbfgs(lbfgs_layouts(virtual(2, 2, names=("a", "b")))[which], search)
+
+
+def test_lbfgs_on_meshes_that_have_nothing_in_common() -> None:
+    where = [(virtual(2, names=("x",)), (S0,)), (virtual(3, names=("x",)), (S0,))]
+    with pytest.raises(MeshError, match=r"cat.*different meshes"):
+        check_lbfgs(where, None)
+
+
+def test_tensors_of_sub_meshes_are_joined_by_optimizers_alone() -> None:
+    """The plan that an optimizer left serves nobody else."""
+    mesh = virtual(2, 2, names=("a", "b"))
+    check_lbfgs(places(mesh), None)
+    grads = [p.view(-1) for p in parameters(VALUES, places(mesh)) if isinstance(p, DTensor)]
+    with pytest.raises(MeshError, match=r"cat.*different meshes"):
+        torch.cat([p.detach() for p in grads])
 
 
 def check_clipping(mesh: Any, norm_type: float, foreach: bool | None) -> None:

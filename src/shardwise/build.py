@@ -13,9 +13,10 @@ from . import policy
 from ._torch import OpOverload, decomposition
 from .conform import conforming
 from .deferred import DeferredPlan, defer, is_deferred, write_through
-from .errors import MeshError, RuleError
+from .errors import RuleError
 from .infer import Unknown, infer
 from .listops import is_list_op, run_list
+from .meeting import meet
 from .mesh import Topology
 from .outs import out_form, reshape_form
 from .plain import bring_grads_back, full_local
@@ -191,9 +192,11 @@ def _build(
 ) -> Plan:
     op = entry.op
     specs = tuple(operand._spec for operand in operands)
-    home = _home(op, operands)
+    home = _home(operands)
     if home is not None:
-        return FormPlan(entry.op, _bringing_numbers(op, home))
+        numbers = all(o._spec.topology is home or _is_number_here(o) for o in operands)
+        run = _bringing_numbers(op, home) if numbers else meet(op, operands, entry.writes)
+        return FormPlan(entry.op, run)
     if torch.Tag.inplace_view in op.tags and entry.form is None:
         return FormPlan(entry.op, reshape_form(op))
     if entry.copies:
@@ -264,23 +267,17 @@ def _consecutive(op: OpOverload, tensor: Any) -> Any:
     return laid(op, tensor, tensor._spec.straight) if isinstance(tensor, Wrapper) else tensor
 
 
-def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
-    """The mesh of a call whose operands are on several meshes; None if they are on one.
-
-    A number is known to every rank that made it, so it may be used on any mesh.
-    """
+def _home(operands: Sequence[Any]) -> Topology | None:
+    """The mesh of a call whose operands are on several meshes; None if they are on one."""
     ours = [operand for operand in operands if isinstance(operand, Wrapper)]
     home = next((o for o in ours if o._spec.ndim), ours[0])._spec.topology
-    others = [operand._spec for operand in ours if operand._spec.topology is not home]
-    if not others:
-        return None
-    if any(spec.ndim or not spec.slots for spec in others):
-        given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
-        raise MeshError(
-            f"{op}: the operands are on different meshes: {given}.\n"
-            "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
-        )
-    return home
+    return None if all(operand._spec.topology is home for operand in ours) else home
+
+
+def _is_number_here(operand: Any) -> bool:
+    """A number is known to every rank that made it, so it may be used on any mesh."""
+    plain = not isinstance(operand, Wrapper)
+    return plain or bool(not operand._spec.ndim and operand._spec.slots)
 
 
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:

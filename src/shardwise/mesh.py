@@ -29,6 +29,8 @@ __all__ = [
     "DeviceMesh",
     "Topology",
     "VirtualMesh",
+    "around",
+    "axes_in",
     "from_first_rank",
     "init_device_mesh",
     "topology",
@@ -87,6 +89,7 @@ class VirtualMesh:
             raise MeshError(f"mesh[{names!r}]: name each axis once, in the mesh's order {have}.")
         index = tuple(slice(None) if axis in axes else 0 for axis in range(self.ndim))
         links = [self.links[axis] for axis in axes]
+        topology(self)
         return VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted, links=links)
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
@@ -343,9 +346,38 @@ def topology(mesh: AnyMesh, links: tuple[Link, ...] | None = None) -> Topology:
     found = _find(mesh)
     if found is None:
         own = _links(mesh) if links is None else links
+        if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
+            topology(root_mesh(mesh))
         with _lock:
             found = _topologies.setdefault(_key(mesh), Topology(mesh, own))
     return found
+
+
+def axes_in(part: Topology, whole: Topology) -> tuple[int, ...] | None:
+    """The axes of `whole` that a sub-mesh has; None if it is no part of `whole`."""
+    if part is whole:
+        return tuple(range(whole.ndim))
+    named = part.mesh.mesh_dim_names is not None and whole.mesh.mesh_dim_names is not None
+    same = part.virtual is whole.virtual and part.device_type == whole.device_type
+    if not named or not same or any(name not in whole.names for name in part.names):
+        return None
+    axes = tuple(whole.names.index(name) for name in part.names)
+    if tuple(sorted(axes)) != axes or tuple(whole.shape[axis] for axis in axes) != part.shape:
+        return None
+    first = [0 if axis in axes else slice(None) for axis in range(whole.ndim)]
+    for start in torch.arange(len(whole.ranks)).view(whole.shape)[tuple(first)].flatten().tolist():
+        coord = all_coords(whole.shape)[start]
+        if tuple(map(whole.rank_of, whole.group_coords(coord, axes))) == part.ranks:
+            return axes
+    return None
+
+
+def around(parts: Sequence[Topology]) -> Topology | None:
+    """A mesh that all of `parts` are sub-meshes of: one of them, or else the first one known."""
+    for whole in (*parts, *_topologies.values()):
+        if all(axes_in(part, whole) is not None for part in parts):
+            return whole
+    return None
 
 
 def _find(mesh: AnyMesh) -> Topology | None:

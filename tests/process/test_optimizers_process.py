@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise import init_device_mesh
+import pytest
+import torch
 
-from ..test_optimizers import check_clipping, check_optimizer, check_scaled
+from shardwise import Replicate, Shard, init_device_mesh
+from shardwise.errors import PlainTensorError
+
+from ..test_optimizers import (
+    check_clipping,
+    check_lbfgs,
+    check_optimizer,
+    check_scaled,
+    lbfgs_layouts,
+    parameters,
+)
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -19,8 +30,29 @@ def steps() -> None:
     for foreach in (False, True):
         check_clipping(mesh, 2.0, foreach)
     check_scaled(mesh, "Adagrad, foreach", bad=True)
+    for where in lbfgs_layouts(mesh):
+        check_lbfgs(where, None)
 
 
 def test_optimizers(processes: Pools) -> None:
     """Parameters on two axes, on one of them and plain, in one optimizer."""
     processes(4).run(steps, timeout=120)
+
+
+def stages() -> str:
+    """A parameter on each row of a mesh that is another one there, among those of the whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    values = [torch.ones(4), torch.full((3,), float(mesh.get_local_rank("pp")))]
+    where = [(mesh, (Shard(0), Replicate())), (mesh["tp"], (Shard(0),))]
+    params = parameters(values, where)
+    for p in params:
+        p.grad = p.detach() * 2
+    optimizer = torch.optim.LBFGS(params)
+    with pytest.raises(PlainTensorError) as error:
+        optimizer.step(lambda: torch.ones(()))
+    return str(error.value)
+
+
+def test_other_parameters_on_each_sub_mesh(processes: Pools) -> None:
+    for text in processes(4).run(stages, timeout=60):
+        assert "not equal on all of its sub-meshes" in text

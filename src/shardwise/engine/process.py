@@ -40,15 +40,21 @@ class ProcessEngine:
         outs = [_target(job) for job in jobs]
         return _fly(_launches(jobs, outs), outs)
 
-    def check_equal(self, topology: Topology, digest: int) -> bool:
+    def check_equal(
+        self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
+    ) -> bool:
         if topology.coordinate is None:
             return True
         every = tuple(range(topology.ndim))
         record("check", topology, every, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        for group in lanes(topology, every):
+        for group in lanes(topology, every if axes is None else axes):
             _reduce(low, dist.ReduceOp.MIN, group)()
-        return bool(low[0] == -low[1])
+        differ = (low[:1] != -low[1:]).to(torch.int64)
+        if axes is not None:  # all ranks shall raise, or none
+            for group in lanes(topology, every):
+                _reduce(differ, dist.ReduceOp.MAX, group)()
+        return not bool(differ)
 
 
 def _target(job: Job) -> torch.Tensor | None:

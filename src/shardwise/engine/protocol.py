@@ -99,8 +99,10 @@ class Engine(Protocol):
         """Start one collective for all jobs: on one mesh, of one op and then one dtype. Gathers and
         exchanges may be mixed, over any axes."""
 
-    def check_equal(self, topology: Topology, digest: int) -> bool:
-        """Whether all ranks of the mesh gave the same number."""
+    def check_equal(
+        self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
+    ) -> bool:
+        """Whether all ranks of the mesh gave the same number, or those that differ in `axes`."""
 
 
 def narrow(value: torch.Tensor, box: Box) -> torch.Tensor:
