@@ -251,3 +251,59 @@ def test_finer_and_coarser_shapes() -> None:
     assert refined(spec, ((8, 8),)) is None
     x = spread(torch.arange(64), virtual(2, 2), (P, Shard(0, 4)))
     assert torch.equal(x.full_tensor(), torch.arange(64))
+
+
+@pytest.mark.parametrize("mode", ["exact", "counter"])
+def test_draws_in_both_modes(mode: Any) -> None:
+    blocks, whole = (
+        distribute_tensor(numbers(8, 6), virtual(2, 2), where)
+        for where in ([Shard(0, 2), Shard(1, 3)], [R, R])
+    )
+    for draw in (
+        lambda t: torch.dropout(t, 0.4, True),
+        lambda t: torch.bernoulli(t.sigmoid()),
+        lambda t: torch.rand_like(t),
+        lambda t: t.clone().normal_(1, 2),
+        lambda t: torch.poisson(t.abs()),
+        lambda t: torch.multinomial(t.abs(), 3, replacement=True),
+        lambda t: torch.multinomial(t.abs(), 2),
+    ):
+        with sw.random.mode(mode):
+            made = []
+            for x in (blocks, whole):
+                torch.manual_seed(5)
+                made.append(draw(x).full_tensor())
+        assert torch.equal(*made)
+
+
+SEQUENCE = {
+    "cross_entropy": lambda x, t: nn.functional.cross_entropy(
+        x.view(-1, 10), t.view(-1), ignore_index=3
+    ),
+    "mse": lambda x, t: nn.functional.mse_loss(x.view(-1), x.view(-1).sin()),
+    "layer_norm": lambda x, t: nn.functional.layer_norm(x.view(-1, 10), (10,)),
+    "norm": lambda x, t: x.view(-1).norm(),
+    "var": lambda x, t: x.view(-1).var(),
+    "largest": lambda x, t: x.view(-1).amax(),
+    "embedding": lambda x, t: nn.functional.embedding(t.view(-1), x[0, :, :4].clone()),
+    "gather": lambda x, t: x.view(-1, 10).gather(1, t.view(-1, 1)),
+    "accuracy": lambda x, t: (x.view(-1, 10).argmax(-1) == t.view(-1)).double().mean(),
+    "one_hot": lambda x, t: nn.functional.one_hot(t.view(-1), 12),
+    "tril": lambda x, t: x.view(-1, 5, 2).tril(),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE)
+def test_what_is_done_with_merged_rows(name: str) -> None:
+    x, t = numbers(3, 4, 10), torch.arange(12).view(3, 4) % 4
+    for where in ((S1,), (Shard(1),), (Shard(1, 2),)):
+        assert_same(SEQUENCE[name], [x, t], [where, where], virtual(2))
+
+
+def test_a_loss_of_merged_rows_moves_statistics_only() -> None:
+    """The sequence is sharded: rows of all sentences are merged where they are."""
+    x = distribute_tensor(numbers(3, 4, 10), virtual(2), [S1]).requires_grad_()
+    t = distribute_tensor(torch.arange(12).view(3, 4) % 10, virtual(2), [S1])
+    with sw.CommDebugMode() as comm:
+        nn.functional.cross_entropy(x.view(-1, 10), t.view(-1)).backward()
+    assert comm.bytes == {"all_reduce": 16}

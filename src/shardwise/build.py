@@ -39,25 +39,30 @@ __all__ = ["FORMS", "Entry", "Form", "build", "register_form"]
 class Form:
     """A function of DTensors in place of an operator: always, or when no row fits as it is.
 
-    `when` says for which calls there is such a form.
+    `when` says for which calls there is such a form. With `blocks` it looks at no boxes, so that
+    dims may be sharded block by block.
     """
 
     run: Callable[..., Any]
     always: bool = False
     when: Callable[[Call], bool] = lambda call: True
+    blocks: bool = False
 
 
 FORMS: dict[str, Form] = {}
 
 
 def register_form(
-    *names: str, always: bool = False, when: Callable[[Call], bool] = lambda call: True
+    *names: str,
+    always: bool = False,
+    when: Callable[[Call], bool] = lambda call: True,
+    blocks: bool = False,
 ) -> Callable[[Any], Any]:
     """Register a distributed form of operators, by name or name and overload."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always, when)
+            FORMS[name] = Form(run, always, when, blocks)
         return run
 
     return register
@@ -88,7 +93,7 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
     def run(target: Any, *args: Any, **kwargs: Any) -> Any:
         return target.copy_(functional(target, *args, **kwargs))
 
-    return Form(run, form.always, form.when)
+    return Form(run, form.always, form.when, form.blocks)
 
 
 class Entry:
@@ -203,7 +208,7 @@ def _build(
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
-    if any(spec.groups is not None for spec in specs) and not _has_rows(entry):
+    if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
         return _in_pieces(entry)
     if torch.Tag.inplace_view in op.tags:
         assert entry.form is not None
@@ -226,16 +231,19 @@ def _build(
     return _by_rule(entry, specs, args, kwargs)
 
 
-def _has_rows(entry: Entry) -> bool:
-    """Whether the calls of an operator are decided by the rows of its rule."""
+def _takes_blocks(entry: Entry) -> bool:
+    """Whether operands may be sharded block by block: rows are chosen so that it does not matter,
+    and numbers are drawn for whatever places a rank holds."""
     by_form = entry.form is not None and entry.form.always
     by_user = entry.user is not None and entry.user.decide is not None
-    return not (entry.family is None or by_form or by_user or entry.mixed or is_random(entry.op))
+    if by_form or by_user or entry.mixed:
+        return False
+    return entry.family is not None or is_random(entry.op)
 
 
 def _in_pieces(entry: Entry) -> Plan:
-    """The operator on consecutive pieces of tensors that are sharded block by block: forms, users'
-    strategies and what draws numbers go by these."""
+    """The operator on consecutive pieces of tensors that are sharded block by block: forms and
+    users' strategies go by these."""
     op = entry.op
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -398,7 +406,7 @@ def _by_rule(
     call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
     decision, local = _decided(entry, call, written, structure)
     if entry.form is not None and not _is_free(specs, decision) and entry.form.when(call):
-        if call.laid != call.specs:
+        if call.laid != call.specs and not entry.form.blocks:
             return _in_pieces(entry)
         run = entry.form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))

@@ -12,11 +12,21 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
-from .geometry import Cuts, intervals
+from .geometry import Cuts, Interval, intervals
+from .mesh import Coord
 from .placement import Placement, Shard
 from .spec import DTensorSpec, Groups, TensorMeta, fine_meta
 
-__all__ = ["assumed", "coarse", "common", "refined", "rounded", "seen_alike", "trivial"]
+__all__ = [
+    "assumed",
+    "coarse",
+    "common",
+    "held_of",
+    "refined",
+    "rounded",
+    "seen_alike",
+    "trivial",
+]
 
 
 def trivial(shape: Sequence[int]) -> Groups:
@@ -141,3 +151,17 @@ def seen_alike(src: DTensorSpec, dst: DTensorSpec) -> tuple[DTensorSpec, DTensor
     if src.groups is None:
         return rounded(src, want)
     return rounded(src.straight, have)
+
+
+def held_of(spec: DTensorSpec, coord: Coord) -> list[tuple[Interval, ...]]:
+    """What a rank holds of each dim: one interval, or one in every block."""
+    boxes = iter((spec.fine or spec).box(coord))
+    found = []
+    for group in spec.groups or trivial(spec.meta.shape):
+        held: tuple[Interval, ...] = ((0, 1),)
+        for size in group:
+            start, stop = next(boxes)
+            blocks = [index for a, b in held for index in range(a, b)]
+            held = tuple((index * size + start, index * size + stop) for index in blocks)
+        found.append(held)
+    return found

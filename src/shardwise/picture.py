@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .finer import trivial
+from .finer import held_of
 from .geometry import Interval, all_coords
-from .mesh import Coord
 from .spec import DTensorSpec
 from .wrapper import Wrapper
 
@@ -31,7 +30,7 @@ def picture(tensor: Wrapper | DTensorSpec) -> str:
     spec = tensor if isinstance(tensor, DTensorSpec) else tensor._spec
     held: dict[tuple[Intervals, Intervals], list[int]] = {}
     for coord in all_coords(spec.topology.shape):
-        box = (*_intervals(spec, coord), ((0, 1),), ((0, 1),))[:2]
+        box = (*held_of(spec, coord), ((0, 1),), ((0, 1),))[:2]
         held.setdefault((box[0], box[1]), []).append(spec.topology.rank_of(coord))
     rows = sorted({row for row, _ in held})
     columns = sorted({column for _, column in held})
@@ -41,20 +40,6 @@ def picture(tensor: Wrapper | DTensorSpec) -> str:
     heads = [_text(column) if spec.ndim > 1 else "" for column in columns]
     names = [_text(row) if spec.ndim > 0 else "" for row in rows]
     return _drawn(heads, names, cells)
-
-
-def _intervals(spec: DTensorSpec, coord: Coord) -> list[Intervals]:
-    """What a rank holds of each dim: one interval, or one in every block."""
-    boxes = iter((spec.fine or spec).box(coord))
-    found = []
-    for group in spec.groups or trivial(spec.meta.shape):
-        held: Intervals = ((0, 1),)
-        for size in group:
-            start, stop = next(boxes)
-            blocks = [index for a, b in held for index in range(a, b)]
-            held = tuple((index * size + start, index * size + stop) for index in blocks)
-        found.append(held)
-    return found
 
 
 def _text(held: Intervals) -> str:

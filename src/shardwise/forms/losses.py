@@ -25,13 +25,13 @@ def _mean(op: Any, *args: Any) -> tuple[Any, Any]:
     return total / weight, weight
 
 
-@register_form("nll_loss_forward", when=_is_mean)
+@register_form("nll_loss_forward", when=_is_mean, blocks=True)
 def nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """The mean is the sum over all shards divided by the weight of all targets that count."""
     return _mean(aten.nll_loss_forward.default, x, target, weight, reduction, ignore_index)
 
 
-@register_form("nll_loss2d_forward", when=_is_mean)
+@register_form("nll_loss2d_forward", when=_is_mean, blocks=True)
 def nll_loss2d(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """As `nll_loss`, for images."""
     return _mean(aten.nll_loss2d_forward.default, x, target, weight, reduction, ignore_index)

@@ -36,28 +36,28 @@ def _shifted(x: Any, dim: int) -> tuple[Any, Any, Any]:
     return below, below.exp(), top
 
 
-@register_form("_softmax", when=_of(0))
+@register_form("_softmax", when=_of(0), blocks=True)
 def softmax(x: Any, dim: int, half_to_float: bool) -> Any:
     """The largest element and the sum of exponentials are those of all shards."""
     _, exps, _ = _shifted(in_full(x), dim)
     return exps / settled(exps.sum(dim, True))
 
 
-@register_form("_safe_softmax", when=_of(0))
+@register_form("_safe_softmax", when=_of(0), blocks=True)
 def safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     """As `softmax`, with zeros where everything is masked."""
     _, exps, top = _shifted(in_full(x if dtype is None else x.to(dtype)), dim)
     return torch.where(top == float("-inf"), 0.0, exps / settled(exps.sum(dim, True)))
 
 
-@register_form("_log_softmax", when=_of(0))
+@register_form("_log_softmax", when=_of(0), blocks=True)
 def log_softmax(x: Any, dim: int, half_to_float: bool) -> Any:
     """As `softmax`, in logarithms."""
     below, exps, _ = _shifted(in_full(x), dim)
     return below - settled(exps.sum(dim, True)).log()
 
 
-@register_form("_softmax_backward_data", when=_of(1))
+@register_form("_softmax_backward_data", when=_of(1), blocks=True)
 def softmax_backward(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """The sum over the sharded dim is the only thing that ranks share."""
     grad, output = in_full(aligned(grad, output)), in_full(output)
@@ -65,7 +65,7 @@ def softmax_backward(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     return product - output * settled(product.sum(dim, True))
 
 
-@register_form("_log_softmax_backward_data", when=_of(1))
+@register_form("_log_softmax_backward_data", when=_of(1), blocks=True)
 def log_softmax_backward(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
     """As `softmax_backward`, for logarithms."""
     grad, output = in_full(aligned(grad, output)), in_full(output)
@@ -84,7 +84,7 @@ def _inner(operand: int) -> Any:
     return when
 
 
-@register_form("native_layer_norm", when=_inner(0))
+@register_form("native_layer_norm", when=_inner(0), blocks=True)
 def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """Mean and variance are those of all shards."""
     x = in_full(x)
@@ -98,7 +98,7 @@ def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, 
     return out if bias is None else out + bias, mean, rstd
 
 
-@register_form("native_layer_norm_backward", when=_inner(1))
+@register_form("native_layer_norm_backward", when=_inner(1), blocks=True)
 def layer_norm_backward(
     grad: Any,
     x: Any,
@@ -129,7 +129,7 @@ def layer_norm_backward(
 # --- the norm of GPUs that has no mean ----------------------------------------------------------
 
 
-@register_form("_fused_rms_norm", when=_inner(0))
+@register_form("_fused_rms_norm", when=_inner(0), blocks=True)
 def rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
     """The mean of the squares is that of all shards."""
     full = in_full(x)
@@ -140,7 +140,7 @@ def rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | 
     return (out if weight is None else out * weight).to(x.dtype), rstd
 
 
-@register_form("_fused_rms_norm_backward", when=_inner(1))
+@register_form("_fused_rms_norm_backward", when=_inner(1), blocks=True)
 def rms_norm_backward(
     grad: Any,
     x: Any,

@@ -26,7 +26,7 @@ def _cut(call: Call) -> bool:
     return cut_along(call, 0, reduced_dims(call))
 
 
-@register_form("linalg_vector_norm", when=_cut)
+@register_form("linalg_vector_norm", when=_cut, blocks=True)
 def vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
@@ -60,32 +60,32 @@ def _moments(x: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any
     return var, mean if keepdim else mean.sum(dims)
 
 
-@register_form("var.correction", when=_cut)
+@register_form("var.correction", when=_cut, blocks=True)
 def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """The mean first, then the squares of what is apart from it."""
     return _moments(x, dim, correction, keepdim)[0]
 
 
-@register_form("std.correction", when=_cut)
+@register_form("std.correction", when=_cut, blocks=True)
 def std(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """The root of the variance."""
     return _moments(x, dim, correction, keepdim)[0].sqrt()
 
 
-@register_form("var_mean.correction", when=_cut)
+@register_form("var_mean.correction", when=_cut, blocks=True)
 def var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance and mean."""
     return _moments(x, dim, correction, keepdim)
 
 
-@register_form("std_mean.correction", when=_cut)
+@register_form("std_mean.correction", when=_cut, blocks=True)
 def std_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Standard deviation and mean."""
     square, mean = _moments(x, dim, correction, keepdim)
     return square.sqrt(), mean
 
 
-@register_form("logsumexp", when=_cut)
+@register_form("logsumexp", when=_cut, blocks=True)
 def logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     """The largest element is taken out first, as on one device."""
     dims = _dims(x, dim)

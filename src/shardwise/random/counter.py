@@ -12,12 +12,12 @@ from .. import policy
 from .._torch import OpOverload
 from ..placement import Placement, Replicate
 from ..plans import describe_moves, moved, wrote
-from ..redistribute import plan as steps_of
-from ..redistribute import run_steps
+from ..ragged import laid
+from ..redistribute import relaid
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from ..wrapper import Locals, Wrapper, wrap
 from . import rejection
-from .tiles import Draw, Key, draw_box, draw_locals, new_key
+from .tiles import Draw, Key, draw_at, draw_locals, new_key
 
 __all__ = ["COUNTER", "FILLS", "Draws", "dropped", "fill"]
 
@@ -74,17 +74,16 @@ def _drawing(op: OpOverload, given: Given) -> Draw:
 class Draws:
     """Numbers at the positions of one local tensor. Each stream is used once."""
 
-    __slots__ = ("_box", "_device", "_key", "_local_shape", "_shape")
+    __slots__ = ("_coord", "_device", "_key", "_spec")
 
     def __init__(self, spec: DTensorSpec, coord: tuple[int, ...], key: Key, device: Any) -> None:
-        self._shape = tuple(spec.meta.shape)
-        self._box = spec.box(coord)
-        self._local_shape = spec.local_shape(coord)
+        self._spec, self._coord = spec, coord
         self._key, self._device = key, device
 
     def _draw(self, draw: Draw, dtype: torch.dtype, stream: int) -> torch.Tensor:
-        local = torch.empty(self._local_shape, dtype=dtype, device=self._device)
-        return draw_box(local, self._box, self._shape, self._key, draw, stream)
+        shape = self._spec.local_shape(self._coord)
+        local = torch.empty(shape, dtype=dtype, device=self._device)
+        return draw_at(local, self._spec, self._coord, self._key, draw, stream)
 
     def uniform(self, dtype: torch.dtype = torch.float64, stream: int = 0) -> torch.Tensor:
         return self._draw(lambda t, g: t.uniform_(generator=g), dtype, stream)
@@ -154,7 +153,7 @@ def fill(target: Any, draw: Draw, generator: torch.Generator | None) -> Any:
         empty = torch.empty_like
         local = tuple(empty(target._locals[spec.slot(coord)]) for coord in whole.slots)
         draw_locals(whole, local, key, draw)
-        parts = run_steps(steps_of(whole, spec), local, spec.meta.stride)
+        parts = relaid(whole, spec, local)
         for mine, new in zip(target._locals, parts, strict=True):
             mine.copy_(new)
     wrote(target)
@@ -329,6 +328,7 @@ def _dirichlet(op: OpOverload, given: Given) -> Any:
 def _multinomial(op: OpOverload, given: Given) -> Any:
     """Without replacement, or for one sample: the largest of `p / e` with `e` exponential."""
     p, count, replace = _summed(op, given["self"]), given["num_samples"], given["replacement"]
+    p = laid(op, p, p._spec.straight)
     example = torch.ones(p.shape, dtype=p.dtype, device="meta")
     op(example, count, replace)  # PyTorch's own errors of shape and dtype
     _check_weights(p)

@@ -16,13 +16,16 @@ from typing import NamedTuple
 
 import torch
 
+from ..finer import held_of
 from ..geometry import Box
+from ..mesh import Coord
 from ..spec import DTensorSpec
 from ..wrapper import Locals
 
 __all__ = [
     "Draw",
     "Key",
+    "draw_at",
     "draw_box",
     "draw_locals",
     "generator_state",
@@ -192,7 +195,23 @@ def _draw_tile(
 
 def draw_locals(spec: DTensorSpec, local: Locals, key: Key, draw: Draw, stream: int = 0) -> Locals:
     """Fill the local tensors of a spec without pending sums."""
-    shape = tuple(spec.meta.shape)
     for coord, mine in zip(spec.slots, local, strict=True):
-        draw_box(mine, spec.box(coord), shape, key, draw, stream)
+        draw_at(mine, spec, coord, key, draw, stream)
+    return local
+
+
+def draw_at(
+    local: torch.Tensor, spec: DTensorSpec, coord: Coord, key: Key, draw: Draw, stream: int = 0
+) -> torch.Tensor:
+    """Fill what the rank at `coord` holds: a box, or one in every block."""
+    shape = tuple(spec.meta.shape)
+    if spec.groups is None:
+        return draw_box(local, spec.box(coord), shape, key, draw, stream)
+    held = held_of(spec, coord)
+    for box in product(*held):
+        # All pieces of a dim are of one size, one after another in the local tensor.
+        sizes = [stop - start for start, stop in box]
+        places = [each.index(piece) for each, piece in zip(held, box, strict=True)]
+        own = tuple(slice(i * n, i * n + n) for i, n in zip(places, sizes, strict=True))
+        draw_box(local[own], box, shape, key, draw, stream)
     return local

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..finer import common
 from ..spec import Groups
 from .call import Call
-from .rule import Along, Dims, Rule
+from .rule import Along, Dims, Rule, is_anywhere
 
 __all__ = ["split_factors"]
 
@@ -55,9 +55,9 @@ def _fixed(rule: Rule) -> frozenset[str]:
         return frozenset(rule.sizes)
     every = [at for dims in (*rule.inputs, *rule.outputs) for at in dims if at is not None]
     linked = frozenset(at.factor for at in every if at.link is not None)
-    if rule.local is None and rule.tail is None:
-        return linked
-    return linked | (frozenset(rule.sizes) if rule.placed is None else rule.placed)
+    if rule.placed is not None:
+        return linked | rule.placed
+    return linked if rule.tail is None and is_anywhere(rule.local) else frozenset(rule.sizes)
 
 
 def _sizes(factor: str, rule: Rule, parts: Parts) -> Iterable[tuple[str, int]]:

@@ -101,6 +101,7 @@ def _rule(call: Call, outputs: Sequence[Dims], dims: _Dims, **options: Any) -> R
         alike=frozenset(alike),
         local=_local(call, whole),
         unless=unless,
+        placed=frozenset("ls"),
         **options,
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from .call import Call
 from .indexing import Names, within
-from .rule import Rule, Site, along
+from .rule import Rule, Site, along, anywhere
 
 __all__ = ["bag_backward", "bag_weights_backward", "renorm", "segment", "segment_backward"]
 
@@ -60,6 +60,7 @@ def _segment_rule(call: Call, data: int) -> Rule:
     return Rule(tuple(map(along, dims)), (out,), sizes, reduce=None, local=_segment_local)
 
 
+@anywhere
 def _segment_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """PyTorch looks for the shortest segment, also where there are none."""
     if 0 in site.out_shapes[0]:

@@ -121,6 +121,7 @@ def _pick_rule(
         passes=tuple(((0,), kind, kind) for kind in _KINDS),
         local=local,
         unless=indexed_whole(dims),
+        placed=frozenset(name for dim in dims if (name := inputs[0][dim]) is not None),
     )
 
 

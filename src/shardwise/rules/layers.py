@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .call import Call, Operand
-from .rule import Dims, Rule, Site, along
+from .rule import Dims, Rule, Site, along, anywhere
 
 __all__ = ["encoder_layer", "multi_head_attention"]
 
@@ -22,6 +22,7 @@ def _batches(call: Call, dims: dict[str, int]) -> tuple[Dims, ...]:
     return tuple(found)
 
 
+@anywhere
 def _or_nothing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """PyTorch's kernels want a batch; a shard may have none."""
     if args[0].numel():

@@ -13,7 +13,7 @@ from .call import Call, Family
 from .notation import notation
 from .pointwise import broadcast_dims
 from .reductions import dimwise
-from .rule import Rule, Site
+from .rule import Rule, Site, anywhere
 
 __all__ = ["cross", "fourier", "least_squares", "matrices", "solve", "solve_by_factors"]
 
@@ -56,6 +56,7 @@ def least_squares(call: Call) -> Rule:
     return replace(_LEAST_MATRICES(call), local=_as_matrices)
 
 
+@anywhere
 def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """A matrix on the right side must not look like a batch of vectors, however large a shard
     is."""
@@ -97,6 +98,7 @@ def _holds_some(site: Site) -> bool:
     return prod(site.inputs[0].local_shape(site.coord)) > 0
 
 
+@anywhere
 def _of_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The kernels refuse an empty batch, which a rank may hold."""
     if args[0].numel():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .call import Call, Operand
-from .rule import Dims, Rule, Site, along
+from .rule import Dims, Rule, Site, along, anywhere
 
 __all__ = ["ctc", "linear_cross_entropy", "margin", "trilinear"]
 
@@ -44,6 +44,7 @@ def _summed(call: Call, count: int) -> Any:
     at, rows = call.position("reduction"), call.position("self")
     by = count if call.get("reduction") == _MEAN else 1
 
+    @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         if at < len(args):
             args = (*args[:at], _SUM, *args[at + 1 :])

@@ -11,7 +11,7 @@ import torch
 from ..errors import LayoutError
 from .call import Call, Operand
 from .pointwise import broadcast_dims, pointwise
-from .rule import Dims, Rule, Site, along
+from .rule import Dims, Rule, Site, along, anywhere
 
 __all__ = [
     "addmv_local",
@@ -24,6 +24,7 @@ __all__ = [
 _MEAN, _SUM = 1, 2
 
 
+@anywhere
 def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """With an empty matrix PyTorch forgets to broadcast the first operand."""
     return op(args[0].expand(site.out_shapes[0]), *args[1:], **kwargs)
@@ -37,6 +38,7 @@ def _sum_over(call: Call, count: int) -> Any:
     shard."""
     at = call.position("reduction")
 
+    @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         given = list(args)
         if at < len(given):
@@ -116,7 +118,11 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
             return zeros[0] if len(zeros) == 1 else tuple(zeros)
         return op(*given, **kwargs)
 
-    return {"local": local, "unless": lambda site: site.box(operand)[at] == (0, shape[at])}
+    return {
+        "local": local,
+        "unless": lambda site: site.box(operand)[at] == (0, shape[at]),
+        "placed": frozenset("c"),
+    }
 
 
 def nll_forward(call: Call) -> Rule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .call import Call, Operand
-from .rule import Along, Dims, Rule, Scaled, Site, along
+from .rule import Along, Dims, Rule, Scaled, Site, along, anywhere
 
 __all__ = [
     "group_norm",
@@ -70,6 +70,7 @@ def _of_groups(call: Call, operand: int) -> dict[str, Any]:
     width = call.shape(operand)[1] // call.get("group")
     places = [call.position(name) for name in ("N", "C", "group")]
 
+    @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         batch, channels = site.inputs[operand].local_shape(site.coord)[:2]
         given = list(args)

@@ -10,7 +10,7 @@ import torch
 
 from ..engine import identity
 from .call import Call, Family, has_fractions, keeps_sums
-from .rule import Dims, Rule, Site, along
+from .rule import Dims, Rule, Site, along, anywhere
 
 __all__ = ["dimwise", "mean", "reduced_dims", "reduction", "slicewise"]
 
@@ -70,6 +70,7 @@ def _is_whole(site: Site) -> bool:
     return not site.outputs[0].sums
 
 
+@anywhere
 def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """amax and its like: PyTorch refuses an empty dim, but an empty shard has an identity
     element."""
@@ -79,6 +80,7 @@ def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: 
     return args[0].new_full(site.out_shapes[0], identity(kind, args[0].dtype))
 
 
+@anywhere
 def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The part of the mean that this shard gives: its sum over the number of all elements."""
     dims = args[1] if len(args) > 1 else None
@@ -155,6 +157,7 @@ def dimwise(*names: str, linear: bool = False, local: Any = None, unless: Any = 
     return family
 
 
+@anywhere
 def _nothing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The results of an empty shard, without PyTorch's warning of too few elements."""
     if not args[0].numel() and 0 in site.out_shapes[0]:

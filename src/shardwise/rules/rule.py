@@ -18,7 +18,21 @@ from ..mesh import Coord
 from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec, Groups
 
-__all__ = ["Along", "Dims", "Link", "Local", "Row", "Rule", "Scaled", "Site", "Windows", "along"]
+__all__ = [
+    "Along",
+    "Dims",
+    "Link",
+    "Local",
+    "Row",
+    "Rule",
+    "Scaled",
+    "Site",
+    "Windows",
+    "along",
+    "anywhere",
+    "dims_of",
+    "is_anywhere",
+]
 
 
 class Link(Protocol):
@@ -111,6 +125,19 @@ the intervals of an operand's dims, one for each shard."""
 Local = Callable[[Any, tuple[Any, ...], dict[str, Any], Site], Any]
 """A local call that depends on where it runs: `local(op, args, kwargs, site)`."""
 
+_ANYWHERE = "_anywhere"
+
+
+def anywhere(local: Local) -> Local:
+    """Mark a local call that looks at shapes only, not at which part of a tensor it has."""
+    setattr(local, _ANYWHERE, True)
+    return local
+
+
+def is_anywhere(local: Local | None) -> bool:
+    """Whether a local call does not look at which part of a tensor it has."""
+    return local is None or hasattr(local, _ANYWHERE)
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -126,7 +153,8 @@ class Rule:
     be replaced by the local shape of the first result; `tail` gives all arguments after the
     operands for the place where a call runs; `local` replaces the local call,
     `unless` the operator's own is right at every place; `placed` are the factors of which `tail`
-    and `local` must know what interval is held (None: all of them). `windows` widens operands to
+    and `local` must know what interval is held (None: all, or none if `local` works `anywhere`).
+    `windows` widens operands to
     what the local call reads of their neighbours. With `ignores` the call does not read its
     operands, so that they never move. With `apart` the dims of the rule are those of operands and
     results whose dims are taken apart like this.

@@ -72,6 +72,7 @@ def _write_rule(
         sizes,
         local=local,
         unless=indexed_whole(dims),
+        placed=frozenset(name for dim in dims if (name := inputs[0][dim]) is not None),
         **_traits(call, _merge(call), values),
     )
 

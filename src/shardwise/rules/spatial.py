@@ -16,7 +16,7 @@ import torch
 
 from ..geometry import Cuts, Interval, contiguous_stride
 from .call import Call, Family, Operand, has_fractions
-from .rule import Along, Dims, Link, Rule, Scaled, Site, along
+from .rule import Along, Dims, Link, Rule, Scaled, Site, along, anywhere
 from .sliding import Slide, fitted, followed, in_order, margins, padded, reached
 
 __all__ = [
@@ -80,6 +80,7 @@ def has_planes(site: Site) -> bool:
     return all(map(prod, site.out_shapes))
 
 
+@anywhere
 def of_planes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """PyTorch refuses images without channels, and guesses the order of dims if there is one."""
     if not has_planes(site):

@@ -73,7 +73,8 @@ def triangle(call: Call) -> Rule:
         (top, _), (left, _) = site.box(0)[-2:]
         return (call.get("diagonal") + top - left,)
 
-    return _moved([names], names, _sizes(shape), tail=tail)
+    placed = frozenset(f"i{dim}" for dim in range(len(shape))[-2:])
+    return _moved([names], names, _sizes(shape), tail=tail, placed=placed)
 
 
 def trace(call: Call) -> Rule:
