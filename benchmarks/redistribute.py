@@ -1,6 +1,7 @@
 """Redistribution beside PyTorch's own DTensor: what each plan moves, and how long it takes.
 
     python benchmarks/redistribute.py            # bytes, steps and memory of every pair; no process
+    python benchmarks/redistribute.py --plan     # how long planning takes with all caches empty
     python benchmarks/redistribute.py --time     # wall time on 4 gloo processes, side by side
 
 Bytes are those that the rank that receives most receives. The bound is what a rank must receive
@@ -29,6 +30,7 @@ import torch.multiprocessing
 import shardwise as sw
 from shardwise.geometry import all_coords, box_numel, intersect
 from shardwise.mesh import VirtualMesh
+from shardwise.redistribute import Layout, plan
 
 MESHES = [(8,), (2, 4), (2, 2, 2)]
 SIZE = (1024, 1024)
@@ -164,6 +166,47 @@ def compare(mesh_shape: tuple[int, ...], show: bool) -> None:
     print(f"  bytes over the pairs that both do: ours / PyTorch's = {sums[0] / sums[1]:.3f}")
 
 
+# --- planning -------------------------------------------------------------------------------------
+
+UNEQUAL = ["ethernet", "infiniband", "pcie", "nvlink"]
+
+
+def time_planning(axes: int, unequal: bool, most: int, times: int) -> None:
+    """Every pair, or `most` of them, with empty caches and new specs: the least of some times."""
+    ranks = torch.arange(2**axes).view((2,) * axes)
+    mesh = VirtualMesh("cpu", ranks, links=UNEQUAL[-axes:] if unequal else None)
+    every = list(itertools.product(KINDS, repeat=axes))
+    pairs = [pair for pair in itertools.product(every, repeat=2) if pair[0] != pair[1]]
+    if len(pairs) > most:
+        pairs = random.Random(0).sample(pairs, most)
+    caches = [
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("shardwise")
+        for value in [*vars(module).values(), Layout.of]
+        if hasattr(value, "cache_clear")
+    ]
+    found = []
+    for src, dst in pairs:
+        least = 1.0
+        for _ in range(times):
+            for cache in caches:
+                cache.cache_clear()
+            a, b = spec(mesh, src), spec(mesh, dst)
+            start = time.perf_counter()
+            plan(a, b)
+            least = min(least, time.perf_counter() - start)
+            del a, b
+        found.append(least * 1e3)
+    found.sort()
+    at = [found[int(len(found) * part)] for part in (0.5, 0.99)]
+    print(
+        f"{(2,) * axes}, {'unequal' if unequal else 'equal'} links, {len(pairs)} pairs: mean "
+        f"{statistics.mean(found):.2f} ms, median {at[0]:.2f}, 99 % {at[1]:.2f}, "
+        f"most {found[-1]:.2f}, above 1 ms: {sum(t > 1 for t in found)}"
+    )
+
+
 # --- wall time on processes -----------------------------------------------------------------------
 
 WORLD = 4
@@ -268,9 +311,14 @@ def on_rank(rank: int, port: int, times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", action="store_true", help="print every pair")
+    parser.add_argument("--plan", action="store_true", help="measure planning")
     parser.add_argument("--time", action="store_true", help="measure on processes")
     parser.add_argument("--times", type=int, default=5, help="how often each is measured")
     args = parser.parse_args()
+    if args.plan:
+        for axes, unequal in itertools.product((3, 4), (False, True)):
+            time_planning(axes, unequal, 4096, args.times)
+        return
     if args.time:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         torch.multiprocessing.spawn(on_rank, args=(store.port, args.times), nprocs=WORLD)

@@ -97,6 +97,45 @@ def test_every_way_is_exact(mesh_shape: tuple[int, ...]) -> None:
         assert_holds(dst, by_coord(dst, after), full, f"from {src}")
 
 
+@pytest.mark.parametrize("size", [(24, 24), (7, 5), (1, 9)], ids=str)
+def test_a_price_is_that_of_each_piece_by_its_slowest_link(size: tuple[int, int]) -> None:
+    mesh_shape = (2, 3, 2)
+    links = [Link(1e-6, 10.0**bandwidth) for bandwidth in (8, 6, 7)]
+    mesh = sw.init_device_mesh("cpu", mesh_shape, links=links)
+    specs = [spec_of(mesh, each, size) for each in layouts_of(3, [R, S0, S1, P])]
+    costs = [link.per_byte for link in links]
+    for src, dst in list(itertools.product(specs, repeat=2))[::7]:
+        for step in plan(src, dst):
+            if step.is_local or step.kind == "all_reduce":
+                continue
+            paid = [
+                sum(
+                    box_numel(step.piece(giver, coord))
+                    * max([c for c, a, b in zip(costs, giver, coord, strict=True) if a != b])
+                    for giver in step.sources(coord)
+                    if giver != coord
+                )
+                for coord in all_coords(mesh_shape)
+            ]
+            assert step.price(4) == 10**9 + 4 * max(paid), (src, dst, step.kind)
+
+
+def test_what_need_not_move_to_become_partial_does_not() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2, 2))
+
+    def received(src: Any, dst: Any) -> int:
+        big = (1024, 1024)
+        return sum(
+            step.elements_received
+            for step in plan(spec_of(mesh, src, big), spec_of(mesh, dst, big))
+        )
+
+    assert received([S0, S0, S0], [P, P, P]) == 0
+    assert received([S0, S1, S0], [P, P, P]) == 0
+    assert received([R, S0, S0], [R, P, R]) == 1024 * 1024 // 4  # the inner axis alone is gathered
+    assert received([R, S0, P], [R, P, S0]) == 1024 * 1024 // 2
+
+
 def test_links_are_a_part_of_what_a_mesh_is() -> None:
     a = sw.init_device_mesh("cpu", (2,), links="ethernet")
     b = sw.init_device_mesh("cpu", (2,))

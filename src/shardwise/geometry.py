@@ -22,6 +22,7 @@ __all__ = [
     "contains",
     "contiguous_stride",
     "flat_index",
+    "flat_indices",
     "intersect",
     "intervals",
     "is_dense",
@@ -113,6 +114,16 @@ def flat_index(coord: Sequence[int], shape: Sequence[int], axes: Iterable[int]) 
     for axis in axes:
         index = index * shape[axis] + coord[axis]
     return index
+
+
+@lru_cache(maxsize=4096)
+def flat_indices(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """For every coordinate of a grid its row-major index among the coordinates of `axes` alone.
+
+    >>> flat_indices((2, 3), (1,))
+    (0, 1, 2, 0, 1, 2)
+    """
+    return tuple([flat_index(coord, shape, axes) for coord in all_coords(shape)])
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

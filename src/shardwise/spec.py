@@ -54,7 +54,7 @@ def checked_placements(
         )
     if placements is None:
         return default_placements(mesh)
-    if not isinstance(placements, Iterable):
+    if not isinstance(placements, (list, tuple, Iterable)):
         raise LayoutError(f"{what}: placements must be a sequence, but got {placements!r}.")
     given = tuple(placements)
     for entry in given:
@@ -69,11 +69,11 @@ def checked_placements(
         )
     if ndim is None:
         return given
-    return tuple(_normal(what, entry, ndim) for entry in given)
+    return tuple([_normal(what, entry, ndim) for entry in given])
 
 
 def _normal(what: str, placement: Placement, ndim: int) -> Placement:
-    if not isinstance(placement, Shard):
+    if not isinstance(placement, Shard) or 0 <= placement.dim < ndim:
         return placement
     if not -ndim <= placement.dim < ndim:
         have = f"dims {-ndim} to {ndim - 1}" if ndim else "no dim to shard: use Replicate()"
@@ -277,10 +277,10 @@ class DTensorSpec:
         """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
         self._check_consecutive()
         shape = self.topology.shape
+        every = self.cuts or (None,) * self.ndim
         cuts = []
-        for dim, size in enumerate(self.meta.shape):
-            own = None if self.cuts is None else self.cuts[dim]
-            counts = tuple(shape[axis] for axis in self.dim_axes[dim])
+        for size, axes, own in zip(self.meta.shape, self.dim_axes, every, strict=True):
+            counts = tuple([shape[axis] for axis in axes])
             cuts.append(chunk_cuts(size, counts) if own is None else own)
         return tuple(cuts)
 

@@ -7,13 +7,11 @@ source's mesh, scattered so that nothing is sent twice; those of the target are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import prod
 
-from ..geometry import Interval, all_coords
 from ..placement import Placement, Replicate, Shard
 from ..spec import DTensorSpec
 from .layout import Layout
-from .step import Routes, Step
+from .step import Step
 
 __all__ = ["between_meshes"]
 
@@ -28,7 +26,7 @@ def between_meshes(src: DTensorSpec, dst: DTensorSpec, plan: Plan) -> Iterator[S
     if settled is not src:
         yield from plan(src, settled)
     have, want = Layout.of(settled), Layout.of(arrival)
-    yield Step("transfer", have, want, routes=_routes(have, want))
+    yield Step("transfer", have, want)
     if arrival is not dst:
         yield from plan(arrival, dst)
 
@@ -54,28 +52,3 @@ def _settled(src: DTensorSpec) -> DTensorSpec:
         changed = {p.dim for p, old in zip(places, src.placements, strict=True) if p is not old}  # type: ignore[attr-defined]
         kept = [None if dim in changed else own for dim, own in enumerate(src.cuts)]
     return src.with_placements(places, kept)
-
-
-def _routes(have: Layout, want: Layout) -> Routes:
-    """For each rank of the target's mesh the ranks that give it a piece: itself if it can, else
-    one of those that hold the same, by turns."""
-    a, b = have.topology, want.topology
-    replicas = [axis for axis in range(a.ndim) if axis not in have.axes]
-    routes: Routes = {}
-    for turn, coord in enumerate(all_coords(b.shape)):
-        box = want.box(coord)
-        if not prod(stop - start for start, stop in box):
-            routes[coord] = ()
-            continue
-        rank, found = b.rank_of(coord), []
-        for holder in a.group_coords((0,) * a.ndim, have.axes):
-            if all(_meet(x, y) for x, y in zip(have.box(holder), box, strict=True)):
-                same = a.group_coords(holder, replicas)
-                here = [member for member in same if a.rank_of(member) == rank]
-                found.append(here[0] if here else same[turn % len(same)])
-        routes[coord] = tuple(found)
-    return routes
-
-
-def _meet(a: Interval, b: Interval) -> bool:
-    return max(a[0], b[0]) < min(a[1], b[1])

@@ -6,15 +6,16 @@ no placement names, so the steps of a redistribution go from `Layout` to `Layout
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-from ..geometry import Box, Interval, flat_index, intervals
+from ..geometry import Box, Interval, flat_index, flat_indices, intervals
 from ..mesh import Coord, Topology
 from ..placement import Partial
 from ..spec import DTensorSpec
 
-__all__ = ["DimMap", "Layout"]
+__all__ = ["DimMap", "Grid", "Layout"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,28 @@ class DimMap:
     table: tuple[Interval, ...]
 
     def at(self, coord: Coord, shape: tuple[int, ...]) -> Interval:
-        return self.table[flat_index(coord, shape, self.axes)]
+        index = 0
+        for axis in self.axes:
+            index = index * shape[axis] + coord[axis]
+        return self.table[index]
+
+    def over(self, grid: Grid) -> list[Interval]:
+        """The interval at every coordinate of a grid that has at least its axes."""
+        return [self.table[index] for index in grid.indices(self.axes)]
+
+
+class Grid:
+    """Some axes of a mesh, and all coordinates on them, the last axis fastest."""
+
+    __slots__ = ("axes", "sizes")
+
+    def __init__(self, shape: tuple[int, ...], axes: Iterable[int]) -> None:
+        self.axes = tuple(sorted(axes))
+        self.sizes = tuple([shape[axis] for axis in self.axes])
+
+    def indices(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """For every coordinate its index among those of `axes` alone."""
+        return flat_indices(self.sizes, tuple([self.axes.index(axis) for axis in axes]))
 
 
 @dataclass(frozen=True)
@@ -37,17 +59,17 @@ class Layout:
     partial: tuple[tuple[int, str], ...]
 
     @staticmethod
+    @lru_cache(maxsize=16384)
     def of(spec: DTensorSpec) -> Layout:
         """The layout that a spec says."""
         dims = zip(spec.dim_axes, spec.dim_cuts, strict=True)
-        partial = tuple(
+        partial = [
             (axis, place.reduce_op)
             for axis, place in enumerate(spec.placements)
             if isinstance(place, Partial)
-        )
-        return Layout(
-            spec.topology, tuple(DimMap(axes, intervals(cuts)) for axes, cuts in dims), partial
-        )
+        ]
+        maps = [DimMap(axes, intervals(cuts)) for axes, cuts in dims]
+        return Layout(spec.topology, tuple(maps), tuple(partial))
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -76,8 +98,10 @@ class Layout:
         return found
 
     def with_dims(self, dims: tuple[DimMap, ...]) -> Layout:
-        return replace(self, dims=dims)
+        return Layout(self.topology, dims, self.partial)
 
     def without(self, axes: set[int]) -> Layout:
         """With the reductions over `axes` done."""
-        return replace(self, partial=tuple(p for p in self.partial if p[0] not in axes))
+        return Layout(
+            self.topology, self.dims, tuple([p for p in self.partial if p[0] not in axes])
+        )

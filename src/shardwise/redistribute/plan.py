@@ -32,32 +32,66 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
             check_reducible(place.reduce_op, src.dtype)
     if src.topology is not dst.topology:
         return tuple(between_meshes(src, dst, plan))
-    ways = [tuple(_steps(src, dst))]
-    ways += _other_ways(src, dst, ways[0])
-    itemsize = src.dtype.itemsize
-    prices = [sum(step.price(itemsize) for step in way) for way in ways] if len(ways) > 1 else [0]
-    return ways[prices.index(min(prices))]
+    best = tuple(_steps(src, dst))
+    ways = dict.fromkeys(_other_ways(src, dst, best))
+    if ways:
+        itemsize = src.dtype.itemsize
+        least = sum([step.price(itemsize) for step in best])
+        for way in ways:
+            best, least = _cheaper(way, best, least, itemsize)
+    return best
 
 
-def _other_ways(
-    src: DTensorSpec, dst: DTensorSpec, steps: tuple[Step, ...]
-) -> Iterator[tuple[Step, ...]]:
-    """Ways that may be cheaper than the plain order: reduce and move at once, move before reducing,
-    or go axis by axis."""
+Hop = tuple[DTensorSpec, DTensorSpec, bool]
+"""A part of a way, and whether it reduces and moves at once."""
+Way = tuple[Hop, ...]
+
+
+def _cheaper(
+    way: Way, best: tuple[Step, ...], least: int, itemsize: int
+) -> tuple[tuple[Step, ...], int]:
+    """The cheaper of a way and the best so far, with its price.
+
+    The hop with the slowest links, or else the last, is looked at first: it costs most, so few ways
+    need to be looked at to the end.
+    """
+    price = 0
+    found: list[list[Step]] = [[] for _ in way]
+    for index in sorted(range(len(way)), key=lambda index: (-_slowest(*way[index]), -index)):
+        for step in _steps(*way[index]):
+            found[index].append(step)
+            price += step.price(itemsize, least - price)
+            if price >= least:
+                return best, least
+    return tuple([step for steps in found for step in steps]), price
+
+
+def _slowest(src: DTensorSpec, dst: DTensorSpec, at_once: bool) -> int:
+    """The price of a byte on the slowest axis on which two layouts differ."""
+    pairs = zip(src.topology.links, src.placements, dst.placements, strict=True)
+    return max([link.per_byte for link, have, want in pairs if have is not want], default=0)
+
+
+def _other_ways(src: DTensorSpec, dst: DTensorSpec, steps: tuple[Step, ...]) -> Iterator[Way]:
+    """Ways that may be cheaper than the plain order: make partial first or last, reduce and move at
+    once, move before reducing, or go axis by axis."""
     kinds = {step.kind for step in steps}
     moving = [step for step in steps if not step.is_local]
-    if not moving or (len(moving) == 1 and len(moving[0].axes) == 1):
-        return  # no way has less to do
+    if not moving:
+        return
+    yield from map(_through, _made_partial(src, dst))
+    if len(moving) == 1 and len(moving[0].axes) == 1:
+        return  # no other way has less to do
     if {"exchange", "all_gather"} & kinds:
         if "reduce_scatter" in kinds:
-            yield tuple(_steps(src, dst, at_once=True))
+            yield ((src, dst, True),)
         if "all_reduce" in kinds:
             yield from map(_through, _moved_first(src, dst))
     yield from map(_through, _axis_by_axis(src, dst))
 
 
-def _through(way: list[DTensorSpec]) -> tuple[Step, ...]:
-    return tuple(step for a, b in pairwise(way) for step in _steps(a, b))
+def _through(way: list[DTensorSpec]) -> Way:
+    return tuple([(a, b, False) for a, b in pairwise(way)])
 
 
 def _moved_first(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
@@ -69,6 +103,28 @@ def _moved_first(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpe
     middle = src.with_placements(places)
     if middle is not src and middle is not dst:
         yield [src, middle, dst]
+
+
+def _made_partial(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
+    """The ways that make shards partial before all else moves, and after it.
+
+    Inner axes go first: what the members of outer ones hold is in one piece only after them. What
+    is replicated may be sliced last: that costs nothing wherever it comes.
+    """
+    pairs = list(zip(src.placements, dst.placements, strict=True))
+    made = [axis for axis, (a, b) in enumerate(pairs) if a.is_shard() and b.is_partial()]
+    others = [axis for axis, (a, b) in enumerate(pairs) if not a.is_replicate() and a is not b]
+    if not made:
+        return
+    inner_first = [[axis] for axis in reversed(made)]
+    rest = [axis for axis in others if axis not in made]
+    for turns in ([*inner_first, rest], [rest, *inner_first])[: 2 if rest else 1]:
+        way, places = [src], list(src.placements)
+        for axes in turns:
+            for axis in axes:
+                places[axis] = dst.placements[axis]
+            way.append(src.with_placements(places))
+        yield [spec for spec, after in pairwise([*way, dst]) if spec is not after] + [dst]
 
 
 def _axis_by_axis(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
@@ -239,9 +295,7 @@ def _reduce_exchange(
     if step.kind != "exchange":
         return None
     every = tuple(sorted({*step.axes, *axes}))
-    return Step(
-        "reduce_exchange", now, step.dst, every, op, step.span, step.routes, reduced=tuple(axes)
-    )
+    return Step("reduce_exchange", now, step.dst, every, op, reduced=tuple(axes))
 
 
 # --- making partial ------------------------------------------------------------------------------

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ..cost import Link
 from ..engine import Parcel
-from ..geometry import Box, box_numel, intersect
+from ..geometry import Box, box_numel, flat_index, intersect
 from ..mesh import Coord, Topology
-from .layout import Layout
+from .layout import DimMap, Grid, Layout
+from .routes import Routes, between_routes, dim_moves, routes
 
-__all__ = ["Routes", "Step", "coords_of"]
-
-Routes = dict[Coord, tuple[Coord, ...]]
+__all__ = ["Step", "coords_of"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class Step:
 
     `kind` is slice, make_partial (both local), all_reduce, reduce_scatter, all_gather, exchange,
     reduce_exchange (an exchange in which each piece comes from every member along `reduced`), or
-    transfer (from one mesh to another). `routes` says from whom each member of an exchange
-    receives, for every coordinate on the axes of `span`, the other axes at 0.
+    transfer (from one mesh to another).
     """
 
     kind: str
@@ -32,13 +30,28 @@ class Step:
     dst: Layout
     axes: tuple[int, ...] = ()
     op: str = ""
-    span: tuple[int, ...] = ()
-    routes: Routes = field(default_factory=dict)
     reduced: tuple[int, ...] = ()
 
     @property
     def is_local(self) -> bool:
         return self.kind in ("slice", "make_partial")
+
+    @cached_property
+    def routes(self) -> Routes:
+        """From whom each member receives, if not from its whole group: by coordinate, on one mesh
+        for those on the axes of `span`, the other axes at 0."""
+        return (between_routes if self.kind == "transfer" else routes)(self.src, self.dst)
+
+    @cached_property
+    def span(self) -> tuple[int, ...]:
+        """The axes of the dims that change."""
+        moves = dim_moves(self.src, self.dst)
+        return tuple(sorted({axis for each in moves for axis in each.grid.axes}))
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every member of a group gives something to every other."""
+        return self.kind in ("all_reduce", "reduce_scatter", "all_gather")
 
     def sends(self, src: Coord, dst: Coord) -> bool:
         """Whether `src` gives a piece to `dst`."""
@@ -47,7 +60,7 @@ class Step:
         pairs = enumerate(zip(src, dst, strict=True))
         if any(a != b and axis not in self.axes for axis, (a, b) in pairs):
             return False  # they are not in one group
-        if not self.routes:
+        if self._is_whole:
             return True
         if self.reduced:
             src = tuple(
@@ -85,7 +98,7 @@ class Step:
             return ()
         if self.kind == "transfer":
             return self.routes[dst]
-        if not self.routes:
+        if self._is_whole:
             return self.src.topology.group_coords(dst, self.axes)
         found = [
             tuple(
@@ -110,17 +123,39 @@ class Step:
         """How many elements the rank at `coord` receives from others."""
         if self.is_local:
             return 0
-        if self.kind == "all_reduce":
-            return 2 * (self.count - 1) * box_numel(self.src.box(coord)) // self.count
-        if self.kind == "reduce_scatter":
-            return (self.count - 1) * box_numel(self.dst.box(coord))
         if self.kind == "transfer":
-            others = (source for source in self.sources(coord) if not self._is_one(source, coord))
-            return sum(box_numel(self.piece(source, coord)) for source in others)
+            return self._transferred(coord)
+        return self._received[flat_index(coord, self.src.topology.shape, self._grid.axes)]
+
+    @cached_property
+    def _grid(self) -> Grid:
+        """The axes over which anything varies."""
+        return Grid(self.src.topology.shape, {*self.src.axes, *self.dst.axes, *self.axes})
+
+    @cached_property
+    def _received(self) -> list[int]:
+        """How many elements is received at every coordinate of the grid."""
+        count, new = self.count, self._new
+        if self.kind == "all_reduce":
+            return [2 * (count - 1) * size // count for size in new]
+        if self.kind == "reduce_scatter":
+            return [(count - 1) * size for size in new]
         # All of the new box comes from somewhere, but for what the rank itself has of it.
-        new = self.dst.box(coord)
+        kept = [1] * len(new)
+        for have, want in zip(self.src.dims, self.dst.dims, strict=True):
+            both = zip(kept, have.over(self._grid), want.over(self._grid), strict=True)
+            kept = [n * max(0, min(b, d) - max(a, c)) for n, (a, b), (c, d) in both]
         copies = prod([self.src.topology.shape[axis] for axis in self.reduced])
-        return copies * box_numel(new) - box_numel(intersect(self.src.box(coord), new))
+        return [copies * size - own for size, own in zip(new, kept, strict=True)]
+
+    @cached_property
+    def _new(self) -> list[int]:
+        """How many elements each rank will hold."""
+        return _numels(self.dst.dims, self._grid)
+
+    def _transferred(self, coord: Coord) -> int:
+        others = (source for source in self.sources(coord) if not self._is_one(source, coord))
+        return sum(box_numel(self.piece(source, coord)) for source in others)
 
     def sent(self, coord: Coord) -> int:
         """How many elements the rank at `coord`, of the source's mesh, sends to others."""
@@ -146,39 +181,72 @@ class Step:
         """How many elements a rank receives, for the rank that receives most."""
         if self.is_local:
             return 0
-        return max(map(self.received, self._targets))
+        return max(map(self.received, self.routes) if self.kind == "transfer" else self._received)
 
-    @property
-    def _targets(self) -> tuple[Coord, ...]:
-        if self.kind == "transfer":
-            return tuple(self.routes)
-        return coords_of(self.src.topology, {*self.src.axes, *self.dst.axes, *self.axes})
+    def price(self, itemsize: int, enough: int | None = None) -> int:
+        """What the step costs by the links of its mesh; each piece by the slowest that it takes.
 
-    def price(self, itemsize: int) -> int:
-        """What the step costs by the links of its mesh; each piece by the slowest that it takes."""
+        A price of at least `enough` need not be told exactly.
+        """
         if self.is_local:
             return 0
         links = [self.src.topology.links[axis] for axis in self.axes]
         if self.kind == "transfer":
             links = [*self.src.topology.links, *self.dst.topology.links]
-        start = max(link.start for link in links)
-        slowest = max(link.per_byte for link in links)
-        if self.kind in ("all_reduce", "transfer") or len({link.per_byte for link in links}) == 1:
-            return start + self.elements_received * itemsize * slowest
-        return start + itemsize * max(map(self._weighted, self._targets))
+        start = max([link.start for link in links])
+        speeds = {link.per_byte for link in links}
+        if self.kind in ("all_reduce", "transfer") or len(speeds) == 1:
+            return start + self.elements_received * itemsize * max(speeds)
+        if self.kind == "reduce_scatter":
+            return start + max(self._new) * self._paid(0) * itemsize
+        for most in self._weighted(sorted(speeds, reverse=True)):
+            if enough is not None and start + most * itemsize >= enough:
+                break
+        return start + most * itemsize
 
-    def _weighted(self, coord: Coord) -> int:
+    def _weighted(self, speeds: list[int]) -> Iterator[int]:
+        """What the rank for which that is most pays, each element by the slowest link it takes:
+        with the slowest of all alone, with the next as well, and so on.
+
+        What comes from ranks at the same place on the slow axes has not crossed them.
+        """
+        links, grid = self.src.topology.links, self._grid
+        moves = dim_moves(self.src, self.dst)
+        pairs = zip(self.src.dims, self.dst.dims, strict=True)
+        same = _numels([want for have, want in pairs if have == want], grid)
+        left, total = self._new, [0] * len(same)
+        where = [grid.indices(each.grid.axes) for each in moves]
+        for speed in speeds:
+            slow = {axis for axis in self.axes if links[axis].per_byte >= speed}
+            price, kept = self._paid(speed), same
+            for each, places in zip(moves, where, strict=True):
+                staying = each.staying(slow)
+                kept = [n * staying[place] for n, place in zip(kept, places, strict=True)]
+            total = [t + price * (a - b) for t, a, b in zip(total, left, kept, strict=True)]
+            left = kept
+            yield max(total)
+        if self.reduced:
+            free = self._paid(0)
+            yield max([t + free * n for t, n in zip(total, left, strict=True)])
+
+    def _paid(self, per_byte: int) -> int:
+        """What an element costs that crosses a link of this price; if it is summed on its way, one
+        from each member."""
         links = self.src.topology.links
-        return sum(
-            box_numel(self.piece(source, coord)) * slowest_between(links, source, coord)
-            for source in self.sources(coord)
-        )
+        summed = self.axes if self.kind == "reduce_scatter" else self.reduced
+        total = 0
+        for member in coords_of(self.src.topology, set(summed)):
+            crossed = [links[axis].per_byte for axis in summed if member[axis]]
+            total += max([per_byte, *crossed])
+        return total
 
 
-def slowest_between(links: tuple[Link, ...], a: Coord, b: Coord) -> int:
-    """The price of a byte on the slowest axis along which two coordinates differ."""
-    crossed = [link.per_byte for link, i, j in zip(links, a, b, strict=True) if i != j]
-    return max(crossed, default=0)
+def _numels(dims: Sequence[DimMap], grid: Grid) -> list[int]:
+    """The elements of the box at every coordinate of a grid."""
+    sizes = [1] * prod(grid.sizes)
+    for dim in dims:
+        sizes = [n * (b - a) for n, (a, b) in zip(sizes, dim.over(grid), strict=True)]
+    return sizes
 
 
 def coords_of(topology: Topology, axes: set[int]) -> tuple[Coord, ...]:

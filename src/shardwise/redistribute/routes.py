@@ -1,0 +1,175 @@
+"""Who gives whom what: the axes along which ranks must be asked, and the nearest holders.
+
+A box is a product of intervals, and the intervals of a dim vary over that dim's axes alone. So what
+a rank lacks, and who is nearest to have it, is found dim by dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from ..geometry import Box, Interval, all_coords, flat_index, flat_indices
+from ..mesh import Coord
+from .layout import DimMap, Grid, Layout
+
+__all__ = ["DimMove", "Routes", "between_routes", "dim_move", "dim_moves", "routes"]
+
+Routes = dict[Coord, tuple[Coord, ...]]
+"""From whom a coordinate receives."""
+Axes = tuple[int, ...]
+
+
+def dim_moves(now: Layout, goal: Layout) -> list[DimMove]:
+    """The dims whose intervals change."""
+    shape = now.topology.shape
+    pairs = zip(now.dims, goal.dims, strict=True)
+    return [dim_move(have, want, shape) for have, want in pairs if have != want]
+
+
+@lru_cache(maxsize=4096)
+def dim_move(have: DimMap, want: DimMap, shape: tuple[int, ...]) -> DimMove:
+    """What must be asked so that each rank has what it will need of one dim."""
+    return DimMove(have, want, shape)
+
+
+class DimMove:
+    """One dim that changes: `group` are the fewest axes along which ranks must be asked, and if it
+    `gathers` every member needs exactly all that the members hold."""
+
+    __slots__ = ("_pools", "_shape", "gathers", "grid", "group", "have", "needs")
+
+    def __init__(self, have: DimMap, want: DimMap, shape: tuple[int, ...]) -> None:
+        self.have, self._shape = have, shape
+        self.grid = Grid(shape, {*have.axes, *want.axes})
+        self.needs = want.over(self.grid)
+        self._pools: dict[Axes, list[list[Interval]]] = {}
+        self.group = have.axes
+        for axis in have.axes:
+            fewer = tuple([a for a in self.group if a != axis])
+            if self._covered(fewer):
+                self.group = fewer
+        self.gathers = self._is_gather()
+
+    def _held(self, group: Axes) -> list[list[Interval]]:
+        """What the members of a group hold, in order, for every place on the grid."""
+        found = self._pools.get(group)
+        if found is None:
+            axes, shape = self.have.axes, self._shape
+            rest = tuple([index for index, axis in enumerate(axes) if axis not in group])
+            places = flat_indices(tuple([shape[axis] for axis in axes]), rest)
+            pools: list[list[Interval]] = [[] for _ in range(places[-1] + 1)]
+            for place, interval in zip(places, self.have.table, strict=True):
+                pools[place].append(interval)
+            if group:
+                for pool in pools:
+                    pool.sort()
+            where = self.grid.indices(tuple([axes[index] for index in rest]))
+            found = self._pools[group] = [pools[place] for place in where]
+        return found
+
+    def _covered(self, group: Axes) -> bool:
+        for (start, stop), pool in zip(self.needs, self._held(group), strict=True):
+            for a, b in pool:
+                if a <= start < b:
+                    start = b
+            if start < stop:
+                return False
+        return True
+
+    def _is_gather(self) -> bool:
+        for (start, stop), pool in zip(self.needs, self._held(self.group), strict=True):
+            total = 0
+            for a, b in pool:
+                if a != b and not (start <= a and b <= stop):
+                    return False
+                total += b - a
+            if total != stop - start:
+                return False
+        return True
+
+    def staying(self, slow: set[int]) -> list[int]:
+        """At every place how much comes from ranks that stand at the same place on some axes."""
+        group = tuple([axis for axis in self.group if axis not in slow])
+        if group == self.group:
+            return [stop - start for start, stop in self.needs]
+        if not group:
+            both = zip(self.needs, self.have.over(self.grid), strict=True)
+            return [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in both]
+        found = []
+        for (start, stop), pool in zip(self.needs, self._held(group), strict=True):
+            total = 0
+            for a, b in pool:
+                if a < stop and start < b:
+                    a, b = max(a, start), min(b, stop)
+                    total += b - a
+                    start = b
+            found.append(total)
+        return found
+
+    def holders(self) -> dict[Coord, list[Coord]]:
+        """For every place the nearest that hold a part of what is needed there, the rank itself and
+        then around: their places on the axes that are asked."""
+        axes, sizes = self.grid.axes, self.grid.sizes
+        around = all_coords(tuple([self._shape[axis] for axis in self.group]))
+        moved = [axes.index(axis) for axis in self.group]
+        order = [axes.index(axis) for axis in self.have.axes]
+        table: dict[Coord, list[Coord]] = {}
+        for at, (start, stop) in zip(all_coords(sizes), self.needs, strict=True):
+            taken: set[Interval] = set()
+            found = table[at] = []
+            member = list(at)
+            for turn in around:
+                for index, step in zip(moved, turn, strict=True):
+                    member[index] = (at[index] + step) % sizes[index]
+                a, b = self.have.table[flat_index(member, sizes, order)]
+                part = max(a, start), min(b, stop)
+                if part[0] < part[1] and part not in taken:
+                    taken.add(part)
+                    found.append(tuple([member[index] for index in moved]))
+        return table
+
+
+def routes(now: Layout, goal: Layout) -> Routes:
+    """From whom each member receives, for every coordinate on the axes of the dims that change."""
+    shape = now.topology.shape
+    tables = [(move.grid.axes, move.group, move.holders()) for move in dim_moves(now, goal)]
+    span = sorted({axis for axes, *_ in tables for axis in axes})
+    found: Routes = {}
+    for coord in now.topology.group_coords((0,) * len(shape), span):
+        near = [table[tuple([coord[axis] for axis in axes])] for axes, _, table in tables]
+        givers = []
+        for choice in product(*near):
+            member = list(coord)
+            for (_, group, _), place in zip(tables, choice, strict=True):
+                for axis, index in zip(group, place, strict=True):
+                    member[axis] = index
+            givers.append(tuple(member))
+        found[coord] = tuple(givers)
+    return found
+
+
+def between_routes(have: Layout, want: Layout) -> Routes:
+    """For each rank of another mesh the ranks that give it a piece: itself if it can, else one of
+    those that hold the same, by turns."""
+    a, b = have.topology, want.topology
+    replicas = [axis for axis in range(a.ndim) if axis not in have.axes]
+    found: Routes = {}
+    for turn, coord in enumerate(all_coords(b.shape)):
+        box = want.box(coord)
+        if not prod(stop - start for start, stop in box):
+            found[coord] = ()
+            continue
+        rank, givers = b.rank_of(coord), []
+        for holder in a.group_coords((0,) * a.ndim, have.axes):
+            if _meet(have.box(holder), box):
+                same = a.group_coords(holder, replicas)
+                here = [member for member in same if a.rank_of(member) == rank]
+                givers.append(here[0] if here else same[turn % len(same)])
+        found[coord] = tuple(givers)
+    return found
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in zip(a, b, strict=True))
