@@ -7,7 +7,7 @@ import itertools
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -77,11 +77,16 @@ def _dtype(entry: Any) -> torch.dtype | None:
     )
 
 
-def layouts(mesh_ndim: int, most_dims: int) -> Iterator[tuple[str, ...]]:
-    """The layouts to try: one word per mesh axis. `S1` is the dim, or the last one there is."""
+def layouts(mesh_ndim: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, ...]]:
+    """The layouts to try: one word per mesh axis. `S1` is the dim, or the last one there is; `B1`
+    is the dim sharded block by block, if it is several blocks."""
+    most_dims = max(t.ndim for t in tensors)
     words = ["R", *(f"S{dim}" for dim in range(max(most_dims, 1))), "P"]
     if mesh_ndim == 1:
         yield from ((word,) for word in words)
+        for dim in range(min(most_dims, 2)):
+            if any(t.ndim > dim and _blocks(t.shape[dim]) > 1 for t in tensors):
+                yield (f"B{dim}",)
         return
     first = [("S0", "S0"), ("S0", "P"), ("R", "S0"), ("P", "R")]
     yield from first
@@ -94,7 +99,13 @@ def _place(word: str, value: torch.Tensor) -> Placement:
         return Partial() if floats and bool(value.isfinite().all()) else Replicate()
     if word == "R" or value.ndim == 0:
         return Replicate()
-    return Shard(min(int(word[1:]), value.ndim - 1))
+    dim = min(int(word[1:]), value.ndim - 1)
+    return Shard(dim, _blocks(value.shape[dim]) if word[0] == "B" else 1)
+
+
+def _blocks(size: int) -> int:
+    """How many equal blocks of several elements a dim can be seen as; 1 if it cannot."""
+    return next((n for n in (2, 3, 5) if size > n and size % n == 0), 1)
 
 
 def _distributed(value: torch.Tensor, mesh: Any, words: tuple[str, ...], grad: bool) -> Any:
@@ -296,9 +307,8 @@ def _check_sample(
         finding.refused = f"plain PyTorch refuses: {error}".replace("\n", " ")[:100]
         return  # what plain PyTorch refuses is no sample
     finding.samples += 1
-    most_dims = max(t.ndim for t in tensors)
     for mesh in meshes:
-        for words in layouts(mesh.ndim, most_dims):
+        for words in layouts(mesh.ndim, tensors):
             with _observed(finding, words, plans):
                 _check_layout(case, mesh, words, finding, counts)
 

@@ -1,0 +1,74 @@
+"""To PyTorch's own DTensor and back, over the same local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise.errors import LayoutError, MeshError
+from shardwise.interop import from_torch, to_torch
+
+from ..compare import virtual
+from .harness import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+PAIRS: list[tuple[Any, Any]] = [
+    ([theirs.Shard(0), theirs.Replicate()], [Shard(0), Replicate()]),
+    ([theirs.Shard(1), theirs.Shard(0)], [Shard(1), Shard(0)]),
+    ([theirs.Shard(0), theirs.Shard(0)], [Shard(0), Shard(0)]),
+    ([theirs.Replicate(), theirs.Partial("sum")], [Replicate(), Partial()]),
+    ([_StridedShard(0, split_factor=2), theirs.Shard(0)], [Shard(0, split=2), Shard(0)]),
+]
+
+
+def there_and_back() -> int:
+    full = torch.arange(32.0).view(8, 4)
+    mesh = torch_init_device_mesh("cpu", (2, 2))
+    for given, ours in PAIRS:
+        partial = any(isinstance(place, theirs.Partial) for place in given)
+        local = distribute_tensor(full, mesh, ours).to_local()
+        made = theirs.DTensor.from_local(
+            local, mesh, given, run_check=False, shape=full.shape, stride=full.stride()
+        )
+        assert partial or torch.equal(made.full_tensor(), full), given
+        x = from_torch(made)
+        assert x.placements == tuple(ours)
+        assert torch.equal(x.full_tensor(), full)
+        assert x.to_local().data_ptr() == made.to_local().data_ptr()
+        back = to_torch(x)
+        assert torch.equal(back.full_tensor(), full)
+    return len(PAIRS)
+
+
+def ragged_and_refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(5), mesh, [Shard(0)], cuts=[(1, 4)])
+    assert torch.equal(to_torch(x).full_tensor(), torch.arange(5))
+    local, where = torch.arange(4), [_StridedShard(0, split_factor=2)]
+    odd = theirs.DTensor.from_local(local, mesh, where, shape=(6,), stride=(1,))
+    with pytest.raises(LayoutError) as error:
+        from_torch(odd)
+    return [str(error.value)]
+
+
+def test_there_and_back(processes: Pools) -> None:
+    assert processes(4).run(there_and_back) == [len(PAIRS)] * 4
+
+
+def test_what_has_no_counterpart(processes: Pools) -> None:
+    for (text,) in processes(2).run(ragged_and_refused):
+        assert "is not even" in text
+        assert "Redistribute it first" in text
+
+
+def test_a_virtual_mesh_is_refused() -> None:
+    with pytest.raises(MeshError, match="needs real processes"):
+        to_torch(distribute_tensor(torch.arange(4), virtual(2), [Shard(0)]))
