@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isqrt
 
 import torch
 
+from ..finer import held_of
 from ..spec import DTensorSpec
 from ..wrapper import Locals
 from . import tiles
@@ -26,12 +27,17 @@ def permuted(spec: DTensorSpec, generator: torch.Generator | None) -> Locals:
     if begin("randperm", spec.topology, generator) == "counter":
         key = new_key(generator)
         if size > tiles.MOST:
-            places = (torch.arange(*spec.box(coord)[0], device=device) for coord in spec.slots)
-            return tuple(_shuffled(place, size, key).to(spec.dtype) for place in places)
+            return tuple(_shuffled(p, size, key).to(spec.dtype) for p in _places(spec, device))
         generator = next(generators(device, key, 0, [0]))
     whole = torch.randperm(size, generator=generator, dtype=spec.dtype, device=device)
-    boxes = [spec.box(coord)[0] for coord in spec.slots]
-    return tuple(whole[start:stop].clone() for start, stop in boxes)
+    return tuple(whole[place] for place in _places(spec, device))
+
+
+def _places(spec: DTensorSpec, device: torch.device) -> Iterator[torch.Tensor]:
+    """The places of the one dim that each rank held here has."""
+    for coord in spec.slots:
+        (held,) = held_of(spec, coord)
+        yield torch.cat([torch.arange(*piece, device=device) for piece in held])
 
 
 def _shuffled(place: torch.Tensor, size: int, key: Key) -> torch.Tensor:
