@@ -293,6 +293,80 @@ def test_resampling_of_sharded_rows_receives_edges() -> None:
     assert received(lambda: F.interpolate(x, scale_factor=2, mode="bilinear")) == 2 * row
 
 
+LONG = numbers(1, 2, 57, 3)
+IRREGULAR: dict[str, Any] = {
+    "nearest": lambda x: F.interpolate(x, (80, 2)),
+    "nearest-exact": lambda x: F.interpolate(x, scale_factor=(0.61, 1), mode="nearest-exact"),
+    "bilinear": lambda x: F.interpolate(x, (41, 5), mode="bilinear"),
+    "bilinear by a factor": lambda x: F.interpolate(x, scale_factor=(1.3, 1), mode="bilinear"),
+    "aligned": lambda x: F.interpolate(x, (90, 3), mode="bilinear", align_corners=True),
+    "bicubic": lambda x: F.interpolate(last(x), (70, 4), mode="bicubic", align_corners=True),
+    "linear": lambda x: F.interpolate(x[..., 0], 31, mode="linear", align_corners=True),
+    "trilinear": lambda x: F.interpolate(
+        x.unsqueeze(2), (2, 63, 3), mode="trilinear", align_corners=True
+    ),
+    "antialias": lambda x: F.interpolate(x, (29, 4), mode="bilinear", antialias=True),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (10, 2)),
+}
+
+
+@pytest.mark.parametrize("cuts", [None, (0, 5, 50, 2)], ids=str)
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_irregular_resampling_of_sharded_rows(name: str, cuts: Any) -> None:
+    own = None if cuts is None else [(None, None, cuts, None)]
+    assert_same(IRREGULAR[name], [LONG], [(Shard(2),)], virtual(4), cuts=own)
+
+
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_irregular_resampling_receives_edges(name: str) -> None:
+    x = spread(numbers(1, 2, 400, 3).requires_grad_(), Shard(2))
+    with sw.CommDebugMode() as comm:
+        IRREGULAR[name](x)
+    assert sum(comm.bytes.values()) < x.numel() * 8 // 4 + 400
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
+def test_resampling_of_narrow_dtypes(dtype: torch.dtype) -> None:
+    """Integers are rounded on the way, so that only picking is made of pieces."""
+    x = (numbers(1, 2, 57, 3) * 40 + 100).clamp(0, 255).to(dtype)
+    for mode in ("nearest", "bilinear"):
+        assert_same(
+            lambda x, m=mode: F.interpolate(x, (41, 3), mode=m).float(),
+            *([x], [(Shard(2),)], virtual(4)),
+            grad=False,
+            tolerance=1 if dtype is torch.bfloat16 else 0.2 if dtype is torch.float16 else 0,
+        )
+
+
+def test_circular_padding_moves_what_changes_owner() -> None:
+    row = 2 * 6 * 8
+    x = spread(numbers(1, 2, 16, 6).requires_grad_(), Shard(2))
+    with sw.CommDebugMode() as comm:
+        out = F.pad(x, (1, 1, 2, 2), mode="circular")
+    assert out.placements == (Shard(2),)
+    assert comm.get_comm_counts() == {"exchange": 1}
+    assert sum(comm.bytes.values()) <= 3 * row
+    with sw.CommDebugMode() as comm:
+        (out * out).sum().backward()
+    assert sum(comm.bytes.values()) <= 6 * row
+
+
+@pytest.mark.parametrize("pads", [(3, 2), (7, 7), (-2, 3), (4, -3), (-1, -1)], ids=str)
+def test_circular_padding(pads: tuple[int, int]) -> None:
+    def run(x: Any) -> Any:
+        return F.pad(x, pads, mode="circular")
+
+    def slope(x: Any) -> Any:
+        return torch.autograd.grad(run(x).pow(3).sum(), [x], create_graph=True)[0]
+
+    x = numbers(2, 2, 7)
+    for shape in ((3,), (2, 2)):
+        check(run, x, mesh=virtual(*shape), limit=8, ops=("sum", "avg"))
+    check(slope, x, mesh=virtual(3), limit=3)
+    own: Any = [(None, None, (0, 5, 2))]
+    assert_same(run, [x], [(Shard(2),)], virtual(3), cuts=own)
+
+
 def test_scale_factors_tell_calls_apart() -> None:
     x = spread(numbers(1, 1, 40, 2), Shard(2))
     for factor in (2.0, 2.01, 2.02):  # all give 80 rows, but not the same

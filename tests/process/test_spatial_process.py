@@ -20,6 +20,7 @@ NAMES = [
     "adaptive max 1d",
     "reflect 2d",
     "constant",
+    "circular",
     "unfold",
     "tensor.unfold",
     "grid_sample",
@@ -34,6 +35,9 @@ def images() -> None:
         check(f, *inputs, mesh=mesh, limit=3)
     for run in test_ops_spatial.RESAMPLED.values():
         assert_same(run, [test_ops_spatial.TALL], [(Shard(2),)], mesh)
+    for name in ("aligned", "antialias", "nearest"):
+        run = test_ops_spatial.IRREGULAR[name]
+        assert_same(run, [test_ops_spatial.LONG], [(Shard(2),)], mesh)
 
 
 def convolutions() -> None:

@@ -108,6 +108,8 @@ def _planes() -> Iterator[Sample]:
     yield from _resampled(x(1, 2, 12, 8), [9, 4])
     yield from _resampled(x(1, 1, 32, 2), [48, 3])
     yield from _resampled(x(1, 1, 32, 2), [16, 1])
+    yield from _resampled(x(1, 1, 41, 2), [30, 3])
+    yield from _resampled(x(1, 1, 41), [60])
     for value, size in ((line, [7]), (image, [3, 8]), (cube, [5, 2, 3])):
         yield from _resampled(value, size)
         pads = [1, 0, 2, 1, 1, 3][: 2 * len(size)]
