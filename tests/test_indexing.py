@@ -260,13 +260,6 @@ def test_implicit_moves_of_masks_can_be_forbidden() -> None:
         x[x > 0]
 
 
-def test_a_sparse_gradient_says_what_to_do() -> None:
-    weight = distribute_tensor(X, virtual(2), [Shard(0)]).requires_grad_()
-    made = F.embedding(distribute_tensor(ROW, virtual(2), [Replicate()]), weight, sparse=True)
-    with pytest.raises(shardwise.errors.LayoutError, match="sparse=False"):
-        made.sum().backward()
-
-
 # --- bags, segments, and operators that PyTorch takes apart ------------------------------------
 
 PLACES, STARTS = ints(9, high=7), torch.tensor([0, 2, 2, 5])
@@ -345,10 +338,3 @@ def test_a_class_out_of_range_raises() -> None:
     with pytest.raises(RuntimeError, match="non-negative"):
         F.one_hot(i - 1)
     assert torch.equal(F.one_hot(i, 5).full_tensor(), F.one_hot(torch.tensor([0, 4, 2]), 5))
-
-
-def test_a_sparse_gradient_of_bags_says_what_to_do() -> None:
-    weight = distribute_tensor(X, virtual(2), [Shard(0)]).requires_grad_()
-    made = F.embedding_bag(FEW, weight, mode="sum", sparse=True)
-    with pytest.raises(shardwise.errors.LayoutError, match="sparse=False"):
-        made.sum().backward()

@@ -38,6 +38,7 @@ ORDER = [
     "deferred",
     "replicated",
     "meeting",
+    "sparse",
     "random",
     "outs",
     "listops",

@@ -15,11 +15,6 @@ from shardwise import DTensor, init_device_mesh
 
 SEED = 20261115
 COUNT, QUICK = 60, 15
-REFUSED = {
-    "sparse.mm.reduce": "only dense tensors",
-    "sparse.sampled_addmm": "only dense tensors",
-}
-"""What raises, and with which words; everything else must be right."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +31,7 @@ def test_an_entry_is_right_in_every_layout(place: int, database: dict[str, objec
     meshes = [init_device_mesh("cpu", shape) for shape in MESHES]
     with torch.random.fork_rng():
         finding = check_entry(database[name], meshes, most=2, seconds=60)
-    for kind, text in finding.examples.items():
-        assert kind.endswith("error") and REFUSED.get(name, "no error") in text, f"{kind}: {text}"
+    assert not finding.examples
 
 
 class Planted:

@@ -149,7 +149,10 @@ def _same(ours: Any, theirs: Any, values: bool, slack: Slack | None = None) -> N
         assert isinstance(ours, torch.Tensor), f"{type(ours)} where a tensor is expected"
         assert ours.shape == theirs.shape, f"shape {list(ours.shape)}, not {list(theirs.shape)}"
         assert ours.dtype == theirs.dtype, f"dtype {ours.dtype}, not {theirs.dtype}"
-        if values and theirs.layout is torch.strided:
+        assert ours.layout == theirs.layout, f"layout {ours.layout}, not {theirs.layout}"
+        if values and theirs.layout is not torch.strided:
+            _same(ours.to_dense(), theirs.to_dense(), values, slack)
+        elif values:
             whole = ours.full_tensor() if isinstance(ours, shardwise.DTensor) else ours
             close = TOLERANCE.get(theirs.dtype, 0)
             far = max(close, (slack or {}).get(id(theirs), 0))
@@ -251,7 +254,10 @@ def _backward(
     roots = _needs_grad(results)
     assert len(roots) == len(case.cotangents), "other results require grad"
     whole = [Replicate()] * mesh.ndim
-    cotangents = [shardwise.distribute_tensor(c, mesh, whole) for c in case.cotangents]
+    cotangents = [
+        c if c.layout is not torch.strided else shardwise.distribute_tensor(c, mesh, whole)
+        for c in case.cotangents
+    ]
     grads = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
     for ours, theirs in zip(grads, case.grads, strict=True):
         assert (ours is None) == (theirs is None), "a gradient is missing, or too many"

@@ -66,10 +66,11 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        here = [index for index, grad in enumerate(grads) if grad is not None]
+        here = [index for index, grad in enumerate(grads) if isinstance(grad, Wrapper)]
         backs = [_without_partial(ctx.specs[index], grads[index]._spec.meta) for index in here]
         moved = iter(Redistribute.apply(backs, False, *[grads[index] for index in here]))
-        return None, None, *[None if grad is None else next(moved) for grad in grads]
+        # A sparse gradient is plain and whole, whatever the layout of its tensor.
+        return None, None, *[next(moved) if isinstance(g, Wrapper) else g for g in grads]
 
 
 def redistributed(value: Any, target: DTensorSpec, async_op: bool = False) -> Any:
@@ -193,8 +194,8 @@ class _LikeLeaf:
         self.spec = spec
 
     def __call__(self, grad: Any) -> Any:
-        if grad is None:
-            return None
+        if grad is None or grad.layout is not torch.strided:
+            return grad
         if not isinstance(grad, Wrapper):
             mesh = self.spec.topology
             meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)

@@ -19,6 +19,7 @@ from .engine import tell
 from .pending import PendingValue
 from .plain import adopt, check_plain
 from .plans import Plan
+from .sparse import has_sparse, run_sparse
 from .trace import planned
 from .wrapper import Plain, Wrapper
 
@@ -88,6 +89,8 @@ def dispatch(
     else:
         kwargs = {}
     if plain:
+        if has_sparse(operands):
+            return run_sparse(op, args, kwargs)
         operands = _adopted(entry, operands, key)
     found = entry.plans.get(tuple(key))
     if found is None:

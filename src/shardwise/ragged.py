@@ -85,7 +85,9 @@ def settled(op: object, x: Any) -> Any:
 
 
 def whole(op: object, x: Any) -> torch.Tensor:
-    """A DTensor as a plain tensor, the same on every rank."""
+    """A tensor as a plain one, the same on every rank."""
+    if not isinstance(x, Wrapper):
+        return x  # type: ignore[no-any-return]
     spec = x._spec
     made = laid(op, x, spec.with_placements(default_placements(spec.topology)))
     local: torch.Tensor = made._locals[0]

@@ -144,6 +144,8 @@ def wrapped(
         return made
     if isinstance(made, torch.Tensor):
         found = same.get(id(made))
+        if made.layout is not torch.strided:
+            return made  # a sparse tensor is never on a mesh
         return laid_out(made, mesh, like) if found is None else found
     if isinstance(made, (list, tuple)):
         values = [wrapped(value, mesh, like, same) for value in made]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from shardwise import Replicate, Shard, init_device_mesh
+from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.errors import PlainTensorError
 
 from ..test_optimizers import (
@@ -18,6 +19,7 @@ from ..test_optimizers import (
     lbfgs_layouts,
     parameters,
 )
+from ..test_sparse import check_sparse_steps
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -37,6 +39,18 @@ def steps() -> None:
 def test_optimizers(processes: Pools) -> None:
     """Parameters on two axes, on one of them and plain, in one optimizer."""
     processes(4).run(steps, timeout=120)
+
+
+def sparse_steps() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    check_sparse_steps("SparseAdam", mesh, [Shard(0)], [Shard(1)])
+    unequal = torch.eye(4).mul(dist.get_rank()).to_sparse()
+    with pytest.raises(PlainTensorError, match="not equal on all ranks"):
+        unequal @ distribute_tensor(torch.eye(4), mesh, [Shard(1)])
+
+
+def test_sparse_gradients(processes: Pools) -> None:
+    processes(2).run(sparse_steps, timeout=60)
 
 
 def stages() -> str:

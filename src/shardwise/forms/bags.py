@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..build import register_form
-from ..errors import LayoutError
 from ..placement import Partial, Placement, Replicate
 from ..ragged import as_dtensor, laid, settled, whole
 from ..replicated import mesh_of
@@ -134,13 +133,13 @@ def backward(
     per_sample_weights: Any,
     padding_idx: int = -1,
 ) -> Any:
-    """The dense gradient of the table."""
-    if sparse:
-        raise LayoutError(
-            "the gradient of embedding_bag(..., sparse=True) would be a sparse tensor, and a "
-            "DTensor is dense. Use sparse=False."
-        )
+    """The gradient of the table; a sparse one is plain, the same on every rank."""
     offset2bag = _bags_of(indices, offsets, offset2bag)
+    if sparse:
+        op = aten._embedding_bag_sparse_backward.default
+        given = [whole(op, each) for each in (grad, indices, offsets, offset2bag, bag_size)]
+        weights = None if per_sample_weights is None else whole(op, per_sample_weights)
+        return op(*given, num_weights, scale_grad_by_freq, mode, weights, padding_idx)
     return aten._embedding_bag_dense_backward.default(
         grad,
         indices,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..build import register_form
-from ..errors import LayoutError
-from ..ragged import as_dtensor
+from ..ragged import as_dtensor, whole
 from ..replicated import mesh_of, tensors_in
 from ..rules.indexing import of_two_shapes
 
@@ -57,10 +56,9 @@ for _name, _overloads in {
 
 
 @register_form("_sparse_coo_tensor_with_dims_and_tensors", always=True)
-def sparse_gradient(*args: Any, **named: Any) -> Any:
-    """A DTensor is dense; the one way to meet this is the backward of a sparse embedding."""
-    raise LayoutError(
-        "a sparse tensor of DTensors: the gradient of embedding(..., sparse=True) would be one, "
-        "and a DTensor is dense. Use sparse=False: on shards of the weight the gradient of a rank "
-        "is no larger than its shard."
-    )
+def sparse_gradient(
+    sparse_dim: int, dense_dim: int, size: Any, indices: Any, values: Any, **named: Any
+) -> Any:
+    """The gradient of `embedding(..., sparse=True)`: plain, the same on every rank."""
+    op = aten._sparse_coo_tensor_with_dims_and_tensors.default
+    return op(sparse_dim, dense_dim, size, whole(op, indices), whole(op, values), **named)
