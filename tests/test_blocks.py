@@ -198,6 +198,16 @@ def test_masks_and_fallbacks() -> None:
         assert_same(f, [x], blocks, virtual(4), grad=False)
 
 
+def test_factors_without_rows() -> None:
+    """A mean of all rows has no rows of its own: the pieces are made consecutive."""
+
+    def f(x: Any, w: Any, t: Any) -> Any:
+        return nn.functional.linear_cross_entropy(x, w, t)
+
+    x, w, t = numbers(8, 3), numbers(4, 3, seed=1), torch.arange(8) % 4
+    assert_same(f, [x, w, t], [(Shard(0, 2),), (R,), (Shard(0, 2),)], virtual(2))
+
+
 def test_copies_and_pickles() -> None:
     x = distribute_tensor(torch.arange(12), virtual(3), [Shard(0, 2)])
     assert Shard(0, 2) is pickle.loads(pickle.dumps(Shard(0, 2)))

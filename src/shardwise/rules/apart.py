@@ -24,10 +24,10 @@ def split_factors(rule: Rule, call: Call) -> Rule:
     place, or the cuts of a dim follow from its cuts in another way than by being equal.
     """
     parts: Parts = {}
-    fixed = _fixed(rule)
+    free = rule.sizes.keys() - _fixed(rule)
     for spec, dims in zip(call.laid, rule.inputs, strict=True):
         for group, at in zip(spec.groups or (), dims, strict=False):
-            if len(group) == 1 or at is None or at.factor in fixed:
+            if len(group) == 1 or at is None or at.factor not in free:
                 continue
             both = common((parts.get(at.factor, (rule.sizes[at.factor],)),), (group,))
             if both is not None:
@@ -50,7 +50,7 @@ def split_factors(rule: Rule, call: Call) -> Rule:
 
 
 def _fixed(rule: Rule) -> frozenset[str]:
-    """The factors that must stay whole."""
+    """The factors that cannot be taken apart."""
     if rule.windows is not None:
         return frozenset(rule.sizes)
     every = [at for dims in (*rule.inputs, *rule.outputs) for at in dims if at is not None]
