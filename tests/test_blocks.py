@@ -198,6 +198,34 @@ def test_masks_and_fallbacks() -> None:
         assert_same(f, [x], blocks, virtual(4), grad=False)
 
 
+ALIASES = {
+    "unbind": lambda t: t.unbind(0),
+    "split": lambda t: t.split([1, 5, 2]),
+    "select": lambda t: (t[3], t[-1], t[:, 2]),
+    "diagonal": lambda t: (t.diagonal(),),
+    "as_strided": lambda t: (t.as_strided((3, 2), (6, 1), 1),),
+    "step": lambda t: (t[1::3],),
+    "another split": lambda t: (t.view(4, 2, 3, 2),),
+    "flat": lambda t: (t.view(48)[5:31], t.view(48)),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_views_alias(name: str) -> None:
+    full = numbers(8, 6)
+    for places in ((Shard(0, 2), S0), (Shard(0, 4), Shard(1, 3)), (Shard(1, 2), R)):
+        plain, ours = full.clone(), distribute_tensor(full, virtual(2, 2), places)
+        pairs = list(zip(ALIASES[name](plain), ALIASES[name](ours), strict=True))
+        for number, (want, got) in enumerate(pairs):
+            assert got.stride() == want.stride()
+            want.mul_(-1).add_(number)
+            got.mul_(-1).add_(number)
+        assert torch.equal(ours.full_tensor(), plain)
+        plain.sin_(), ours.sin_()
+        for want, got in pairs:
+            assert torch.equal(got.full_tensor(), want)
+
+
 def test_factors_without_rows() -> None:
     """A mean of all rows has no rows of its own: the pieces are made consecutive."""
 

@@ -13,14 +13,14 @@ __all__ = ["select", "select_scatter", "unbind"]
 aten = torch.ops.aten
 
 
-@register_form("select")
+@register_form("select", blocks=True)
 def select(x: Any, dim: int, index: int) -> Any:
     """A slice of one place, without its dim."""
     place = index % x.shape[dim]
     return aten.squeeze.dim(aten.slice.Tensor(x, dim, place, place + 1), dim)
 
 
-@register_form("select_copy")
+@register_form("select_copy", blocks=True)
 def select_copy(x: Any, dim: int, index: int) -> Any:
     """As `select`, but never an alias."""
     return select(x, dim, index).clone()
@@ -34,7 +34,7 @@ def select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
     return aten.slice_scatter.default(x, row, dim, place, place + 1)
 
 
-@register_form("unbind")
+@register_form("unbind", blocks=True)
 def unbind(x: Any, dim: int = 0) -> list[Any]:
     """Every place of a dim."""
     return [aten.select.int(x, dim, index) for index in range(x.shape[dim])]
