@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard, communication
+from shardwise import (
+    CommDebugMode,
+    Partial,
+    Replicate,
+    Shard,
+    communication,
+    distribute_tensor,
+)
+from shardwise.errors import LayoutError
 
 from .compare import assert_same, check, numbers, spread, virtual
 from .rules import kernels
@@ -210,3 +219,83 @@ def test_inference_of_a_transformer_runs_on_the_batch() -> None:
         with communication("error", fallback="error"):
             assert layer(x).placements == (Shard(0),)
             assert layer.self_attn(x, x, x, need_weights=False)[1] is None
+
+
+def padded_encoder() -> tuple[Any, torch.Tensor]:
+    """An encoder that PyTorch runs on nested tensors, and a mask of padding."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
+    return nn.TransformerEncoder(layer, 2).eval(), padding
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_of_a_padded_batch() -> None:
+    """PyTorch makes a nested tensor of it, and zeros of the padding."""
+    encoder, padding = padded_encoder()
+
+    def run(x: Any) -> Any:
+        return encoder(x, src_key_padding_mask=padding)
+
+    with torch.no_grad():
+        assert not run(numbers(3, 5, 8))[1, 3:].any()
+        check(run, numbers(3, 5, 8), mesh=virtual(2), limit=8, grad=False)
+        x = spread(numbers(3, 5, 8), virtual(4), [Shard(0)])
+        with communication("error", fallback="error"):
+            assert run(x).placements == (Shard(0),)
+    encoder.mask_check = False
+    with torch.inference_mode():
+        torch.testing.assert_close(run(x).full_tensor(), run(numbers(3, 5, 8)))
+
+
+def test_sequences_of_many_lengths_are_for_the_layers_of_an_encoder() -> None:
+    x = spread(numbers(3, 5, 8), virtual(2), [Shard(0)])
+    _, padding = padded_encoder()
+    made = torch._nested_tensor_from_mask(x, padding.logical_not())
+    with pytest.raises(LayoutError, match="enable_nested_tensor=False"):
+        made + 1
+    backwards = padding.flip(1).logical_not()
+    assert not torch._nested_tensor_from_mask_left_aligned(x, backwards)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_decoder_in_inference_mode_runs_on_the_batch(first: bool) -> None:
+    """There composites such as dropout arrive whole."""
+    layer = nn.TransformerDecoderLayer(8, 2, 16, batch_first=first, dtype=torch.float64).eval()
+    x = spread(numbers(4, 4, 8), virtual(2), [Shard(0 if first else 1)])
+    with torch.inference_mode(), communication("error", fallback="error"):
+        made = layer(x, x)
+    torch.testing.assert_close(made.full_tensor(), layer(numbers(4, 4, 8), numbers(4, 4, 8)))
+
+
+def parallel(module: nn.Module, mesh: Any) -> nn.Module:
+    """First weights by their rows, second ones by their columns, on the last axis."""
+    lead = [Replicate()] * (mesh.ndim - 1)
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            first = "in_proj" in name or part is getattr(module, "linear1", None)
+            second = weight.ndim == 2 and not first
+            place = Shard(0) if first else Shard(1) if second else Replicate()
+            setattr(
+                part, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [*lead, place]))
+            )
+    return module
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_weights_in_shards(mode: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, dtype=torch.float64)
+    mesh = virtual(2, 2)
+    ours = parallel(copy.deepcopy(plain), mesh)
+    x = numbers(3, 5, 8)
+    for module in (plain, ours):
+        module.train(mode == "train")
+    with torch.set_grad_enabled(mode == "train"):
+        want, got = plain(x), ours(spread(x, mesh, [Shard(0), Replicate()]))
+        torch.testing.assert_close(got.full_tensor(), want)
+        if mode == "train":
+            (want * want).sum().backward()
+            (got * got).sum().backward()
+            for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+                torch.testing.assert_close(b.grad.full_tensor(), a.grad)  # type: ignore

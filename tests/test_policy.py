@@ -146,3 +146,12 @@ def test_a_notice_names_the_operator_that_a_form_stands_for() -> None:
         pytest.warns(UserWarning, match=r"^aten\.\w+\.\w+, in aten\.nll_loss_forward\.default, "),
     ):
         torch.nn.functional.nll_loss(x, torch.tensor([0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_dropout_moves_nothing(train: bool, inference: bool) -> None:
+    """What is filled with drawn numbers is not read; in inference mode composites arrive whole."""
+    with torch.inference_mode(inference), communication("error", fallback="error"):
+        for run in (nn.functional.dropout, nn.functional.alpha_dropout):
+            assert run(sharded(0), 0.5, train).placements == (Shard(0),)  # type: ignore

@@ -13,6 +13,7 @@ __all__ = [
     "decomposition",
     "disabled_torch_function",
     "fake_tensors",
+    "is_composite",
     "make_wrapper",
     "root_mesh",
     "run_composite",
@@ -77,12 +78,18 @@ def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., An
     return made
 
 
-def run_composite(op: Any, *args: Any) -> Any:
+def is_composite(op: Any) -> bool:
+    """Whether PyTorch takes an operator apart before it reaches autograd."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(op.has_kernel_for_dispatch_key(key))
+
+
+def run_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a composite operator as PyTorch does: take it apart, by its own kernel.
 
     `op.decompose` may run a Python text in its place, which for recurrent layers is not the same.
     """
-    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def fake_tensors() -> Any:

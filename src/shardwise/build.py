@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import policy
-from ._torch import OpOverload, decomposition
+from ._torch import OpOverload, decomposition, is_composite, run_composite
 from .conform import conforming
 from .deferred import DeferredPlan, defer, is_deferred, write_through
 from .errors import RuleError
@@ -218,6 +219,8 @@ def _build(
     if entry.form is not None and entry.form.always:
         return FormPlan(entry.op, entry.form.run)
     if is_random(op) and not is_without_dropout(op, args, kwargs):
+        if is_composite(op):  # only in inference mode: elsewhere its parts arrive
+            return FormPlan(entry.op, as_form(op, partial(run_composite, op)), "decomposition")
         return FormPlan(entry.op, random_form(op), "random")
     if entry.mixed:
         return FormPlan(entry.op, fallback_form(op), "fallback")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from shardwise import Replicate, Shard, init_device_mesh
 
 from .. import test_attention, test_recurrent
@@ -34,6 +36,13 @@ def attention() -> None:
     where = [(Replicate(),), (Shard(2),), (Shard(2),), (Shard(3),)]
     for name in ("plain", "causal", "mask"):
         assert_same(test_attention.KEYS[name], inputs, where, mesh)
+    encoder, padding = test_attention.padded_encoder()
+    with torch.no_grad():
+        assert_same(
+            lambda x: encoder(x, src_key_padding_mask=padding),
+            *([numbers(3, 5, 8)], [(Shard(0),)], mesh),
+            grad=False,
+        )
 
 
 def test_attention_to_sharded_keys(processes: Pools) -> None:

@@ -11,7 +11,7 @@ from .. import policy
 from .._torch import OpOverload
 from ..plain import full_local
 from ..plans import describe_moves
-from ..replicated import laid_out, mesh_of, run_whole, tensors_in
+from ..replicated import laid_out, mesh_of, run_whole, tensors_in, written_in
 from ..spec import default_placements
 from ..wrapper import Wrapper
 from .agree import begin
@@ -66,7 +66,8 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
         if op is torch.ops.aten.native_dropout.default:
             return _dropout(*args)
         if policy.current().moves != "auto":
-            policy.on_moves(op, _gathers(tensors))
+            filled = {id(tensor) for tensor in written_in(op, args)} if overwrites else set()
+            policy.on_moves(op, _gathers([t for t in tensors if id(t) not in filled]))
         like = next(t._spec for t in tensors if isinstance(t, Wrapper))
         return run_whole(op, args, kwargs, whole, like)
 
