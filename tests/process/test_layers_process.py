@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -37,7 +38,8 @@ def attention() -> None:
     for name in ("plain", "causal", "mask"):
         assert_same(test_attention.KEYS[name], inputs, where, mesh)
     encoder, padding = test_attention.padded_encoder()
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")  # one device's
         assert_same(
             lambda x: encoder(x, src_key_padding_mask=padding),
             *([numbers(3, 5, 8)], [(Shard(0),)], mesh),
