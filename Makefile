@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 .PHONY: test demo lint verify redistribute bench clean
 
 test: lint
-	$(BIN)/python -m pytest -m '' -n 2 --ignore=tests/process
+	$(BIN)/python -m pytest -m ''
 	$(BIN)/python -m pytest -m '' tests/process
 
 demo: $(READY)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ from shardwise import (
 from shardwise.mesh import AnyMesh
 
 from .layouts import scatter, spec_of
+from .tier import quicker
 
 __all__ = ["MESHES", "assert_same", "check", "ints", "layouts", "numbers", "spread", "virtual"]
 
 Layout = tuple[Placement, ...] | None  # None: the tensor stays plain
 MESHES = [(2,), (3,), (2, 2)]
+QUICK = 0.5  # of the layouts, in the quick tier
 
 
 def virtual(*shape: int, names: tuple[str, ...] | None = None) -> Any:
@@ -80,6 +83,26 @@ def spread(
     return made.requires_grad_(full.requires_grad)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What plain PyTorch gives: the results, and the operands with their gradients."""
+
+    operands: list[torch.Tensor]
+    results: list[Any]
+    cotangents: list[torch.Tensor]
+
+
+def reference(f: Callable[..., Any], inputs: Sequence[torch.Tensor], grad: bool) -> Reference:
+    """`f` of plain tensors, and the gradients under cotangents that are the same in every run."""
+    operands = [_leaf(t, grad) for t in inputs]
+    results = _results(f, operands)
+    roots = _differentiable(results) if grad else []
+    cotangents = [numbers(*w.shape, seed=5 + i).to(w.dtype) for i, w in enumerate(roots)]
+    if roots:
+        torch.autograd.backward(roots, cotangents)
+    return Reference(operands, results, cotangents)
+
+
 def assert_same(
     f: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
@@ -90,22 +113,23 @@ def assert_same(
     cuts: Sequence[Any] | None = None,
     tolerance: float = 1e-9,
     stride: bool = True,
+    plain: Reference | None = None,
 ) -> None:
     """`f` of DTensors laid out as `where` says is what `f` of plain tensors is."""
-    plain = [_leaf(t, grad) for t in inputs]
+    wanted = reference(f, inputs, grad) if plain is None else plain
     own = [None] * len(inputs) if cuts is None else cuts
     given = [
         _leaf(t, grad) if at is None else spread(_leaf(t, grad), mesh, at, c)
         for t, at, c in zip(inputs, where, own, strict=True)
     ]
     before = [_layout(x) for x in given]
-    wanted, got = (_results(f, operands) for operands in (plain, given))
-    assert len(wanted) == len(got), f"{len(got)} results, wanted {len(wanted)}"
-    for want, have in zip(wanted, got, strict=True):
+    got = _results(f, given)
+    assert len(wanted.results) == len(got), f"{len(got)} results, wanted {len(wanted.results)}"
+    for want, have in zip(wanted.results, got, strict=True):
         _assert_equal(have, want, tolerance, stride)
     if grad:
-        _backward(wanted, got, mesh)
-        for want, have in zip(plain, given, strict=True):
+        _backward(_differentiable(got), wanted.cotangents, mesh)
+        for want, have in zip(wanted.operands, given, strict=True):
             _assert_grad(have, want, tolerance)
     assert [_layout(x) for x in given] == before, "a layout changed by being used"
 
@@ -121,14 +145,16 @@ def check(
 ) -> None:
     """`assert_same` for every choice of layouts, or `limit` of them drawn with a fixed seed.
 
-    With `mixed` some inputs stay plain tensors among the DTensors.
+    The quick tier tries the first of those. With `mixed` some inputs stay plain tensors among the
+    DTensors.
     """
     choices: list[list[Layout]] = [layouts(t, mesh.ndim, ops) for t in inputs]
     if mixed and len(inputs) > 1:
         choices = [[*each, None] for each in choices]
-    for where in _sample(choices, limit):
+    plain = reference(f, inputs, options.get("grad", True))
+    for where in _sample(choices, quicker(limit, QUICK)):
         try:
-            assert_same(f, inputs, where, mesh, **options)
+            assert_same(f, inputs, where, mesh, plain=plain, **options)
         except Exception as error:
             error.add_note(f"on mesh {tuple(mesh.shape)} with layouts {where}")
             raise
@@ -180,28 +206,27 @@ def _assert_equal(have: Any, want: Any, tolerance: float, stride: bool) -> None:
     assert have.requires_grad == want.requires_grad, f"requires_grad {have.requires_grad}"
     if stride and want.numel():
         assert have.stride() == want.stride(), f"stride {have.stride()}, wanted {want.stride()}"
-    whole = have.detach().full_tensor()
-    torch.testing.assert_close(
-        whole, want.detach(), rtol=tolerance, atol=tolerance, equal_nan=True, check_stride=False
-    )
+    _assert_close(have.detach().full_tensor(), want.detach(), tolerance)
 
 
-def _backward(wanted: Sequence[Any], got: Sequence[Any], mesh: AnyMesh) -> None:
+def _differentiable(results: Sequence[Any]) -> list[Any]:
+    return [made for made in results if isinstance(made, torch.Tensor) and made.requires_grad]
+
+
+def _backward(roots: Sequence[Any], cotangents: Sequence[torch.Tensor], mesh: AnyMesh) -> None:
     """Backward of all results, from cotangents laid out in one way or another."""
-    pairs = [
-        (want, have)
-        for want, have in zip(wanted, got, strict=True)
-        if isinstance(want, torch.Tensor) and want.requires_grad
-    ]
-    if not pairs:
+    if not roots:
         return
-    cotangents = [numbers(*w.shape, seed=5 + i).to(w.dtype) for i, (w, _) in enumerate(pairs)]
-    drawn = random.Random(repr(pairs[0][1].placements))  # the same on every rank
-    torch.autograd.backward([want for want, _ in pairs], cotangents)
-    torch.autograd.backward(
-        [have for _, have in pairs],
-        [spread(g, mesh, drawn.choice(_cotangents(g, mesh))) for g in cotangents],
-    )
+    drawn = random.Random(repr(roots[0].placements))  # the same on every rank
+    given = [spread(g, mesh, drawn.choice(_cotangents(g, mesh))) for g in cotangents]
+    torch.autograd.backward(roots, given)
+
+
+def _assert_close(whole: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    if not torch.equal(whole, want):  # much faster than to look for what is close
+        torch.testing.assert_close(
+            whole, want, rtol=tolerance, atol=tolerance, equal_nan=True, check_stride=False
+        )
 
 
 def _cotangents(g: torch.Tensor, mesh: AnyMesh) -> list[Any]:
@@ -225,6 +250,4 @@ def _assert_grad(have: Any, want: torch.Tensor, tolerance: float) -> None:
         assert not isinstance(have.grad, DTensor), "the gradient of a plain leaf is a DTensor"
         whole = have.grad
     assert have.grad.dtype == want.grad.dtype
-    torch.testing.assert_close(
-        whole, want.grad, rtol=tolerance, atol=tolerance, equal_nan=True, check_stride=False
-    )
+    _assert_close(whole, want.grad, tolerance)

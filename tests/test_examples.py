@@ -14,6 +14,9 @@ import torch
 
 EXAMPLES = {path.stem: path for path in (Path(__file__).parent.parent / "examples").glob("*.py")}
 
+LONG = {"dropout"}  # seconds
+_thorough = pytest.mark.thorough
+
 
 @cache
 def printed(name: str) -> str:
@@ -24,7 +27,10 @@ def printed(name: str) -> str:
     return output.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=_thorough if name in LONG else ()) for name in sorted(EXAMPLES)],
+)
 def test_an_example_runs_in_one_process(name: str) -> None:
     assert printed(name)
 

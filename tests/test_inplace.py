@@ -17,6 +17,7 @@ import torch
 from shardwise import CommDebugMode, Partial, Replicate, Shard
 
 from .compare import numbers, spread, virtual
+from .tier import some
 
 X = torch.arange(24.0).view(6, 4) - 9.5
 ROW = torch.arange(4.0)
@@ -103,13 +104,11 @@ def places(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
 
 
 def close(have: Any, want: Any, what: object) -> None:
-    torch.testing.assert_close(
-        have.detach().full_tensor(),
-        want.detach(),
-        rtol=1e-5,
-        atol=1e-4,
-        msg=lambda text: f"{what}: {text}",
-    )
+    whole, wanted = have.detach().full_tensor(), want.detach()
+    if not torch.equal(whole, wanted):  # much faster than to look for what is close
+        torch.testing.assert_close(
+            whole, wanted, rtol=1e-5, atol=1e-4, msg=lambda text: f"{what}: {text}"
+        )
 
 
 def run_statement(name: str, run: Callable[[Any], Any], mesh: Any, at: Any, mode: str) -> None:
@@ -146,14 +145,14 @@ def run_statement_with_autograd(name: str, run: Callable[[Any], Any], mesh: Any,
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", [*STATEMENTS, *NO_AUTOGRAD])
 def test_a_statement(name: str, shape: tuple[int, ...], mode: str) -> None:
-    for at in places(shape):
+    for at in some(places(shape), 0.4, (name, shape, mode)):
         run_statement(name, (STATEMENTS | NO_AUTOGRAD)[name], virtual(*shape), at, mode)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_a_statement_with_autograd(name: str, shape: tuple[int, ...]) -> None:
-    for at in places(shape):
+    for at in some(places(shape), 0.4, (name, shape)):
         run_statement_with_autograd(name, STATEMENTS[name], virtual(*shape), at)
 
 

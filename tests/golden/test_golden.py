@@ -24,7 +24,7 @@ from shardwise.redistribute import plan
 from shardwise.rules import TABLE, parse
 
 from ..rules.index_samples import index_samples
-from ..rules.samples import Sample, call, table_samples, x
+from ..rules.samples import Sample, accepted, call, table_samples, x
 from ..rules.structure_samples import structure_samples
 
 HERE = Path(__file__).parent
@@ -59,7 +59,7 @@ def rules() -> Iterator[str]:
     """The rule of a call of every operator in the table, and of some pointwise ones."""
     seen = set()
     for sample in (*table_samples(), *index_samples(), *structure_samples()):
-        if sample.op not in seen:
+        if sample.op not in seen and any(accepted([sample])):
             seen.add(sample.op)
             yield _rule(sample)
     for sample in _pointwise():
