@@ -19,6 +19,7 @@ from shardwise.geometry import all_coords, box_numel, box_shape, intersect
 from shardwise.links import read_links, write_links
 from shardwise.mesh import VirtualMesh
 from shardwise.redistribute import Run, plan, run_all, run_steps
+from shardwise.redistribute.portions import portions
 
 from .layouts import assert_holds, by_coord, layouts_of, scatter, spec_of, stored, whole_numbers
 
@@ -214,18 +215,53 @@ def test_an_explanation_says_what_each_rank_moves() -> None:
     assert sw.explain_redistribute(same, same).received == 0
     x = sw.distribute_tensor(torch.ones(5, 2), mesh, [S0])
     assert sw.explain_redistribute(x, x.redistribute(placements=[R])).received == 32
+    assert sw.explain_redistribute(x, placements=[R]).received == 32
+    assert sw.explain_redistribute(x._spec, [S1]).dst.placements == (S1,)
+    other = VirtualMesh("cpu", [2, 3])
+    assert [step.kind for step in sw.explain_redistribute(x, other, [R]).steps] == ["transfer"]
+    for wrong in ((x,), (x, other), (torch.ones(2), [R]), (x, [R, R]), (x, None, [S0, R])):
+        with pytest.raises(LayoutError):
+            sw.explain_redistribute(*wrong)
 
 
-def test_memory_stays_within_source_target_and_buffer() -> None:
-    mesh = sw.init_device_mesh("cpu", (2, 4))
-    specs = [spec_of(mesh, each, (64, 64)) for each in layouts_of(2, [R, S0, S1])]
-    with sw.exchange_buffer(1024):
+@pytest.mark.parametrize("size", [(64, 64), (67, 41)], ids=str)
+@pytest.mark.parametrize("room", [4096, 1024])
+def test_memory_stays_within_source_target_and_buffer(size: tuple[int, int], room: int) -> None:
+    links = ["ethernet", "nvlink"]
+    mesh = sw.init_device_mesh("cpu", (2, 4), links=links)
+    specs = [spec_of(mesh, each, size) for each in layouts_of(2, [R, S0, S1, P])]
+    with sw.exchange_buffer(room):
         for src, dst in itertools.product(specs, repeat=2):
             told = sw.explain_redistribute(src, dst)
-            shards = max(
-                4 * (box_numel(src.box(c)) + box_numel(dst.box(c))) for c in all_coords((2, 4))
-            )
-            assert told.held <= shards + 1024, told
+            for step in told.steps:
+                for coord in all_coords((2, 4)):
+                    shards = 4 * (box_numel(src.box(coord)) + box_numel(dst.box(coord)))
+                    rank = coord[0] * 4 + coord[1]
+                    assert step.held[rank] <= shards + room, (told, coord)
+
+
+@pytest.mark.parametrize("size", [(12, 8), (13, 9), (1, 7), (5, 0)], ids=str)
+def test_portion_by_portion_is_exact(size: tuple[int, int]) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 3, 2), links=["ethernet", "nvlink", "pcie"])
+    full = whole_numbers(size)
+    specs = [spec_of(mesh, each, size) for each in layouts_of(3, [R, S0, S1, P])]
+    cut = 0
+    with sw.exchange_buffer(64):
+        for src, dst in list(itertools.product(specs, repeat=2))[::41]:
+            steps = plan(src, dst)
+            cut += bool(portions(steps, 4, 64))
+            after = run_steps(steps, stored(src, scatter(src, full)), src.stride)
+            assert_holds(dst, by_coord(dst, after), full, f"from {src}")
+    assert cut > 5 or not full.numel()
+
+
+def test_only_the_same_layout_shares_memory() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.ones(4, 4), mesh, [R])
+    x.redistribute(placements=[S0]).zero_()
+    assert x.full_tensor().sum() == 16
+    x.redistribute(placements=[R]).zero_()
+    assert x.full_tensor().sum() == 0
 
 
 # --- two meshes -----------------------------------------------------------------------------------

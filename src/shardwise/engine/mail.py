@@ -7,7 +7,7 @@ its rank is copied; pieces that lie in memory as they are sent, or received, nee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -73,8 +73,9 @@ def _in_rounds(channel: Channel, job: Job, out: torch.Tensor | None) -> Iterator
         for dst in channel.receivers
         if src and dst and task.sends(src, dst)
     ]
+    spare: dict[str, torch.Tensor] = {}  # each round has landed before the next one is launched
     for index in range(max(counts, default=0)):
-        yield _Round(channel, ((job, out),), index, most).launch
+        yield _Round(channel, ((job, out),), index, most, spare).launch
 
 
 Packet = tuple[Job, torch.Tensor | None, Coord, Parcel]
@@ -83,12 +84,16 @@ Packet = tuple[Job, torch.Tensor | None, Coord, Parcel]
 
 @dataclass(frozen=True)
 class _Round:
-    """One all-to-all: the chunks number `index` of all pieces of some jobs."""
+    """One all-to-all: the chunks number `index` of all pieces of some jobs.
+
+    `spare` is memory that rounds of one tensor use one after another.
+    """
 
     channel: Channel
     parts: tuple[tuple[Job, torch.Tensor | None], ...]
     index: int = 0
     most: int = 0
+    spare: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def _packets(self, src: Coord | None, dst: Coord | None) -> list[Packet]:
         if src is None or dst is None:
@@ -115,23 +120,40 @@ class _Round:
         coming = [self._packets(src, to_me) for src in channel.senders]
         sent = self._as_it_lies(leaving, from_me, True)
         received = self._as_it_lies(coming, to_me, False)
-        if sent is None and received is None and not self.parts[0][0].task.op:
-            _keep(leaving[me])
-            leaving[me], coming[me] = [], []
+        own: list[Packet] = []
+        job = self.parts[0][0]
+        if sent is None and received is None and self._keeps():
+            own, leaving[me], coming[me] = leaving[me], [], []
+            if not job.task.op:
+                _keep(own)
         if sent is None:
-            sent = _packed(leaving, self.parts[0][0])
+            sent = _packed(leaving, self._room("sent", leaving))
         direct = received is not None
         if received is None:
-            received = _room(coming, self.parts[0][0])
+            received = self._room("received", coming)
         outgoing, incoming = [list(map(_nbytes, each)) for each in (leaving, coming)]
         finish = _post(channel, received, sent, incoming, outgoing)
 
         def land() -> None:
             finish()
             if not direct:
-                _unpack(coming, received)
+                _unpack(coming, received, own if job.task.op else [])
 
         return land
+
+    def _keeps(self) -> bool:
+        """Whether what a rank gives itself is taken from the source: not if that may be written
+        before it is reduced, nor among many small tensors, which are reduced as one."""
+        job = self.parts[0][0]
+        return not job.task.op or (self.most > 0 and not job.later)
+
+    def _room(self, name: str, packets: list[list[Packet]]) -> torch.Tensor:
+        nbytes = sum(map(_nbytes, packets))
+        found = self.spare.get(name)
+        if found is None or found.numel() < nbytes:
+            device = self.parts[0][0].device
+            found = self.spare[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return found[:nbytes]
 
     def _as_it_lies(
         self, packets: list[list[Packet]], here: Coord | None, sending: bool
@@ -172,10 +194,6 @@ def _nbytes(packets: list[Packet]) -> int:
     return sum([parcel.numel * job.dtype.itemsize for job, _, _, parcel in packets])
 
 
-def _room(packets: list[list[Packet]], like: Job) -> torch.Tensor:
-    return torch.empty(sum(map(_nbytes, packets)), dtype=torch.uint8, device=like.device)
-
-
 def _slots(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, torch.Tensor]]:
     """Each packet with its place in a buffer of bytes.
 
@@ -202,8 +220,7 @@ def _shaped(packet: Packet, flat: torch.Tensor) -> torch.Tensor:
     return flat.view([shape[dim] for dim in order]).permute(inverse)
 
 
-def _packed(packets: list[list[Packet]], like: Job) -> torch.Tensor:
-    flat = _room(packets, like)
+def _packed(packets: list[list[Packet]], flat: torch.Tensor) -> torch.Tensor:
     for (job, _, src, parcel), place in _slots(list(chain.from_iterable(packets)), flat):
         value = _held(job, src, parcel)
         place.copy_(value if place.shape == value.shape else as_bytes(value.permute(job.order)))
@@ -225,9 +242,10 @@ def _keep(packets: list[Packet]) -> None:
         _place(out, parcel).copy_(_held(job, src, parcel))
 
 
-def _unpack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
+def _unpack(packets: list[list[Packet]], flat: torch.Tensor, own: list[Packet]) -> None:
+    """Put what came where it belongs, reduced with the rank's `own` if it is not among it."""
     given = [each for each in packets if each]
-    if given and all(job.task.kind == "reduce_scatter" for job, *_ in given[0]):
+    if given and len(given[0]) > 1 and given[0][0][0].task.kind == "reduce_scatter":
         _unpack_rows(given, flat)
         return
     together: dict[tuple[int, Box], list[tuple[Coord, Packet, torch.Tensor]]] = {}
@@ -239,6 +257,10 @@ def _unpack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
             together.setdefault((id(job), parcel.box), []).append((src, packet, place))
         else:
             _place(out, parcel).copy_(place)
+    for packet in own:
+        job, _, src, parcel = packet
+        value = _held(job, src, parcel)
+        together.setdefault((id(job), parcel.box), []).append((src, packet, value))
     for parts in together.values():
         parts.sort(key=lambda part: part[0])  # in the order of the mesh, whatever the ranks' is
         job, out, _, parcel = parts[0][1]

@@ -5,15 +5,17 @@ Many go out together: in each wave the next collectives of all of them that are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from ..engine import Finish, Job, Locals, engine_of, identity, narrow
-from ..geometry import box_numel, box_shape, is_dense, relative
+from ..engine import Finish, Job, Locals, buffer_size, engine_of, identity, narrow
+from ..geometry import box_numel, box_shape, is_dense, relative, stride_like
 from ..trace import is_heard, record
+from .layout import Layout
+from .portions import Portion, portions
 from .step import Step
 
 __all__ = [
@@ -133,7 +135,10 @@ class _Landing:
 class _State:
     """A run on its way: the collectives that are left, the local tensors, what must still land."""
 
-    __slots__ = ("_after", "_index", "_landing", "_now", "_order", "_run", "left")
+    __slots__ = (
+        "_after", "_index", "_landing", "_now", "_order", "_portion", "_portions", "_run",
+        "_target", "left",
+    )  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -143,12 +148,50 @@ class _State:
         self._index = 0
         self._after: list[Step] = []
         self.left = list(run.steps)
+        self._portion: Portion | None = None
+        self._portions = list(portions(run.steps, self._dtype().itemsize, buffer_size()))
+        self._target: tuple[torch.Tensor, ...] = ()
+        if self._portions:
+            self._target = self._empty(run.steps[-1])
+            self._next_portion()
         self._local_steps()
 
     def _local_steps(self) -> None:
         """Take the steps that move nothing, up to the next collective; they run when needed."""
         while self.left and self.left[0].is_local:
             self._after.append(self.left.pop(0))
+            if not self.left and self._portions:
+                self._next_portion()
+
+    # --- portion by portion ----------------------------------------------------------------------
+
+    def _empty(self, step: Step) -> tuple[torch.Tensor, ...]:
+        """Memory for the result."""
+        shapes = [box_shape(step.dst.box(coord)) for coord in step.dst.slots]
+        dtype, device = self._dtype(), self._device(step)
+        return tuple(
+            torch.empty_strided(shape, stride_like(shape, self._order), dtype=dtype, device=device)
+            for shape in shapes
+        )
+
+    def _next_portion(self) -> None:
+        """Put what came of one portion where it belongs, and go to the next."""
+        self._put()
+        portion = self._portion = self._portions.pop(0)
+        self.left = [portion.of_step(step) for step in self._run.steps]
+        self._now = tuple(self._views(portion, self._run.steps[0].src, self._run.local))
+
+    def _put(self) -> None:
+        if self._portion is not None:
+            places = self._views(self._portion, self._run.steps[-1].dst, self._target)
+            for place, part in zip(places, self._settle(False), strict=True):
+                place.copy_(part)
+            self._now, self._portion = (), None
+
+    def _views(self, portion: Portion, layout: Layout, local: Locals) -> Iterator[torch.Tensor]:
+        shape, held = layout.topology.shape, layout.dims[portion.dim]
+        for coord, value in zip(layout.slots, local, strict=True):
+            yield portion.of_local(value, held.at(coord, shape))
 
     def alike(self) -> tuple[object, ...]:
         """What steps that share a collective have in common."""
@@ -168,10 +211,13 @@ class _State:
 
     def job(self, step: Step) -> Job:
         local = self._settle(False)
-        return Job(step, local, self._order, self._dtype(), self._device(step), self._run.later)
+        order = self._order if self._portion is None else self._portion.order(self._order)
+        return Job(step, local, order, self._dtype(), self._device(step), self._run.later)
 
     def arrive(self, landing: _Landing, index: int) -> None:
         self._landing, self._index = landing, index
+        if not self.left and self._portions:
+            self._next_portion()
         self._local_steps()
 
     def _settle(self, dense: bool) -> tuple[torch.Tensor, ...]:
@@ -195,6 +241,9 @@ class _State:
 
     def ready(self) -> tuple[torch.Tensor, ...]:
         """The result."""
+        if self._target:
+            self._put()
+            self._now = self._target
         made = self._settle(True)
         if self._run.then is not None:
             return self._run.then(made)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..engine import buffer_size
-from ..geometry import all_coords, box_numel
-from ..mesh import Topology
+from ..errors import LayoutError
+from ..geometry import all_coords
+from ..placement import Placement
 from ..spec import DTensorSpec
+from .portions import held_beside, portions, sizes
 from .repeated import steps_between
 from .step import Step
 
@@ -87,9 +90,12 @@ def _range(by_rank: dict[int, int]) -> str:
     return f"{most:,}" if least == most else f"{least:,}..{most:,}"
 
 
-def explain_redistribute(src: Any, dst: Any) -> Explanation:
+def explain_redistribute(
+    src: Any, dst: Any = None, placements: Sequence[Placement] | None = None
+) -> Explanation:
     """What going from one layout to another would do; `src` and `dst` are specs, or DTensors.
 
+    Instead of `dst` there may be placements, as in `x.redistribute`, and a mesh before them.
     Nothing is moved, and neither tensors nor processes are needed.
 
     >>> import torch, shardwise
@@ -103,46 +109,57 @@ def explain_redistribute(src: Any, dst: Any) -> Explanation:
     all_reduce  dp    4,096     4,096   8,192
     exchange    tp    3,072     3,072  20,480
     """
-    a, b = (value if isinstance(value, DTensorSpec) else value._spec for value in (src, dst))
+    a = _spec_of("src", src)
+    if placements is None and isinstance(dst, (list, tuple)):
+        dst, placements = None, dst
+    if placements is None:
+        b = _spec_of("dst", dst)
+    else:
+        b = DTensorSpec(a.topology if dst is None else dst, placements, a.meta)
     steps = () if a is b else steps_between(a, b)
     return Explanation(a, b, tuple(_costs(steps, a.dtype.itemsize)))
 
 
+def _spec_of(name: str, value: Any) -> DTensorSpec:
+    found = value if isinstance(value, DTensorSpec) else getattr(value, "_spec", None)
+    if not isinstance(found, DTensorSpec):
+        raise LayoutError(
+            f"explain_redistribute: {name} is {value!r}, which has no layout. Give a DTensor or a "
+            "DTensorSpec; placements may say where it goes: explain_redistribute(x, [Replicate()])."
+        )
+    return found
+
+
 def _costs(steps: tuple[Step, ...], itemsize: int) -> list[StepCost]:
     costs = []
-    source: dict[int, int] = {}
-    for index, step in enumerate(steps):
+    for step, held in zip(steps, _held(steps, itemsize), strict=True):
         before, after = step.src.topology, step.dst.topology
         names = tuple(before.names[axis] for axis in step.axes)
         sent = {before.rank_of(c): step.sent(c) * itemsize for c in all_coords(before.shape)}
         got = {after.rank_of(c): step.received(c) * itemsize for c in all_coords(after.shape)}
-        had = _sizes(before, step.src, itemsize)
-        has = _sizes(after, step.dst, itemsize)
-        if index == 0:
-            source = had
-        ranks = sorted({*sent, *got, *source})
-        # Views of the source are no memory of their own: slices that start a plan hold nothing.
-        views = all(each.kind == "slice" for each in steps[:index])
-        held = {
-            rank: source.get(rank, 0)
-            + (0 if views else had.get(rank, 0))
-            + (0 if step.kind == "slice" and index + 1 < len(steps) else has.get(rank, 0))
-            + _buffer(step, had.get(rank, 0), has.get(rank, 0))
-            for rank in ranks
-        }
-        everywhere = [{rank: each.get(rank, 0) for rank in ranks} for each in (sent, got)]
+        everywhere = [{rank: each.get(rank, 0) for rank in held} for each in (sent, got)]
         costs.append(StepCost(step.kind, names, everywhere[0], everywhere[1], held))
     return costs
 
 
-def _sizes(topology: Topology, layout: Any, itemsize: int) -> dict[int, int]:
-    return {
-        topology.rank_of(c): box_numel(layout.box(c)) * itemsize for c in all_coords(topology.shape)
-    }
-
-
-def _buffer(step: Step, had: int, has: int) -> int:
-    """What a collective packs and unpacks, at most: the buffer that it may use."""
-    if step.is_local or step.kind == "all_reduce":
-        return 0
-    return min(buffer_size(), had + has)
+def _held(steps: tuple[Step, ...], itemsize: int) -> list[dict[int, int]]:
+    """What each rank holds at each step; the first portion of a kind is the largest."""
+    if not steps:
+        return []
+    room = buffer_size()
+    always = sizes(steps[0].src, itemsize)
+    plans: list[Sequence[Step]] = [steps]
+    cut = {bool(portion.block): portion for portion in reversed(portions(steps, itemsize, room))}
+    if cut:
+        plans = [[portion.of_step(step) for step in steps] for portion in cut.values()]
+        target = sizes(steps[-1].dst, itemsize)
+        always = {rank: always.get(rank, 0) + target.get(rank, 0) for rank in {*always, *target}}
+    beside = [held_beside(each, itemsize, room) for each in plans]
+    ranks = sorted({*always, *[rank for each in beside[0] for rank in each]})
+    return [
+        {
+            rank: always.get(rank, 0) + max([each[index].get(rank, 0) for each in beside])
+            for rank in ranks
+        }
+        for index in range(len(steps))
+    ]

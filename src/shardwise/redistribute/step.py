@@ -57,9 +57,10 @@ class Step:
         """Whether `src` gives a piece to `dst`."""
         if self.kind == "transfer":
             return src in self.routes[dst]
+        asked = self.axes if self._is_whole else (*self.span, *self.reduced)
         pairs = enumerate(zip(src, dst, strict=True))
-        if any(a != b and axis not in self.axes for axis, (a, b) in pairs):
-            return False  # they are not in one group
+        if any(a != b and axis not in asked for axis, (a, b) in pairs):
+            return False
         if self._is_whole:
             return True
         if self.reduced:
