@@ -30,6 +30,7 @@ ORDER = [
     "wrapper",
     "pending",
     "windows",
+    "picked",
     "plans",
     "shapes",
     "infer",

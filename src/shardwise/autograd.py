@@ -181,7 +181,7 @@ def take_data(tensor: Any, value: Any) -> None:
     local = value._locals
     data.__set__(tensor, value)
     tensor._spec, tensor._locals = value._spec, local
-    tensor._cell, tensor._memo = share_cell(value), None
+    tensor._cell, tensor._memo, tensor._picked = share_cell(value), None, None
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
         watched.spec = value._spec

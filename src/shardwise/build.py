@@ -20,8 +20,9 @@ from .listops import is_list_op, run_list
 from .meeting import meet
 from .mesh import Topology
 from .outs import out_form, reshape_form
+from .picked import picker
 from .plain import bring_grads_back, full_local
-from .plans import CallPlan, FormPlan, Plan, filled
+from .plans import CallPlan, FormPlan, PickPlan, Plan, filled
 from .propagate import Decision, decide
 from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
@@ -414,6 +415,10 @@ def _by_rule(
         run = entry.form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
+    how = picker(call, decision.inputs, decision.outputs)
+    # A plain index is compared once; sizes of messages are not to depend on it.
+    if how is not None and all(isinstance(t, Wrapper) for t in tensors_in(args, kwargs)):
+        return PickPlan(plan, how)
     return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
 
 

@@ -11,13 +11,24 @@ import torch
 from . import policy
 from ._torch import make_wrapper
 from .mesh import Coord, Topology
+from .picked import Picked, Picker
 from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
 from .windows import fetch_parts
 from .wrapper import Locals, Wrapper, share_cell, wrap
 
-__all__ = ["CallPlan", "Fixed", "ListPlan", "Move", "Plan", "moved", "moved_all", "started"]
+__all__ = [
+    "CallPlan",
+    "Fixed",
+    "ListPlan",
+    "Move",
+    "PickPlan",
+    "Plan",
+    "moved",
+    "moved_all",
+    "started",
+]
 
 
 class Plan:
@@ -73,22 +84,33 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         memo = tensor._memo = {}
     found = memo.get(spec)
     if found is None or found[0] != now:
-        base, local = _source(tensor)
+        base, local = _source(tensor, spec)
         found = memo[spec] = (now, relaid(base, spec, local))
     done: Locals = found[1]
     return done
 
 
-def _source(tensor: Any) -> tuple[DTensorSpec, Locals]:
+def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
     """What a tensor is laid out anew from: if it has been reduced, nothing is summed again."""
     for spec, (seen, value) in (tensor._memo or {}).items():
         if not spec.sums and seen == stamp(tensor):
             return spec, value
+    picked = tensor._picked
+    if picked is not None and not target.sums and picked.seen == _seen(tensor, picked.index):
+        spec, value = picked.brought(tensor._spec, tensor._locals)
+        memo = tensor._memo = {} if tensor._memo is None else tensor._memo
+        memo[spec] = (stamp(tensor), value)
+        return spec, value
     return tensor._spec, tensor._locals
 
 
+def _seen(tensor: Any, index: Any) -> object:
+    """What changes when a tensor, or the index by which it was picked, is written."""
+    return stamp(tensor), stamp(index)
+
+
 def _run(tensor: Any, spec: DTensorSpec, fresh: bool, later: bool = False) -> Run:
-    base, local = _source(tensor)
+    base, local = _source(tensor, spec)
     return run_between(base, spec, local, fresh=fresh, later=later)
 
 
@@ -153,7 +175,7 @@ def wrote(tensor: Any) -> None:
     """Tell everyone who shares the tensor's memory that it was written."""
     if tensor._cell is not None:
         tensor._cell[0] += 1
-    tensor._memo = None
+    tensor._memo = tensor._picked = None
 
 
 def filled(
@@ -451,6 +473,25 @@ class Element:
         if topology.virtual and any(c and a not in axes for a, c in enumerate(coord)):
             return None
         return [spec.slot(coord) for spec in self.inputs]
+
+
+class PickPlan(Plan):
+    """A plan whose pending result remembers which rank has which place."""
+
+    __slots__ = ("_how", "_plan")
+
+    def __init__(self, plan: Plan, how: Picker) -> None:
+        super().__init__()
+        self._plan = plan
+        self._how = how
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        made = self._plan.run(operands, args, kwargs)
+        index = operands[1]
+        if index._locals and not index._locals[0].is_inference():
+            share_cell(index)  # so that writes into it are counted
+            made._picked = Picked(self._how, index, _seen(made, index))
+        return made
 
 
 class ListPlan(Plan):

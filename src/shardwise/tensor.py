@@ -226,6 +226,7 @@ _OWN = (
     "_locals",
     "_cell",
     "_memo",
+    "_picked",
     "_of",
     "_how",
     "_seen",

@@ -20,13 +20,14 @@ class Wrapper(torch.Tensor):
     `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is
     the version
     cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
-    partial.
+    partial; `_picked` says where the elements of one come from, if each comes from one rank.
     """
 
     _spec: DTensorSpec
     _locals: Locals
     _cell: list[int] | None = None
     _memo: dict[DTensorSpec, tuple[Any, Locals]] | None = None
+    _picked: Any = None
     public: ClassVar[type[Wrapper]]
 
     __torch_function__ = disabled_torch_function
@@ -57,13 +58,14 @@ def device_of(spec: DTensorSpec, local: Locals) -> torch.device:
 class Plain:
     """A plain tensor among the operands: it counts as replicated."""
 
-    __slots__ = ("_cell", "_locals", "_memo", "_spec")
+    __slots__ = ("_cell", "_locals", "_memo", "_picked", "_spec")
 
     def __init__(self, spec: DTensorSpec, value: torch.Tensor) -> None:
         self._spec = spec
         self._locals = (value,)
         self._cell = None
         self._memo: dict[Any, Any] | None = None
+        self._picked = None
 
 
 def expose(tensor: Wrapper) -> None:

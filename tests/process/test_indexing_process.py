@@ -12,6 +12,7 @@ from shardwise import CommDebugMode, Shard, distribute_tensor, init_device_mesh
 
 from .. import test_counting, test_indexing
 from ..compare import check, numbers
+from ..test_picked import check_picks
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -25,6 +26,16 @@ def by_index() -> None:
                 check(f, *inputs, mesh=mesh, limit=1, mixed=False)
     for f, *inputs in test_indexing.IN_PLACE.values():
         check(f, *inputs, mesh=mesh, limit=1, mixed=False)
+
+
+def picked_rows() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    check_picks(mesh, (Shard(0), Shard(1)), ["index", "gather", "nothing", "all from one"])
+    check_picks(mesh, (Shard(0), Shard(0)), ["inner index", "index_select"])
+
+
+def test_picked_rows(processes: Pools) -> None:
+    processes(4).run(picked_rows, timeout=60)
 
 
 def test_by_index(processes: Pools) -> None:
