@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    plain_tensors,
+)
+from shardwise.errors import PlainTensorError
 from shardwise.listops import is_list_op
 
 from .compare import numbers, spread, virtual
@@ -254,3 +263,39 @@ def test_a_list_sums_nothing_again_that_was_reduced() -> None:
         torch._foreach_exp([x, x])
         x.redistribute(placements=[Shard(0)])
     assert seen.get_total_counts() == 0
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(-1), lambda t: t[1:], torch.t])
+def test_autograd_sees_what_a_list_operator_writes(view: Any) -> None:
+    grads = []
+    for spread_ in (lambda t: t, lambda t: spread(t, virtual(2), (S0,))):
+        x, w = (spread_(numbers(4, 3, seed=seed).requires_grad_()) for seed in (0, 1))
+        y = x * 1
+        torch._foreach_mul_([view(y)], [view(w)])
+        y.sum().backward()
+        grads.append([g.full_tensor() if isinstance(g, DTensor) else g for g in (x.grad, w.grad)])
+    for want, have in zip(*grads, strict=True):
+        torch.testing.assert_close(have, want)
+
+
+def test_a_saved_value_that_a_list_operator_overwrites_is_stale() -> None:
+    x = spread(numbers(4, 3).requires_grad_(), virtual(2), (S0,))
+    y = x.exp()  # saves its result
+    torch._foreach_add_([y], 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_plain_tensors_in_lists_obey_the_policy() -> None:
+    x = spread(numbers(4), virtual(2), (R,))
+    torch._foreach_add([x], [x])  # the plan of replicated tensors is not that of plain ones
+    with plain_tensors("error"), pytest.raises(PlainTensorError, match="distribute_tensor"):
+        torch._foreach_add([x], [numbers(4)])
+
+
+def test_gradients_are_unscaled_by_a_vector_of_one_number() -> None:
+    x = spread(numbers(4), virtual(2), (S0,))
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([x], found, torch.tensor([0.5]))
+    torch.testing.assert_close(x.full_tensor(), numbers(4) * 0.5)
+    assert found.tolist() == [0.0]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from . import policy
 from ._torch import OpOverload
@@ -21,7 +22,7 @@ from .propagate import decide
 from .rules import Call, Operand, Rule
 from .rules.pointwise import pointwise
 from .spec import TensorMeta
-from .wrapper import Wrapper
+from .wrapper import Plain, Wrapper
 
 __all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
 
@@ -87,7 +88,18 @@ class _Listing:
 
 
 def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a list operator: elements on different meshes apart, each mesh's with one plan."""
+    """Run a list operator, and let autograd know what it wrote into."""
+    made = _run_list(entry, args, kwargs)
+    # Plain tensors learn of it from the operators that `_foreach_*` is made of, below this level;
+    # without it a view keeps its gradient's old formula, and a saved value is not known as stale.
+    if entry.writes and entry.op._schema.name.startswith("aten::_foreach_"):
+        written = [t for n in entry.writes if n < len(args) for t in args[n]]
+        increment_version([t for t in written if not t.is_inference()])
+    return made
+
+
+def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Elements on different meshes apart, each mesh's with one plan."""
     op = entry.op
     if entry.outs:
         return _into_out(op, args, kwargs)
@@ -259,16 +271,21 @@ def _run_on(
     entry: Any, mesh: Any, listing: _Listing, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     operands = [t if isinstance(t, Wrapper) else adopt(t, mesh) for t in listing.tensors]
+    plain = tuple(i for i, operand in enumerate(operands) if isinstance(operand, Plain))
+    for i in plain:
+        policy.on_plain(entry.op, tuple(listing.tensors[i].shape))
     key = (
         tuple(operand._spec for operand in operands),
+        plain,
         tuple(sorted((str(name), len(ids)) for name, ids in listing.lists.items())),
         tuple(map(_kind, args)),
         tuple((name, _kind(value)) for name, value in kwargs.items()),
     )
     found = entry.plans.get(key)
+    when = policy.current().plain
+    if plain and (when == "check_always" or (when == "check" and found is None)):
+        check_plain(entry.op, operands)
     if found is None:
-        if policy.current().plain in ("check", "check_always"):
-            check_plain(entry.op, operands)
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()
         found = entry.plans[key] = _build(entry, mesh, listing, operands, args, kwargs)

@@ -185,4 +185,4 @@ def unscale(op: Any, grads: Sequence[Any], found_inf: Any, inv_scale: Any) -> No
     largest = torch._foreach_norm(list(grads), float("inf"))
     finite = torch.stack([full_local(each).to(torch.float32) for each in largest]).isfinite().all()
     found_inf.copy_(torch.maximum(full_local(found_inf), 1.0 - finite.to(torch.float32)))
-    torch._foreach_mul_(list(grads), full_local(inv_scale))
+    torch._foreach_mul_(list(grads), full_local(inv_scale).reshape(()))  # it may be [1.0]
