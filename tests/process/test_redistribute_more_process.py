@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from shardwise.calibrate import calibrate
 from shardwise.cost import DEFAULT
 from shardwise.engine import native
 from shardwise.engine.faults import wait
-from shardwise.errors import MeshError
+from shardwise.errors import CommunicationError, MeshError
 from shardwise.geometry import stride_like
 from shardwise.links import read_links, write_links
 from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
@@ -276,6 +277,35 @@ def test_gradients_between_two_meshes(processes: Pools) -> None:
     for index, want in enumerate((3 * full**2, 36 * full**3)):
         torch.testing.assert_close(torch.cat([got[rank][index] for rank in (0, 1)]), want)
     assert got[2] == got[3] == []
+
+
+def fail_between_meshes() -> str:
+    first, other = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])
+    x = sw.distribute_tensor(torch.ones(4, 4), first, [S0])
+    x.redistribute(other, [R])  # no process group has just these ranks: they talk in pairs
+    if dist.get_rank() == 3:
+        return "not asked"
+    started = time.monotonic()
+    with pytest.raises((IndexError, CommunicationError)) as caught:
+        if dist.get_rank() == 0:
+            index = sw.DTensor.from_local(torch.tensor([9]), first, [R], run_check=False)
+            torch.index_select(x.redistribute(placements=[R]), 0, index)
+        else:
+            x.redistribute(placements=[R])
+        if dist.get_rank() == 1:
+            raise IndexError("rank 1 has nothing to wait for")
+        x.redistribute(other, [R])
+    assert time.monotonic() - started < 30, "it heard of it only when the backend's time was over"
+    return str(caught.value)
+
+
+def test_a_failure_is_heard_of_on_another_mesh() -> None:
+    pool = ProcessPool(4)  # of its own: ranks cannot talk after one has failed
+    try:
+        texts = pool.run(fail_between_meshes, timeout=60)
+    finally:
+        pool.stop()
+    assert texts[2].startswith("a collective cannot finish: rank 0 failed: IndexError")
 
 
 # --- async ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ note in the store that all processes share; a rank that waits long for a collect
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,21 +61,37 @@ def wait(work: Any, on_cpu: bool) -> None:
     work.wait()
 
 
-def wait_pairs(works: Sequence[Any]) -> None:
-    """Wait for messages between pairs of ranks.
+def wait_pairs(works: Sequence[Any], on_cpu: bool) -> None:
+    """Wait for messages between pairs of ranks; raise if meanwhile another rank has failed.
 
-    gloo closes the connection if such a wait is given up, so a rank cannot look in between: it
-    hears of a failure when the backend's own time is over, or when the other process ends.
+    gloo closes the connection if such a wait is given up. So another thread waits to the end, and
+    this one looks for notes. If there is one the thread is left behind: what it waits for will not
+    come, and it ends with the process.
     """
-    for work in works:
-        try:
+    if not on_cpu:
+        for work in works:
             work.wait()
+        return
+    done, failures = threading.Event(), []
+
+    def wait_for_all() -> None:
+        try:
+            for work in works:
+                work.wait()
         except RuntimeError as error:
-            _look(error)
-            raise
+            failures.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=wait_for_all, name="shardwise-wait", daemon=True).start()
+    while not done.wait(_LOOK_AFTER.total_seconds()):
+        _look(None)
+    if failures:
+        _look(failures[0])
+        raise failures[0]
 
 
-def _look(error: RuntimeError) -> None:
+def _look(error: RuntimeError | None) -> None:
     """Raise if another rank has left a note."""
     store = shared_store()
     if store.check([_KEY]):

@@ -305,4 +305,4 @@ def _post(
         if outgoing[index]:
             pairs.append(dist.P2POp(dist.isend, departures[index], rank, group=world()))
     works = dist.batch_isend_irecv(pairs) if pairs else []
-    return lambda: wait_pairs(works)
+    return lambda: wait_pairs(works, on_cpu) if works else None
