@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from shardwise import CommDebugMode, Partial, Replicate, Shard
 
@@ -104,3 +105,16 @@ def test_other_subclasses_are_served_as_before() -> None:
         torch.testing.assert_close(traced, product(y))
     rows = torch.func.vmap(torch.func.grad(lambda row: row.prod()))(y.detach())
     torch.testing.assert_close(rows, y.detach().flip(1))
+
+
+def test_forward_mode() -> None:
+    mesh, direction = virtual(2), numbers(5, 4, seed=1)
+    plain = numbers(5, 4).requires_grad_()
+    x = spread(numbers(5, 4), mesh, [S0]).requires_grad_()
+    for name in ("all", "dim 0", "running 0"):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(plain, direction)
+            wanted = forward_ad.unpack_dual(PRODUCTS[name](dual)).tangent
+            dual = forward_ad.make_dual(x, spread(direction, mesh, [S0]))
+            made: Any = forward_ad.unpack_dual(PRODUCTS[name](dual)).tangent
+        torch.testing.assert_close(made.full_tensor(), wanted)

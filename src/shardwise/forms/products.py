@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from .._torch import take_differentiable
 from ..ragged import settled
@@ -105,7 +106,9 @@ def _cumprod_backward(grad: Any, x: Any, result: Any, dim: int) -> Any:
 
 
 def _is_ours(x: Any) -> bool:
-    return isinstance(x, Wrapper) and torch.is_grad_enabled() and x.requires_grad
+    """Whether the gradient of `x` will be asked for; forward mode has PyTorch's own formulas."""
+    needed = isinstance(x, Wrapper) and torch.is_grad_enabled() and x.requires_grad
+    return needed and unpack_dual(x).tangent is None
 
 
 def _in(dtype: torch.dtype | None, x: Any) -> Any:
