@@ -74,11 +74,16 @@ def check_products(mesh: Any, layouts: list[Any], names: Any = PRODUCTS) -> None
                     assert a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+QUICK = ("all", "dim 0", "running 0")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in PRODUCTS]
+)
 def test_gradients_of_products(name: str) -> None:
     torch.manual_seed(0)
-    check_products(virtual(2), [(R,), (S0,), (S1,), (Partial(),)], [name])
-    check_products(virtual(2, 2), [(S0, S0), (S0, S1)], [name])
+    check_products(virtual(2), [(S0,), (S1,), (Partial(),)], [name])
+    check_products(virtual(2, 2), [(S0, S0)], [name])
 
 
 def test_the_gradient_of_a_product_without_zeros_moves_numbers() -> None:
@@ -100,9 +105,8 @@ def test_other_subclasses_are_served_as_before() -> None:
         assert x.grad is not None
         assert x.grad.shape == (3,)
     y = numbers(3, 2).requires_grad_()
-    for product in (PRODUCTS["all"], PRODUCTS["running in place"]):
-        traced = torch.compile(product, backend="aot_eager")(y)
-        torch.testing.assert_close(traced, product(y))
+    traced = torch.compile(PRODUCTS["all"], backend="aot_eager")(y)
+    torch.testing.assert_close(traced, y.prod())
     rows = torch.func.vmap(torch.func.grad(lambda row: row.prod()))(y.detach())
     torch.testing.assert_close(rows, y.detach().flip(1))
 
