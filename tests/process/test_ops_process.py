@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
+from shardwise.forms import ranks
 
 from .. import (
     test_attention,
@@ -19,6 +20,7 @@ from .. import (
     test_ops_other,
     test_ops_structure,
     test_ops_views,
+    test_ranks,
     test_statistics,
 )
 from ..compare import check, numbers, spread
@@ -48,6 +50,21 @@ def ops(shape: tuple[int, ...], limit: int) -> None:
 @pytest.mark.parametrize(("shape", "limit"), [((2,), 8), ((2, 2), 6)], ids=str)
 def test_operators(processes: Pools, shape: tuple[int, ...], limit: int) -> None:
     processes(2 if shape == (2,) else 4).run(ops, shape, limit, timeout=120)
+
+
+def sorted_vectors() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for x in test_ranks.VECTORS.values():
+        ours = spread(x, mesh, [Shard(0)])
+        values, places = ranks.sort(ours, 0, True)
+        want = torch.sort(x, stable=True, descending=True)
+        torch.testing.assert_close(values.full_tensor(), want.values, equal_nan=True)
+        assert places.full_tensor().equal(want.indices)
+        torch.testing.assert_close(ranks.median(ours).full_tensor(), x.median(), equal_nan=True)
+
+
+def test_sorted_vectors(processes: Pools) -> None:
+    processes(2).run(sorted_vectors, timeout=120)
 
 
 def views() -> None:

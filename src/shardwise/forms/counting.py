@@ -199,10 +199,13 @@ def unique(
     spec, mesh = x._spec, x._spec.topology
     cut = 0 if dim is None else dim % max(x.ndim, 1)
     axes = spec.slot_axes
-    if spec.is_replicated() or (
-        (neighbours or dim is not None) and any(not spec.placements[a].is_shard(cut) for a in axes)
-    ):
+    if spec.is_replicated():
         return None
+    if (neighbours or dim is not None) and spec.dim_axes[cut] != axes:
+        # Slices, and what lies between neighbours, are whole where the dim itself is cut.
+        places = [Shard(cut) if place.is_shard() else place for place in spec.placements]
+        x = laid(op, x, spec.with_placements(places))
+        spec = x._spec
     found = [run(part) for part in x._locals]
     places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
     rest = [] if dim is None else [size for d, size in enumerate(x.shape) if d != cut]

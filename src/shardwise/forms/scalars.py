@@ -9,7 +9,7 @@ import torch
 from ..build import register_form
 from ..plain import full_local
 
-__all__ = ["equal", "local_scalar", "nonzero", "same_size"]
+__all__ = ["allclose", "equal", "local_scalar", "nonzero", "same_size"]
 
 
 @register_form("_local_scalar_dense", always=True)
@@ -32,6 +32,15 @@ def equal(a: Any, b: Any) -> bool:
     if a.numel() == 0:
         return True
     return bool(full_local(torch.ops.aten.all.default(torch.ops.aten.eq.Tensor(a, b))).item())
+
+
+@register_form("allclose", always=True)
+def allclose(
+    a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> bool:
+    """Whether all elements are close."""
+    close = torch.ops.aten.isclose.default(a, b, rtol, atol, equal_nan)
+    return bool(full_local(torch.ops.aten.all.default(close)).item())
 
 
 @register_form("is_same_size", always=True)

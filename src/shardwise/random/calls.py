@@ -19,6 +19,8 @@ from .counter import COUNTER, FILLS, dropped
 
 __all__ = ["is_random", "is_without_dropout", "random_form"]
 
+_BY_EXAMPLE = ("rand_like", "randn_like", "randint_like")
+"""Operators that read the shape of their operand, and not its values."""
 _UNTAGGED = ("aten::binomial", "aten::_sample_dirichlet")
 
 
@@ -49,9 +51,10 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
     namespace, name = op._schema.name.split("::")
     by_position = COUNTER.get(name) if namespace == "aten" else None
     overwrites = _is_fill(op)
+    by_example = namespace == "aten" and name in _BY_EXAMPLE
 
     def whole(tensor: Any, written: bool) -> torch.Tensor:
-        if written and overwrites:
+        if by_example or (written and overwrites):
             shape, stride, dtype = tensor._spec.meta
             return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
         full = full_local(tensor)
@@ -67,7 +70,8 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
             return _dropout(*args)
         if policy.current().moves != "auto":
             filled = {id(tensor) for tensor in written_in(op, args)} if overwrites else set()
-            policy.on_moves(op, _gathers([t for t in tensors if id(t) not in filled]))
+            read = [] if by_example else [t for t in tensors if id(t) not in filled]
+            policy.on_moves(op, _gathers(read))
         like = next(t._spec for t in tensors if isinstance(t, Wrapper))
         return run_whole(op, args, kwargs, whole, like)
 

@@ -1,0 +1,309 @@
+"""Order statistics of elements in shards: counts move, and elements only if they are to be sorted.
+
+Elements are compared as integers in the same order. The one of a given rank is found digit by
+digit: each rank counts how many of its own are below 255 places, and the counts are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from .. import policy
+from .._torch import run_composite, take_composite
+from ..build import register_form
+from ..geometry import Cuts, Interval, contiguous_stride
+from ..placement import Partial, Replicate, Shard
+from ..ragged import as_dtensor, settled, whole
+from ..redistribute import DimMap
+from ..rules import Call
+from ..spec import DTensorSpec, TensorMeta
+from ..windows import fetch_all
+from ..wrapper import Wrapper, wrap
+
+__all__ = ["median", "nanmedian", "quantile", "sort"]
+
+aten = torch.ops.aten
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DIGIT = 8
+
+
+def _known(dtype: torch.dtype) -> bool:
+    return not dtype.is_complex and dtype not in (
+        torch.bool,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    )
+
+
+def _width(dtype: torch.dtype) -> int:
+    """How many bits the integers have that stand for elements."""
+    return 16 if dtype is torch.uint8 else 8 * dtype.itemsize
+
+
+def _keys(part: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the elements; NaN is the largest, and zeros are equal."""
+    if not part.dtype.is_floating_point:
+        return part.to(torch.int64)
+    most = (1 << (_width(part.dtype) - 1)) - 1
+    bits = (part + 0.0).contiguous().view(_BITS[part.dtype.itemsize]).to(torch.int64)
+    return torch.where(bits < 0, bits ^ most, bits).masked_fill(part.isnan(), most)
+
+
+def _value(key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The element that an integer stands for."""
+    if not dtype.is_floating_point:
+        return torch.tensor(key, dtype=dtype, device=device)
+    bits = key if key >= 0 else key ^ ((1 << (_width(dtype) - 1)) - 1)
+    return (
+        torch.tensor(bits, dtype=torch.int64, device=device).to(_BITS[dtype.itemsize]).view(dtype)
+    )
+
+
+def _added(op: Any, spec: DTensorSpec, counts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of what the shards of a tensor have."""
+    places = [Partial() if place.is_shard() else Replicate() for place in spec.placements]
+    meta = TensorMeta(tuple(counts[0].shape), counts[0].stride(), torch.int64)
+    return whole(op, wrap(DTensorSpec(spec.topology, places, meta), tuple(counts)))
+
+
+def _ranked(
+    op: Any, spec: DTensorSpec, rows: Sequence[torch.Tensor], ranks: Sequence[int], width: int
+) -> list[int]:
+    """The integers of these ranks, counted from 0; `rows` are those of each shard, in order."""
+    device = rows[0].device
+    wanted = torch.tensor(ranks, device=device).unsqueeze(1)
+    found = torch.full_like(wanted, -(1 << (width - 1)))
+    steps = torch.arange(1, 1 << _DIGIT, device=device)
+    for shift in range(width - _DIGIT, -1, -_DIGIT):
+        places = found + (steps << shift)
+        below = _added(op, spec, [torch.searchsorted(row, places) for row in rows])
+        found = found + ((below <= wanted).sum(1, keepdim=True) << shift)
+    return [int(key) for key in found.flatten()]
+
+
+def _rows(x: Any) -> list[torch.Tensor]:
+    return [_keys(part).flatten().sort().values for part in x._locals]
+
+
+def _pays(call: Call) -> bool:
+    """Whether counts are less than the tensor."""
+    spec = call.specs[0]
+    if not spec.is_sharded() or not prod(spec.shape) or not _known(spec.dtype):
+        return False
+    rounds, counts = _width(spec.dtype) // _DIGIT + 1, 2 * 8 << _DIGIT
+    links = [spec.topology.links[axis] for axis in spec.slot_axes]
+    own = prod(spec.local_shape((0,) * spec.topology.ndim))
+    lacking = (prod(spec.shape) - own) * spec.dtype.itemsize
+    return all(rounds * link.price(counts) < link.price(lacking) for link in links)
+
+
+# --- median and quantiles ---------------------------------------------------------------------
+
+
+def _middle(op: Any, x: Any, ignore_nan: bool) -> Any:
+    x = settled(op, x)
+    spec, rows = x._spec, _rows(x)
+    count, missing = x.numel(), _nans(op, x, rows)
+    if missing and (not ignore_nan or missing == count):
+        made = torch.tensor(float("nan"), dtype=x.dtype, device=x.device)
+    else:
+        rank = ((count - missing if ignore_nan else count) - 1) // 2
+        (key,) = _ranked(op, spec, rows, [rank], _width(x.dtype))
+        made = _value(key, x.dtype, x.device)
+    return as_dtensor(made, spec.topology)
+
+
+def _nans(op: Any, x: Any, rows: Sequence[torch.Tensor]) -> int:
+    if not x.dtype.is_floating_point:
+        return 0
+    most = (1 << (_width(x.dtype) - 1)) - 1
+    return int(_added(op, x._spec, [(row == most).sum() for row in rows]))
+
+
+@register_form("median.default", when=_pays)
+def median(x: Any) -> Any:
+    """The element in the middle, the lower one of two; NaN if there is one."""
+    return _middle(aten.median.default, x, False)
+
+
+@register_form("nanmedian.default", when=_pays)
+def nanmedian(x: Any) -> Any:
+    """As `median`, of what is not NaN."""
+    return _middle(aten.nanmedian.default, x, True)
+
+
+def quantile(
+    op: Any, x: Any, q: Any, dim: int | None, keepdim: bool, interpolation: str, ignore_nan: bool
+) -> Any:
+    """Quantiles of all elements, each between two of them."""
+    with policy.inside(op):
+        x = settled(op, x)
+        rows, mesh = _rows(x), x._spec.topology
+        missing = _nans(op, x, rows)
+        q = torch.as_tensor(q, dtype=x.dtype, device=x.device)
+        last = x.numel() - missing - 1 if ignore_nan else x.numel() - 1
+        places = q.flatten() * last
+        if interpolation in ("lower", "higher", "nearest"):
+            how = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}
+            places = how[interpolation](places)
+        below, above = places.floor(), places.ceil()
+        if last < 0 or (missing and not ignore_nan):
+            made = torch.full_like(places, float("nan"))
+        else:
+            ranks = [int(rank) for rank in torch.cat([below, above])]
+            keys = _ranked(op, x._spec, rows, ranks, _width(x.dtype))
+            ends = torch.stack([_value(key, x.dtype, x.device) for key in keys])
+            made, upper = ends[: len(places)], ends[len(places) :]
+            if interpolation == "linear":
+                made = torch.lerp(made, upper, places - below)
+            elif interpolation == "midpoint":
+                made = torch.lerp(made, upper, 0.5)
+        shape = [*q.shape, *([1] * (x.ndim if keepdim else 0))]
+        return as_dtensor(made.reshape(shape), mesh)
+
+
+def _take_quantile(op: Any, ignore_nan: bool) -> None:
+    def run(
+        x: Any, q: Any, dim: int | None = None, keepdim: bool = False, interpolation: str = "linear"
+    ) -> Any:
+        flat = dim is None or x.ndim == 1
+        if flat and isinstance(x, Wrapper) and _fits(x, q) and interpolation in _WAYS:
+            return quantile(op, x, q, dim, keepdim, interpolation, ignore_nan)
+        return run_composite(op, x, q, dim, keepdim, interpolation=interpolation)
+
+    take_composite(op, run)
+
+
+_WAYS = ("linear", "lower", "higher", "midpoint", "nearest")
+
+
+def _fits(x: Any, q: Any) -> bool:
+    """Whether a call asks for a few quantiles of a tensor in shards, and for no gradient."""
+    many = isinstance(q, torch.Tensor)
+    if many and (isinstance(q, Wrapper) or q.dtype is not x.dtype or q.ndim > 1 or q.numel() > 32):
+        return False
+    within = bool(((q >= 0) & (q <= 1)).all()) if many else 0 <= q <= 1
+    graded = torch.is_grad_enabled() and (x.requires_grad or (many and q.requires_grad))
+    call = Call(aten.median.default, (), {}, [x._spec], [])
+    return within and not graded and x.dtype in (torch.float32, torch.float64) and _pays(call)
+
+
+for _name, _ignores in (("quantile", False), ("nanquantile", True)):
+    for _kind in ("default", "scalar"):
+        _take_quantile(getattr(getattr(aten, _name), _kind), _ignores)
+
+
+# --- sorting ------------------------------------------------------------------------------------
+
+
+def _sorts(call: Call) -> bool:
+    """Whether a call sorts the only dim, and moving each element once is less than all to all."""
+    spec = call.specs[0]
+    if spec.ndim != 1 or not spec.is_sharded() or not prod(spec.shape) or not _known(spec.dtype):
+        return False
+    count, size = len(spec.pieces(0)), prod(spec.shape)
+    share = -(-size // count)
+    width = spec.dtype.itemsize
+    rounds, counts = _width(spec.dtype) // _DIGIT + 1, 2 * 8 * count << _DIGIT
+    links = [spec.topology.links[axis] for axis in spec.slot_axes]
+    return all(
+        rounds * link.price(counts) + link.price(share * (width + 4))
+        < link.price((size - share) * width)
+        for link in links
+    )
+
+
+def _splits(op: Any, spec: DTensorSpec, rows: Sequence[torch.Tensor], width: int) -> list[Cuts]:
+    """For each shard, how many of its elements in order belong before the end of each piece.
+
+    Of equal elements those of earlier shards come first, as they do when they are sorted together.
+    """
+    ends = list(accumulate(spec.dim_cuts[0]))
+    inner = [end for end in ends if 0 < end < ends[-1]]
+    keys = torch.tensor(_ranked(op, spec, rows, inner, width), device=rows[0].device)
+    own = [
+        torch.stack([torch.searchsorted(row, keys, right=r) for r in (False, True)]) for row in rows
+    ]
+    table = _gathered(op, spec, own)
+    splits: list[Cuts] = []
+    taken = [0] * len(inner)
+    below = [sum(row[0][j] for row in table) for j in range(len(inner))]
+    for row in table:
+        places = {}
+        for j, end in enumerate(inner):
+            equal = row[1][j] - row[0][j]
+            places[end] = row[0][j] + min(max(end - below[j] - taken[j], 0), equal)
+            taken[j] += equal
+        size = spec.dim_cuts[0][len(splits)]
+        splits.append(tuple(places.get(end, 0 if end == 0 else size) for end in ends))
+    return splits
+
+
+def _gathered(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[list[list[int]]]:
+    """What every shard of a dim has, on every rank."""
+    shape = (len(spec.pieces(0)), *own[0].shape)
+    meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
+    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
+    parts = tuple(part.unsqueeze(0) for part in own)
+    made: list[list[list[int]]] = whole(
+        op, wrap(DTensorSpec(spec.topology, places, meta), parts)
+    ).tolist()
+    return made
+
+
+def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
+    x = settled(op, x)
+    spec = x._spec
+    width = _width(x.dtype)
+
+    def keys(part: torch.Tensor) -> torch.Tensor:
+        return ~_keys(part) if descending else _keys(part)
+
+    orders = [keys(part).sort(stable=True) for part in x._locals]
+    values = tuple(part[order.indices] for part, order in zip(x._locals, orders, strict=True))
+    places = tuple(
+        order.indices + spec.box(coord)[0][0]
+        for coord, order in zip(spec.slots, orders, strict=True)
+    )
+    splits = _splits(op, spec, [order.values for order in orders], width)
+    tables: list[tuple[Interval, ...]] = []
+    for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
+        first = (0, *ends[:-1])
+        tables.append(tuple((start + a, start + b) for a, b in zip(first, ends, strict=True)))
+    own = spec.with_meta(TensorMeta(spec.shape, (1,), x.dtype))
+    long = spec.with_meta(TensorMeta(spec.shape, (1,), torch.int64))
+    short = torch.int32 if x.numel() < 1 << 31 else torch.int64
+    sent = spec.with_meta(TensorMeta(spec.shape, (1,), short))
+    maps = [{0: DimMap(spec.dim_axes[0], table)} for table in tables]
+    found = fetch_all(
+        op,
+        [(own, values, m) for m in maps]
+        + [(sent, tuple(place.to(short) for place in places), m) for m in maps],
+    )
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for slot in range(len(spec.slots)):
+        mine, at = (
+            torch.cat([piece[slot] for piece in half])
+            for half in (found[: len(maps)], found[len(maps) :])
+        )
+        order = keys(mine).sort(stable=True).indices
+        made.append((mine[order], at[order].to(torch.int64)))
+    return wrap(own, tuple(m[0] for m in made)), wrap(long, tuple(m[1] for m in made))
+
+
+@register_form("sort.default", when=_sorts)
+def sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
+    """Each rank sorts its own; places that cut all of them into pieces say who gets what."""
+    return _sorted(aten.sort.default, x, descending)
+
+
+@register_form("sort.stable", when=_sorts)
+def sort_stable(x: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
+    """As `sort`, which is stable anyway."""
+    return _sorted(aten.sort.stable, x, descending)

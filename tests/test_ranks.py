@@ -1,0 +1,134 @@
+"""Medians, quantiles and sorted vectors in shards: counts move, or each element once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import CommDebugMode, Replicate, Shard, communication
+from shardwise.forms import ranks
+
+from .compare import assert_same, ints, numbers, spread, virtual
+
+NAN, INF = float("nan"), float("inf")
+TIES = ints(33, low=-3, high=3)
+ODD = torch.tensor([2.0, -0.0, NAN, 0.0, INF, -5.5, 2.0, -INF, NAN, 0.0, 1.25])
+VECTORS: dict[str, torch.Tensor] = {
+    "ties": TIES.double(),
+    "NaN, infinities and zeros": ODD,
+    "float16": numbers(20).half(),
+    "bfloat16": numbers(20).bfloat16(),
+    "float64": numbers(29) * 1e9,
+    "int64": TIES * (1 << 60),
+    "int8": TIES.to(torch.int8) * 40,
+    "uint8": (TIES + 3).to(torch.uint8) * 50,
+    "one": torch.ones(1),
+}
+LAYOUTS: list[tuple[tuple[int, ...], Any, Any]] = [
+    ((2,), (Shard(0),), None),
+    ((4,), (Shard(0),), None),
+    ((2, 2), (Shard(0), Shard(0)), None),
+    ((2, 2), (Replicate(), Shard(0)), None),
+    ((3,), (Shard(0),), "ragged"),
+]
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_sorting(name: str) -> None:
+    """Equal elements keep their order, so that indices are those of a stable sort."""
+    x = VECTORS[name]
+    for shape, where, how in LAYOUTS:
+        cuts = [(0, x.numel() - 1, 1)] if how else None
+        ours = spread(x, virtual(*shape), where, cuts)
+        for descending in (False, True):
+            want = torch.sort(x, stable=True, descending=descending)
+            values, places = ranks.sort(ours, 0, descending)
+            torch.testing.assert_close(values.full_tensor(), want.values, equal_nan=True)
+            assert places.full_tensor().equal(want.indices)
+            assert values.placements == places.placements == tuple(where)
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_medians(name: str) -> None:
+    x = VECTORS[name]
+    for shape, where, _ in LAYOUTS:
+        ours = spread(x, virtual(*shape), where)
+        for form, op in ((ranks.median, torch.median), (ranks.nanmedian, torch.nanmedian)):
+            torch.testing.assert_close(form(ours).full_tensor(), op(x), equal_nan=True)
+    empty = spread(torch.full((3,), NAN), virtual(2), [Shard(0)])
+    assert ranks.nanmedian(empty).full_tensor().isnan()
+
+
+@pytest.mark.parametrize("way", ["linear", "lower", "higher", "midpoint", "nearest"])
+def test_quantiles(way: str) -> None:
+    q: Any
+    for x in (numbers(3, 7).float(), ODD, VECTORS["ties"]):
+        ours = spread(x, virtual(2), [Shard(x.ndim - 1)])
+        for q in (0.3, torch.tensor([0.0, 0.5, 0.77, 1.0], dtype=x.dtype)):
+            for ignore, op in ((False, torch.quantile), (True, torch.nanquantile)):
+                for keep in (False, True):
+                    got = ranks.quantile("quantile", ours, q, None, keep, way, ignore)
+                    want = op(x, q, None, keep, interpolation=way)
+                    torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
+
+
+LARGE = numbers(60_000)
+CALLS: dict[str, Any] = {
+    "median": torch.median,
+    "nanmedian": torch.nanmedian,
+    "quantile": lambda x: torch.quantile(x, 0.25),
+    "quantiles": lambda x: torch.quantile(x, torch.tensor([0.1, 0.9], dtype=torch.float64)),
+    "nanquantile": lambda x: torch.nanquantile(x, 0.25, dim=0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_counts_move(name: str) -> None:
+    with CommDebugMode() as comm:
+        got = CALLS[name](spread(LARGE, virtual(4), [Shard(0)]))
+    assert sum(comm.bytes.values()) < LARGE.numel() * 8 // 4
+    torch.testing.assert_close(got.full_tensor(), CALLS[name](LARGE))
+
+
+def test_a_sorted_vector_is_moved_once() -> None:
+    x = torch.cat([LARGE, LARGE.flip(0), LARGE.round()])
+    with CommDebugMode() as comm:
+        made: Any = torch.sort(spread(x, virtual(8), [Shard(0)]), stable=True)
+    want = torch.sort(x, stable=True)
+    assert made.values.placements == (Shard(0),)
+    assert made.values.full_tensor().equal(want.values)
+    assert made.indices.full_tensor().equal(want.indices)
+    # A share of elements and indices, and nine rounds of counts.
+    assert sum(comm.bytes.values()) < x.numel() * 12 // 8 + 9 * 2 * 7 * 8 * 256
+
+
+def test_gradients() -> None:
+    def run(x: Any) -> Any:
+        return [torch.sort(x, stable=True)[0], x.median(), x.quantile(0.3)]
+
+    assert_same(run, [LARGE[:50]], [(Shard(0),)], virtual(4))
+    assert_same(torch.median, [LARGE], [(Shard(0),)], virtual(4))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_unique_slices_of_a_dim_that_is_whole(dim: int) -> None:
+    """Shards of another dim are exchanged for shards of this one."""
+    x = ints(600, 4, high=2)
+    x = x if dim == 0 else x.t().contiguous()
+    with CommDebugMode() as comm:
+        got = torch.unique(spread(x, virtual(4), [Shard(1 - dim)]), dim=dim)
+    assert got.full_tensor().equal(torch.unique(x, dim=dim))
+    assert sum(comm.bytes.values()) < x.numel() * 8 // 2
+
+
+def test_calls_that_read_no_values_move_none() -> None:
+    x = spread(numbers(5, 3), virtual(2), [Shard(0)])
+    with communication("error", fallback="error"):
+        for like in (torch.rand_like, torch.randn_like):
+            assert like(x).placements == (Shard(0),)
+    with CommDebugMode() as comm:
+        assert torch.allclose(x, x + 1e-9)
+        assert not torch.allclose(x, x + 1)
+    assert sum(comm.bytes.values()) <= 8
