@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shardwise import CommDebugMode, Partial, Replicate, Shard, distribute_tensor
 
@@ -21,9 +22,11 @@ PICKS: dict[str, tuple[Callable[[Any, Any], Any], torch.Tensor]] = {
     "last dim": (lambda x, i: x.transpose(0, 2).contiguous().index_select(-1, i), ROWS),
     "index": (lambda x, i: x[i], ROWS),
     "index of two dims": (lambda x, i: x[i], ROWS[:6].view(2, 3) - 9),
-    "index of a number": (lambda x, i: x[i], torch.tensor(4)),
+    "index of a number": (lambda x, i: torch.ops.aten.index.Tensor(x, [i]), torch.tensor(4)),
+    "embedding of a number": (lambda x, i: F.embedding(i, x[:, :, 0]), torch.tensor(4)),
     "inner index": (lambda x, i: x.transpose(0, 1).contiguous()[:, i], ROWS - 9),
     "gather": (lambda x, i: x.gather(0, i), ints(5, 4, 3, high=9)),
+    "embedding": (lambda x, i: F.embedding(i, x[:, :, 0].contiguous()), ROWS[:6].view(3, 2)),
     "nothing": (lambda x, i: x.index_select(0, i), ROWS[:0]),
     "all from one": (lambda x, i: x[i], torch.tensor([8, 8])),
     "integers": (lambda x, i: (x * 100).long()[i], ROWS),

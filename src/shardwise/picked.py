@@ -98,7 +98,7 @@ class Picked:
         return DTensorSpec(spec.topology, places, meta, cuts=cuts)
 
 
-_NAMES = frozenset(("aten::index_select", "aten::gather", "aten::index"))
+_NAMES = frozenset(("aten::index_select", "aten::gather", "aten::index", "aten::embedding"))
 
 
 def picker(
@@ -110,7 +110,13 @@ def picker(
         return None
     used = _indexed(call)
     out, source = outputs[0], inputs[0]
-    if used is None or len(inputs) != 2 or not inputs[1].is_replicated() or source.fine is not None:
+    if (
+        used is None
+        or not used[2]
+        or len(inputs) != 2
+        or not inputs[1].is_replicated()
+        or source.fine is not None
+    ):
         return None
     dim, first, count = used
     axes = source.dim_axes[dim]
@@ -128,6 +134,8 @@ def picker(
 def _indexed(call: Call) -> tuple[int, int, int] | None:
     """The indexed dim, and where the dims of the one index stand in the result."""
     shape = call.shape(0)
+    if call.op._schema.name == "aten::embedding":
+        return 0, 0, len(call.shape(1))
     if call.op._schema.name == "aten::index":
         used = [dim for dim, each in enumerate(call.get("indices")) if each is not None]
         if len(used) != 1 or call.specs[1].dtype in (torch.bool, torch.uint8):
