@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from shardwise import (
@@ -35,7 +36,8 @@ from .tier import quicker
 __all__ = ["MESHES", "assert_same", "check", "ints", "layouts", "numbers", "spread", "virtual"]
 
 Layout = tuple[Placement, ...] | None  # None: the tensor stays plain
-MESHES = [(2,), (3,), (2, 2)]
+# On one rank, as on real processes, a call takes the short way through its plan.
+MESHES = [(1,), pytest.param((2,), marks=pytest.mark.thorough), (3,), (2, 2)]
 QUICK = 0.5  # of the layouts, in the quick tier
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import shardwise
+from shardwise import infer
+
 from .compare import check, ints, numbers, virtual
 
 aten = torch.ops.aten
@@ -52,3 +55,34 @@ CALLS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
 def test_results_are_as_on_a_device(call: str, mesh_shape: tuple[int, ...]) -> None:
     f, inputs = CALLS[call]
     check(f, *inputs, mesh=virtual(*mesh_shape), grad=False)
+
+
+BY_DEFAULT: dict[str, Callable[[Any], Any]] = {
+    "divided": lambda x: x / 2,
+    "times a fraction": lambda x: x * 2.5,
+    "times a tensor of no dims": lambda x: x * torch.tensor(2.5, dtype=torch.float16),
+    "the root": torch.sqrt,
+    "a list divided": lambda x: torch._foreach_div([x], 3)[0],
+    "a list of roots": lambda x: torch._foreach_sqrt([x])[0],
+}
+
+
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_results_follow_the_default_dtype_of_the_moment(name: str) -> None:
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            check(BY_DEFAULT[name], ints(5, 3), mesh=virtual(2), ops=())
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_a_call_returns_is_asked_once_for_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    ask = infer._infer
+    monkeypatch.setattr(infer, "_infer", lambda *call: asked.append(call) or ask(*call))
+    shardwise.dispatch.clear()
+    check(lambda x: x.sum(0).exp(), numbers(5, 3), mesh=virtual(2, 2), limit=16, grad=False)
+    names = [str(op) for op, *_ in asked]
+    assert names.count("aten.sum.dim_IntList") == names.count("aten.exp.default") == 1

@@ -40,7 +40,7 @@ from shardwise.register import (
 from shardwise.rules import Along, Call, Rule
 from shardwise.rules.registered import REGISTERED
 
-from .compare import MESHES, check, numbers, spread, virtual
+from .compare import check, numbers, spread, virtual
 from .layouts import spec_of
 
 LIB = torch.library.Library("regtest", "DEF")
@@ -105,7 +105,7 @@ def no_rules_are_left() -> Iterator[None]:
 
 def everywhere(f: Any, *inputs: torch.Tensor, limit: int = 12, **options: Any) -> None:
     """`f` equals plain PyTorch on meshes of one and two axes, in every layout or a large sample."""
-    for shape in MESHES:
+    for shape in ((2,), (3,), (2, 2)):
         check(f, *inputs, mesh=virtual(*shape), limit=limit, grad=False, **options)
 
 
@@ -224,7 +224,7 @@ def test_autograd_of_a_custom_op() -> None:
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
     register_rule(cube, "... -> ...")
-    for shape in MESHES:
+    for shape in ((2,), (3,), (2, 2)):
         check(cube, numbers(5, 3), mesh=virtual(*shape))
 
 

@@ -29,7 +29,7 @@ from .random import is_random, is_without_dropout, random_form
 from .redistribute import steps_between
 from .replicated import as_form, fallback_form, tensors_in, written_in
 from .rules import Call, Operand, Site, family_of
-from .rules.registered import registered
+from .rules.registered import Registered, registered
 from .rules.resampling import READ_NUMBERS
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper
@@ -126,17 +126,8 @@ class Entry:
         user = self.user = registered(op)
         self.family = family_of(op) if user is None else user.family
         self.form = _form_of(op) if user is None else None
-        # Numbers enter the key by their type alone: a plan passes them on as they come.
-        numbers = [
-            _is_number(str(argument.type))
-            and argument.name not in READ_NUMBERS
-            and not (user is not None and user.reads(argument.name))
-            for argument in arguments
-        ]
-        self.by_type = tuple(numbers)
-        self.kw_by_type = frozenset(
-            argument.name for argument, by in zip(arguments, numbers, strict=True) if by
-        )
+        self.by_type = tuple([_by_type(a, user) for a in arguments])
+        self.kw_by_type = dict(zip([a.name for a in arguments], self.by_type, strict=True))
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         self.outs = tuple(a.name for a in writes if a.is_out)
         self.writes = tuple(i for i, a in enumerate(arguments) if a in writes and not a.is_out)
@@ -169,8 +160,16 @@ class Entry:
         return run_list(self, args, kwargs)
 
 
-def _is_number(kind: str) -> bool:
-    return kind in ("number", "Scalar", "float", "Optional[number]", "Optional[float]", "Tensor")
+def _by_type(argument: Any, user: Registered | None) -> bool | None:
+    """Whether a number enters the key by its type alone, as a plan passes it on as it comes.
+
+    None if the schema says the type of the argument, which is no tensor.
+    """
+    kind = str(argument.type)
+    read = argument.name in READ_NUMBERS or (user is not None and user.reads(argument.name))
+    if kind in ("number", "float", "Optional[number]", "Optional[float]", "Tensor") and not read:
+        return True
+    return False if "Tensor" in kind or "number" in kind else None
 
 
 class Silent(Plan):
@@ -346,18 +345,20 @@ def _call_plan(
     **local: Any,
 ) -> CallPlan:
     fits = decision.fits(specs)
+    spots = _spots(args, kwargs)
     return CallPlan(
         entry.op,
         specs,
         decision.inputs,
         decision.outputs,
-        spots=_spots(args, kwargs),
+        spots=spots,
         structure=structure,
         written=None if entry.written is None else _operand_at(args, entry.written),
         target=entry.written or 0,
         aliases=entry.is_view and fits,
         device=_device(args, kwargs),
         is_list=_is_list(args, specs),
+        bare=spots is not None and len(spots) == len(args) and not kwargs,
         **local,
     )
 
@@ -404,7 +405,7 @@ def _by_rule(
         ) from unknown
     written = None if entry.written is None else _operand_at(args, entry.written)
     if not metas and written is not None:  # what is written is the result
-        metas = [specs[written].meta]
+        metas = (specs[written].meta,)
     symbols = iter([Operand(index) for index in range(len(specs))])
     given = filled(args, kwargs, symbols)
     call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)

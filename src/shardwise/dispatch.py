@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from . import policy
+from . import infer, policy
 from ._torch import OpOverload
 from .build import Entry, build
 from .engine import tell
 from .pending import PendingValue
 from .plain import adopt, check_plain
 from .plans import Plan
+from .rules.call import has_fractions
 from .sparse import has_sparse, run_sparse
 from .trace import planned
 from .wrapper import Plain, Wrapper
@@ -45,6 +46,7 @@ def clear() -> None:
     with _lock:
         _entries.clear()
         _counts["misses"] = 0
+    infer.clear()
 
 
 def _entry(op: OpOverload) -> Entry:
@@ -74,16 +76,12 @@ def dispatch(
         if kind is public:
             operands.append(value)
             key.append(value._spec)
-        elif kind in _NUMBERS:
-            key.append(kind)
-            if not by_type or value == 0 or value - value != 0:  # 0 and infinity are special
-                key.append(value)
-        elif kind is list or kind is tuple:
+        elif by_type is None:
+            key.append(tuple(value) if kind is list else value)
+        elif kind is list:
             plain |= _add_list(value, operands, key)
-        elif isinstance(value, torch.Tensor):
-            plain |= _add_tensor(value, operands, key)
         else:
-            key.append(value)
+            plain |= _add(value, by_type, operands, key)
     if kwargs:
         plain |= _add_named(entry, kwargs, operands, key)
     else:
@@ -93,7 +91,9 @@ def dispatch(
             return run_sparse(op, args, kwargs)
         operands = _adopted(entry, operands, key)
     found = entry.plans.get(tuple(key))
-    if found is None:
+    if found is None or (
+        found.default is not None and found.default is not torch.get_default_dtype()
+    ):
         found = _build(entry, tuple(key), operands, args, kwargs, plain)
     elif plain and policy.current().plain == "check_always":
         check_plain(entry.op, operands)
@@ -108,6 +108,22 @@ def dispatch(
         raise
 
 
+def _add(value: Any, by_type: bool, operands: list[Any], key: list[Any]) -> bool:
+    """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        # 0 and infinity are special; 1, 1.0 and True are equal, but not the same
+        known = by_type and value != 0 and value - value == 0
+        key.append(kind if known else (kind, value))
+    elif kind is list or kind is tuple:
+        return _add_list(value, operands, key)
+    elif isinstance(value, torch.Tensor):
+        return _add_tensor(value, operands, key)
+    else:
+        key.append(value)
+    return False
+
+
 def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
     """Add an operand that is a deferred view, still under way, or plain; say if it is plain."""
     if isinstance(value, PendingValue):
@@ -120,31 +136,28 @@ def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
     return True
 
 
+def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> bool:
+    public = Wrapper.public
+    plain = False
+    key.append(len(values))
+    for value in values:
+        if type(value) is public:
+            operands.append(value)
+            key.append(value._spec)
+        else:
+            plain |= _add(value, False, operands, key)
+    return plain
+
+
 def _add_named(entry: Entry, kwargs: dict[str, Any], operands: list[Any], key: list[Any]) -> bool:
     plain = False
     for name, value in kwargs.items():
         key.append(name)
-        if isinstance(value, torch.Tensor):
-            plain |= _add_tensor(value, operands, key)
-        elif isinstance(value, (list, tuple)):
-            plain |= _add_list(value, operands, key)
-        elif type(value) in _NUMBERS:
-            key.append(type(value))
-            if name not in entry.kw_by_type or value == 0 or value - value != 0:
-                key.append(value)
+        by_type = entry.kw_by_type[name]
+        if by_type is None:
+            key.append(tuple(value) if type(value) is list else value)
         else:
-            key.append(value)
-    return plain
-
-
-def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> bool:
-    plain = False
-    key.append(len(values))
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            plain |= _add_tensor(value, operands, key)
-        else:
-            key += (type(value), value)  # 1, 1.0 and True are equal, but not the same
+            plain |= _add(value, by_type, operands, key)
     return plain
 
 
@@ -168,6 +181,8 @@ def _build(
     plain: bool,
 ) -> Plan:
     made = build(entry, operands, args, kwargs)
+    if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
+        made.default = torch.get_default_dtype()  # integers divided, or times a number
     if plain and policy.current().plain in ("check", "check_always"):
         check_plain(entry.op, operands)
     with _lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,33 +11,73 @@ from .plans import Fixed, filled
 from .shapes import OWN_SHAPES, STRICT, Unknown, as_on_devices
 from .spec import DTensorSpec, TensorMeta
 
-__all__ = ["Unknown", "infer"]
+__all__ = ["Unknown", "clear", "infer"]
 
 Structure = int | None | tuple[int | Fixed | None, ...]
+Results = tuple[tuple[TensorMeta, ...], Structure]
 
+_MOST_CALLS = 8192
+_known: dict[tuple[Any, ...], Results] = {}
+"""What calls return depends on no layout: in another one nothing is asked again."""
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
+def clear() -> None:
+    """Forget all results."""
+    _known.clear()
+
+
 def infer(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], specs: Sequence[DTensorSpec]
-) -> tuple[list[TensorMeta], Structure]:
+) -> Results:
     """The metas of the results, and how they are returned: alone, as a tuple, or not at all.
 
     Errors in shapes and dtypes are PyTorch's own, and come before anything is moved.
     """
     on_cpu = bool(specs) and specs[0].topology.device_type == "cpu"
+    metas = tuple([spec.meta for spec in specs])
+    given = (_hashable(args), _hashable(kwargs.values()), *kwargs)
+    key = (op, on_cpu, torch.get_default_dtype(), metas, given)
+    found = _known.get(key)
+    if found is None:
+        found = _infer(op, args, kwargs, metas, on_cpu)
+        if len(_known) >= _MOST_CALLS:
+            _known.clear()
+        _known[key] = found
+    return found
+
+
+def _hashable(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Arguments as part of a key: of tensors only that they are there."""
+    return tuple(
+        [
+            torch.Tensor
+            if isinstance(value, torch.Tensor)
+            else _hashable(value)
+            if isinstance(value, (list, tuple))
+            else (type(value), value)  # 1, 1.0 and True are equal, but not the same
+            for value in values
+        ]
+    )
+
+
+def _infer(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    metas: Sequence[TensorMeta],
+    on_cpu: bool,
+) -> Results:
     own = OWN_SHAPES.get(op._schema.name) if on_cpu else None
     dynamic = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
     if own is None and dynamic:
         raise Unknown
-    metas = iter(
-        [
-            torch.empty_strided(spec.meta.shape, spec.meta.stride, dtype=spec.dtype, device="meta")
-            for spec in specs
-        ]
-    )
-    given, named = filled(args, kwargs, metas)
+    tensors = [
+        torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for shape, stride, dtype in metas
+    ]
+    given, named = filled(args, kwargs, iter(tensors))
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
     name = op._schema.name.removeprefix("aten::")
@@ -66,11 +106,11 @@ def _by_integers(op: Any, args: Sequence[Any]) -> bool:
     )
 
 
-def _listed(made: Any) -> tuple[list[TensorMeta], Structure]:
+def _listed(made: Any) -> Results:
     if isinstance(made, torch.Tensor):
-        return [meta_of(made)], 0
+        return (meta_of(made),), 0
     if made is None:
-        return [], None
+        return (), None
     if not isinstance(made, (list, tuple)):
         raise Unknown
     metas: list[TensorMeta] = []
@@ -85,7 +125,7 @@ def _listed(made: Any) -> tuple[list[TensorMeta], Structure]:
             places.append(Fixed(value))
         else:
             raise Unknown
-    return metas, tuple(places)
+    return tuple(metas), tuple(places)
 
 
 def meta_of(value: torch.Tensor) -> TensorMeta:

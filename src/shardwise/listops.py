@@ -21,7 +21,6 @@ from .plans import Element, ListPlan
 from .propagate import decide
 from .rules import Call, Operand, Rule
 from .rules.pointwise import pointwise
-from .spec import TensorMeta
 from .wrapper import Plain, Wrapper
 
 __all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
@@ -280,6 +279,7 @@ def _run_on(
         tuple(sorted((str(name), len(ids)) for name, ids in listing.lists.items())),
         tuple(map(_kind, args)),
         tuple((name, _kind(value)) for name, value in kwargs.items()),
+        torch.get_default_dtype(),
     )
     found = entry.plans.get(key)
     when = policy.current().plain
@@ -331,7 +331,7 @@ def _build(
         if spec.topology is not mesh:
             raise LayoutError(f"{op}: an element has operands on different meshes: {spec}, {mesh}.")
     returns = bool(op._schema.returns)
-    metas: list[TensorMeta] = infer(op, args, kwargs, specs)[0] if returns else []
+    metas = infer(op, args, kwargs, specs)[0] if returns else ()
     elements = []
     for index in range(listing.length):
         ids = listing.operands(index)

@@ -35,16 +35,18 @@ class Plan:
     """A recipe: `run` takes the operands, and the arguments they are in.
 
     `quick`, if there is one, does the same as `run` for operands that are no deferred views. `tier`
-    says who serves the call: rows, form, random, decomposition or fallback.
+    says who serves the call: rows, form, random, decomposition or fallback. `default` is the
+    default dtype for which it was built, if the results may have it.
     """
 
-    __slots__ = ("quick", "tier")
+    __slots__ = ("default", "quick", "tier")
 
     quick: Callable[..., Any] | None
 
     def __init__(self, tier: str = "rows") -> None:
         self.quick = None
         self.tier = tier
+        self.default: torch.dtype | None = None
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -193,57 +195,87 @@ def filled(
     return [fill(value) for value in args], {name: fill(v) for name, v in kwargs.items()}
 
 
+def with_operands(spots: Sequence[int], operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The arguments of one local call, with the operands at `spots`."""
+    given = [*args]
+    for spot, operand in zip(spots, operands, strict=True):
+        given[spot] = operand._locals[0]
+    return given
+
+
 def quick_call(
     call: Callable[..., Any],
-    count: int,
+    spots: tuple[int, ...] | None,
+    bare: bool,
     tail: tuple[Any, ...] | None,
     specs: Sequence[DTensorSpec],
     several: type | None,
     device: torch.device,
     aliases: bool,
 ) -> Callable[..., Any]:
-    """A recipe for one local call whose first `count` arguments are the operands.
+    """A recipe for one local call whose operands stand at `spots`; with None they are the list that
+    is the first argument.
 
-    With a count of 0 the operands are the list that is the first argument. `several` is the type
-    in which several results are returned.
+    `bare` says that there are no other arguments; `tail`, if given, stands for those after the
+    operands. `several` is the type in which several results are returned.
     """
     public = Wrapper.public
-    shape, stride, dtype = specs[0].meta
-    first = specs[0]
-    most = max(count, 1)
+    results = tuple([(spec, *spec.meta) for spec in specs])
+    first, shape, stride, dtype = results[0]
+    count = 0 if spots is None else len(spots)
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        rest = args[most:] if tail is None else tail
-        if count == 1:
-            local = call(operands[0]._locals[0], *rest, **kwargs)
-        elif count == 2:
-            local = call(operands[0]._locals[0], operands[1]._locals[0], *rest, **kwargs)
-        elif count == 0:
-            local = call([operand._locals[0] for operand in operands], *rest, **kwargs)
+        base = operands[0]
+        if bare:  # the common counts are written out: it is much faster
+            if count == 2:
+                local = call(base._locals[0], operands[1]._locals[0])
+            elif count == 1:
+                local = call(base._locals[0])
+            else:
+                local = call(*[operand._locals[0] for operand in operands])
+        elif spots == (0,):
+            rest = args[1:] if tail is None else tail
+            local = call(base._locals[0], *rest, **kwargs)
+        elif spots is None:
+            local = call([operand._locals[0] for operand in operands], *args[1:], **kwargs)
         else:
-            local = call(*[operand._locals[0] for operand in operands], *rest, **kwargs)
-        cell = share_cell(operands[0]) if aliases else None
+            given = args if tail is None else (*args[:count], *tail)
+            local = call(*with_operands(spots, operands, given), **kwargs)
+        cell = (base._cell or share_cell(base)) if aliases else None
         if several is None:
-            made: Any = make_wrapper(public, shape, strides=stride, dtype=dtype, device=device)
+            made: Any = make_wrapper(public, shape, stride, dtype=dtype, device=device)
             made._spec = first
             made._locals = (local,)
             if aliases:
                 made._cell = cell
             return made
-        return several(
-            [None if v is None else wrap(s, (v,), cell) for s, v in zip(specs, local, strict=True)]
-        )
+        every: list[Any] = []
+        for (spec, size, step, kind), value in zip(results, local, strict=True):
+            if value is None:
+                every.append(None)
+                continue
+            made = make_wrapper(public, size, step, dtype=kind, device=device)
+            made._spec = spec
+            made._locals = (value,)
+            if aliases:
+                made._cell = cell
+            every.append(made)
+        return several(every)
 
     return run
 
 
-def quick_write(call: Callable[..., Any]) -> Callable[..., Any]:
+def quick_write(call: Callable[..., Any], spots: tuple[int, ...], bare: bool) -> Callable[..., Any]:
     """A recipe for one local call that writes into its first operand."""
+    pair = bare and len(spots) == 2
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        count = len(operands)
-        call(*[operand._locals[0] for operand in operands], *args[count:], **kwargs)
-        wrote(operands[0])
+        target = operands[0]
+        if pair:
+            call(target._locals[0], operands[1]._locals[0])
+        else:
+            call(*with_operands(spots, operands, args), **kwargs)
+        wrote(target)
         return args[0]
 
     return run
@@ -291,6 +323,7 @@ class CallPlan(Plan):
         windows: Windows | None = None,
         device: torch.device | None = None,
         is_list: bool = False,
+        bare: bool = False,
     ) -> None:
         super().__init__()
         self._op = op
@@ -327,32 +360,37 @@ class CallPlan(Plan):
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
-            self.quick = self._quick(device, is_list)
+            self.quick = self._quick(device, is_list, bare)
 
     @property
     def is_local(self) -> bool:
         """Whether every rank has all that it reads."""
         return not (self._moves or self._windows)
 
-    def _quick(self, device: torch.device, is_list: bool) -> Callable[..., Any] | None:
+    def _quick(self, device: torch.device, is_list: bool, bare: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
-        spots = () if is_list else self._spots
-        if spots is None or spots != tuple(range(len(spots))):
+        spots = None if is_list else self._spots
+        if spots is None and not is_list:
             return None
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
             positional = sum(not a.kwarg_only for a in self._op._schema.arguments)
-            if self._rewrites[0] != len(spots) or positional != len(spots) + 1:
+            if spots != (0,) or self._rewrites[0] != 1 or positional != 2:
                 return None
             tail = (self._rewrites[1][0],)
         if self._written is not None:
-            return quick_write(self._call) if self._written == 0 and tail is None else None
+            if spots is None or tail is not None or self._written or self._target:
+                return None
+            return quick_write(self._call, spots, bare)
         several = None
         if not isinstance(self._shape, int):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
-        return quick_call(self._call, len(spots), tail, self._outs, several, device, self._aliases)
+        alone = bare and tail is None
+        return quick_call(
+            self._call, spots, alone, tail, self._outs, several, device, self._aliases
+        )
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,18 +41,9 @@ def sharded_on(name: str = "dim") -> Callable[[Call], bool]:
     return when
 
 
-@lru_cache(maxsize=4096)
-def _metas(
-    op: Any, spec: DTensorSpec, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[TensorMeta, ...]:
-    example = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-    return tuple(infer(op, (example, *args), dict(kwargs), (spec,))[0])
-
-
 def metas(op: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
     """Shapes, strides and dtypes of the results on one device."""
-    fixed = tuple(tuple(value) if isinstance(value, list) else value for value in args)
-    return _metas(op, x._spec, fixed, tuple(sorted(kwargs.items())))
+    return infer(op, (x, *args), kwargs, (x._spec,))[0]
 
 
 def gathered(op: Any, x: Any, dims: Sequence[int]) -> Any:

@@ -359,8 +359,12 @@ def split(call: Call) -> Rule:
         cut = _forms(op, aten.slice.Tensor, aten.slice_copy.Tensor)
         return [cut(args[0], dim, *window.local(piece)) for window in windows]
 
+    def has_all(site: Site) -> bool:
+        return site.box(0)[dim] == (0, shape[dim])
+
     outputs = tuple(_linked(shape, dim, window) for window in windows)
-    return replace(rule, outputs=outputs, local=local, placed=frozenset([f"i{dim}"]))
+    reads = frozenset([f"i{dim}"])
+    return replace(rule, outputs=outputs, local=local, placed=reads, unless=has_all)
 
 
 def slice_scatter(call: Call) -> Rule:
