@@ -247,6 +247,20 @@ def test_copies_and_pickles() -> None:
     assert torch.equal(again.full_tensor(), x.full_tensor())
 
 
+@pytest.mark.parametrize(
+    ("placements", "cuts"),
+    [
+        ([Shard(0, 2), S1], [None, None, (1, 4)]),
+        ([Shard(0, 2), S1], [None, (1, 3), (0, 5)]),
+        ([Shard(0, 2), Shard(0, 2)], [None, (1, 0, 3, 0), None]),
+    ],
+)
+def test_local_tensors_of_ragged_blocks_are_taken_back(placements: Any, cuts: Any) -> None:
+    x = distribute_tensor(numbers(8, 5), virtual(2, 2), placements, cuts=cuts)
+    again = DTensor.from_local(x.to_local(), x.device_mesh, x.placements)
+    assert again._spec is x._spec
+
+
 def test_texts() -> None:
     x = distribute_tensor(torch.arange(12), virtual(2), [Shard(0, 3)])
     assert repr(x) == "DTensor(int64[12] [S(0, split=3)] on (2), local=[[6], [6]])"

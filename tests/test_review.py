@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    redistribute_all,
+)
 from shardwise import init_device_mesh as make_mesh
+from shardwise.errors import LayoutError
 
 MESH = make_mesh("cpu", (2,))
 LAYOUTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")]
@@ -177,3 +188,39 @@ def test_one_element_as_a_view_in_inference_mode(place: Placement) -> None:
         other = on_mesh(torch.zeros(3, 1), Replicate())
         assert ours[2].view_as(other).full_tensor().tolist() == [[6.0], [7.0], [8.0]]
         assert ours[2].expand_as(theirs).full_tensor().tolist() == [[6.0, 7.0, 8.0]] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+@pytest.mark.parametrize("kind", [torch.Tensor.requires_grad_, torch.nn.Parameter])
+def test_the_gradient_of_a_copy_of_a_plain_tensor_is_plain(copied: Any, kind: Any) -> None:
+    x = on_mesh(torch.arange(4.0), Shard(0))
+    w = kind(torch.ones(4))
+    (w * x).sum().backward()
+    w.grad = None
+    other = copied(w)
+    (other * x).sum().backward()
+    assert not isinstance(other.grad, DTensor)
+    assert other.grad.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_is_redistributed_to_its_own_layout_with_others_is_a_view_of_itself() -> None:
+    x = on_mesh(torch.ones(4), Shard(0)).requires_grad_()
+    y = x.exp()  # saves its result
+    same, _ = redistribute_all([y, x], [[Shard(0)], [Replicate()]])
+    same.mul_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_gradient_of_ragged_local_tensors_is_cut_as_they_are() -> None:
+    x = distribute_tensor(torch.arange(6.0), MESH, [Shard(0)], cuts=[(1, 5)]).requires_grad_()
+    local = x.to_local(grad_placements=[Shard(0)])
+    DTensor.from_local(local**2, MESH, [Shard(0)]).sum().backward()
+    assert x.grad.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+@pytest.mark.parametrize("place", [Replicate(), Partial(), Shard(1)])
+def test_the_gradient_of_a_shard_is_a_shard(place: Placement) -> None:
+    x = on_mesh(torch.ones(4, 4), Shard(0)).requires_grad_()
+    with pytest.raises(LayoutError, match="a gradient has the shape of its local tensor"):
+        x.to_local(grad_placements=[place])

@@ -19,6 +19,7 @@ from .wrapper import Wrapper, share_cell, wrap
 __all__ = [
     "FromLocal",
     "Redistribute",
+    "Replaced",
     "ToLocal",
     "WholeLocal",
     "keep_partial_grads",
@@ -144,6 +145,18 @@ class FromLocal(torch.autograd.Function):
                 )
         parts = [whole[back.slot(coord)] / scale for coord in spec.slots]
         return None, *parts
+
+
+class Replaced(torch.autograd.Function):
+    """Another value in place of a local tensor, whose gradient it has."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, value: torch.Tensor) -> Any:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
 
 
 class _Grads:

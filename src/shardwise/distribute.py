@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .autograd import FromLocal, ToLocal, not_partial
+from .autograd import FromLocal, Replaced, ToLocal, not_partial
 from .engine import as_bytes, engine_of
 from .errors import LayoutError, MeshError
 from .geometry import contiguous_stride, stride_like
@@ -30,8 +31,7 @@ _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     spec = tensor._spec
     if grad_placements is not None:
-        places = checked_placements("to_local", spec.topology, grad_placements, tensor.ndim)
-        grad_spec = spec.with_placements(places)
+        grad_spec = _given_grads(spec, grad_placements)
     else:
         grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
         _say_assumption(tensor)
@@ -46,6 +46,24 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     if not parts:
         raise MeshError(f"to_local: this rank is not in mesh {spec.topology}.")
     return parts[0]
+
+
+def _given_grads(spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
+    """The layout that a user gives for the gradients of local tensors: those have the shapes of
+    the local tensors, and so must its shards."""
+    mesh = spec.topology
+    places = checked_placements("to_local", mesh, grad_placements, spec.ndim)
+    pairs = zip(spec.placements, places, strict=True)
+    alike = all(a is b or not (a.is_shard() or b.is_shard()) for a, b in pairs)
+    grad_spec = spec.with_placements(places, spec.cuts if alike else None)
+    every = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
+    if any(spec.local_shape(coord) != grad_spec.local_shape(coord) for coord in every):
+        raise LayoutError(
+            f"to_local: grad_placements {list(places)} for local tensors of {spec}: a gradient has "
+            "the shape of its local tensor, so it is sharded where the tensor is. Give the same "
+            "shards; on the other axes Replicate() or Partial()."
+        )
+    return grad_spec
 
 
 def _with_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorSpec:
@@ -176,17 +194,13 @@ def _inferred(
     cuts: list[tuple[int, ...] | None] = []
     for dim in range(sample.ndim):
         axes = [axis for axis, place in enumerate(places) if place.is_shard(dim)]
-        count = 1
-        for axis in axes:
-            count *= mesh.shape[axis]
+        count = prod(mesh.shape[axis] for axis in axes)
         if shapes is None:
             pieces = (sample.shape[dim],) * count
         else:
             pieces = _pieces(mesh, places, shapes, dim, axes)
         sizes.append(sum(pieces))
-        cuts.append(pieces if axes else None)
-    if any(isinstance(place, Shard) and place.split > 1 for place in places):
-        cuts = []  # pieces of blocks are as `torch.chunk` would cut them
+        cuts += _part_cuts(places, dim, pieces)
     if shape is not None:
         if shapes is None or tuple(shape) != tuple(sizes):
             cuts = []
@@ -198,6 +212,22 @@ def _inferred(
     global_stride = tuple(stride) if stride is not None else _global_stride(sample, sizes)
     meta = TensorMeta(tuple(sizes), global_stride, sample.dtype)
     return DTensorSpec(mesh, places, meta, cuts=cuts or None)
+
+
+def _part_cuts(
+    places: Sequence[Placement], dim: int, pieces: tuple[int, ...]
+) -> list[tuple[int, ...] | None]:
+    """The cuts of a dim held in these pieces; of its blocks and of what is inside of them, if it is
+    sharded block by block. Pieces of blocks in blocks are as `torch.chunk` would cut them."""
+    splits = {place.split for place in places if isinstance(place, Shard) and place.dim == dim}
+    if not splits or not sum(pieces):
+        return [None]
+    if splits == {1}:
+        return [pieces]
+    split = max(splits)
+    if len(splits) > 1 or any(size % split for size in pieces):
+        return [None] * len(splits | {1})
+    return [None, tuple(size // split for size in pieces)]
 
 
 def _pieces(
@@ -239,7 +269,7 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
     mine = parts[0].detach() if first else torch.zeros_like(parts[0])
     as_sum = wrap(DTensorSpec(spec.topology, places, spec.meta, cuts=spec.cuts), (mine,))
     whole = moved(as_sum, spec)[0]
-    return (parts[0] + (whole - parts[0]).detach() if parts[0].requires_grad else whole,)
+    return (Replaced.apply(parts[0], whole),)
 
 
 def distribute(

@@ -4,9 +4,11 @@ whole."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from .engine import as_bytes, engine_of
 from .errors import LayoutError, PlainTensorError
@@ -16,8 +18,6 @@ from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Plain, Wrapper, wrap
 
 __all__ = ["adopt", "bring_grads_back", "check_dense", "check_plain", "digest", "full_local"]
-
-_HOOKED = "_shardwise_grad_is_plain"
 
 
 def check_dense(what: str, value: torch.Tensor) -> None:
@@ -32,8 +32,7 @@ def check_dense(what: str, value: torch.Tensor) -> None:
 def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
     """A plain tensor as an operand on `mesh`."""
     check_dense("a plain tensor among DTensors", value)
-    if value.requires_grad and not hasattr(value, _HOOKED):
-        setattr(value, _HOOKED, True)
+    if value.requires_grad and not _has_hook(value, _plain_grad):
         value.register_hook(_plain_grad)
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
@@ -42,6 +41,13 @@ def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
     return Plain(spec, value)
 
 
+def _has_hook(value: Any, hook: object) -> bool:
+    """Whether a tensor has a hook like this one: an attribute would say so of its copies too, which
+    have attributes but no hooks."""
+    return any(each == hook for each in (value._backward_hooks or {}).values())
+
+
+@unserializable_hook  # type: ignore[untyped-decorator]
 def _plain_grad(grad: Any) -> Any:
     """The gradient of a plain tensor is plain; the way there can be differentiated again."""
     whole: Any = grad
@@ -50,21 +56,25 @@ def _plain_grad(grad: Any) -> Any:
 
 def bring_grads_back(number: Any) -> None:
     """The gradient of a number that was used on another mesh comes back to its own."""
-    if not number.requires_grad or hasattr(number, _HOOKED):
-        return
-    setattr(number, _HOOKED, True)
-    mesh = number._spec.topology
+    hook = _ToMesh(number._spec.topology)
+    if number.requires_grad and not _has_hook(number, hook):
+        number.register_hook(hook)
 
-    def to_own_mesh(grad: Any) -> Any:
-        if not isinstance(grad, Wrapper) or grad._spec.topology is mesh:
+
+@dataclass(frozen=True)
+class _ToMesh:
+    """Brings the gradient of a number to a mesh."""
+
+    mesh: Topology
+
+    def __call__(self, grad: Any) -> Any:
+        if not isinstance(grad, Wrapper) or grad._spec.topology is self.mesh:
             return grad
         meta = TensorMeta((), (), grad.dtype)
-        spec = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
+        spec = DTensorSpec._intern(self.mesh, default_placements(self.mesh), meta, None)
         one = wrap(spec, (torch.ones((), dtype=grad.dtype, device=grad.device),) * len(spec.slots))
         whole: Any = grad
         return one * whole.full_tensor()
-
-    number.register_hook(to_own_mesh)
 
 
 def full_local(value: torch.Tensor) -> torch.Tensor:

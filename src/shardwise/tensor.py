@@ -323,7 +323,13 @@ def redistribute_all(
     targets = [
         _target(tensor, device_mesh, own) for tensor, own in zip(tensors, each_own, strict=True)
     ]
-    return list(Redistribute.apply(targets, async_op, *tensors)) if tensors else []
+    pairs = list(zip(tensors, targets, strict=True))
+    moving = [(tensor, spec) for tensor, spec in pairs if tensor._spec is not spec]
+    sources, goals = [tensor for tensor, _ in moving], [spec for _, spec in moving]
+    made: Any = iter(Redistribute.apply(goals, async_op, *sources) if moving else ())
+    # What stays is an alias that autograd knows of.
+    stay: Any = {i: t.view_as(t) for i, (t, spec) in enumerate(pairs) if t._spec is spec}
+    return [stay[i] if i in stay else next(made) for i in range(len(pairs))]
 
 
 def distribute_tensor(

@@ -213,6 +213,32 @@ def test_from_local_makes_replicas_equal(processes: Pools) -> None:
     assert processes(2).run(replicas_made_equal) == [[1.0, 1.0]] * 2
 
 
+def replicas_that_need_gradients() -> tuple[list[float], list[float]]:
+    mesh = init_device_mesh("cpu", (2,))
+    mine = torch.tensor([[0.1, 0.3], [1e8, float("nan")]][dist.get_rank()], requires_grad=True)
+    x = DTensor.from_local(mine, mesh, [Replicate()], run_check=True)
+    x.sum().backward()
+    assert mine.grad is not None
+    return x.detach().to_local().tolist(), mine.grad.tolist()
+
+
+def test_from_local_makes_replicas_equal_to_the_last_bit(processes: Pools) -> None:
+    want = (torch.tensor([0.1, 0.3]).tolist(), [1.0, 1.0])
+    assert processes(2).run(replicas_that_need_gradients) == [want] * 2
+
+
+def ragged_pieces_of_blocks() -> tuple[Any, list[int]]:
+    mesh = init_device_mesh("cpu", (2,))
+    parts = [torch.tensor([0, 4]), torch.tensor([1, 2, 3, 5, 6, 7])]
+    x = DTensor.from_local(parts[dist.get_rank()], mesh, [Shard(0, 2)], run_check=True)
+    return x.cuts, x.tolist()
+
+
+def test_from_local_finds_unequal_pieces_of_blocks(processes: Pools) -> None:
+    want = ((None, (1, 3)), list(range(8)))
+    assert processes(2).run(ragged_pieces_of_blocks) == [want] * 2
+
+
 def from_rank(source: int | None, place: Any) -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2))
     mine = torch.arange(4.0) + 10 * dist.get_rank()
