@@ -25,7 +25,7 @@ verify: $(READY)
 	$(BIN)/python -m verification --page docs/operators.md
 
 redistribute: $(READY)
-	$(BIN)/python -m pytest -m '' tests/test_redistribute_any.py --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -m '' tests/test_redistribute_any.py --hypothesis-profile=thorough -o faulthandler_timeout=3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py

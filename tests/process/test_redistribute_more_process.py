@@ -149,9 +149,12 @@ def test_ranks_of_a_wider_group_count_alike(processes: Pools, buffer: int, batch
     check(cases, processes(8).run(move, cases, buffer, batch))
 
 
-def test_the_collectives_of_other_backends(processes: Pools) -> None:
+@pytest.mark.parametrize("buffer", [1 << 20, 64])
+def test_the_collectives_of_other_backends(processes: Pools, buffer: int) -> None:
     cases = random_cases(60, seed=5, ranks=RANKS[:2])
-    check(cases, processes(4).run(move, cases, 1 << 20, 1, True))
+    even = [((8, 4), torch.float32, (RANKS[0], a, None), (RANKS[0], b, None))
+            for a, b in [((S0,), (R,)), ((S1,), (R,)), ((P,), (S0,)), ((P,), (S1,))]]  # fmt: skip
+    check(cases + even, processes(4).run(move, cases + even, buffer, 1, True))
 
 
 def test_large_tensors_go_in_rounds(processes: Pools) -> None:

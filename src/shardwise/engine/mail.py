@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..geometry import Box, box_numel
+from ..geometry import Box, box_numel, box_shape
 from ..mesh import Coord
 from .buffer import buffer_size, chunks
 from .channel import Channel, world
@@ -23,7 +23,7 @@ from .protocol import Job, Parcel, narrow
 from .reduction import reduce_into
 from .wire import as_bytes
 
-__all__ = ["Land", "Launch", "mail"]
+__all__ = ["Land", "Launch", "mail", "shaped", "tile"]
 
 Land = Callable[[], None]
 """Waits for a collective that was started, and puts what came where it belongs."""
@@ -166,7 +166,7 @@ class _Round:
         if job.later if sending else job.task.op:
             return None
         outer = job.task.src.box(here) if sending else job.task.dst.box(here)
-        if not _tile([parcel.box for each in packets for *_, parcel in each], outer, job.order):
+        if not tile([parcel.box for each in packets for *_, parcel in each], outer, job.order):
             return None
         value = job.local[0] if sending else out
         assert value is not None
@@ -176,7 +176,7 @@ class _Round:
         return as_bytes(flat)
 
 
-def _tile(boxes: list[Box], outer: Box, order: tuple[int, ...]) -> bool:
+def tile(boxes: list[Box], outer: Box, order: tuple[int, ...]) -> bool:
     """Whether boxes follow each other along the outermost dim in memory and make up `outer`."""
     longer = [dim for dim in order if outer[dim][1] - outer[dim][0] != 1]
     if not longer:
@@ -212,8 +212,12 @@ def _slots(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, 
 
 
 def _shaped(packet: Packet, flat: torch.Tensor) -> torch.Tensor:
+    return shaped(flat, packet[3].box, packet[0].order)
+
+
+def shaped(flat: torch.Tensor, box: Box, order: tuple[int, ...]) -> torch.Tensor:
     """Elements as a tensor: they travel in the order in which the tensor's dims lie in memory."""
-    order, shape = packet[0].order, packet[3].shape
+    shape = box_shape(box)
     if order == tuple(range(len(order))):
         return flat.view(shape)
     inverse = sorted(range(len(order)), key=order.__getitem__)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
 import torch.distributed as dist
 
-from ..geometry import box_shape, relative
+from ..geometry import Box, box_numel, relative
+from .buffer import buffer_size
 from .channel import Channel
 from .faults import forgive, wait
-from .mail import Land
+from .mail import Land, shaped, tile
 from .protocol import Job, narrow
 from .wire import as_bytes, backends_reduce, from_wire, to_wire, wire_op
 
@@ -29,11 +29,34 @@ def native_launch(channel: Channel, jobs: Sequence[Job]) -> Launcher | None:
     alike = len({(each.task.kind, each.task.axes) for each in jobs}) == 1
     if not whole or not alike or not prefers_own(channel.group):
         return None
+    if not all(_is_even(channel, each) or _fits(channel, each) for each in jobs):
+        return None  # mail goes in rounds
     if job.task.kind == "all_gather":
         return _all_gather
     if job.task.kind == "reduce_scatter" and backends_reduce(job.dtype, job.task.op):
         return _reduce_scatter
     return None
+
+
+def _boxes(channel: Channel, job: Job) -> list[Box]:
+    """What each member gives to all, or is given by all."""
+    layout = job.task.src if job.task.kind == "all_gather" else job.task.dst
+    return [layout.box(member) for member in channel.senders if member is not None]
+
+
+def _is_even(channel: Channel, job: Job) -> bool:
+    """Whether the members' boxes are of one size and follow each other in memory: then no buffer is
+    needed. All ranks answer alike."""
+    here = channel.senders[channel.me]
+    assert here is not None
+    outer = (job.task.dst if job.task.kind == "all_gather" else job.task.src).box(here)
+    boxes = _boxes(channel, job)
+    return len(set(map(box_numel, boxes))) == 1 and tile(boxes, outer, job.order)
+
+
+def _fits(channel: Channel, job: Job) -> bool:
+    width = max(map(box_numel, _boxes(channel, job))) * job.dtype.itemsize
+    return 2 * width * len(channel.ranks) <= buffer_size()
 
 
 def prefers_own(group: dist.ProcessGroup | None) -> bool:
@@ -42,16 +65,18 @@ def prefers_own(group: dist.ProcessGroup | None) -> bool:
 
 
 def _all_gather(channel: Channel, job: Job, out: torch.Tensor) -> Land:
-    """Rows of equal length, one per rank, padded to the longest."""
-    task, members = job.task, [coord for coord in channel.senders if coord is not None]
-    boxes = [task.src.box(member) for member in members]
-    width = max(prod(box_shape(box)) for box in boxes) * job.dtype.itemsize
+    """Rows of equal length, one per rank, padded to the longest; straight into the target if it is
+    made of such rows."""
+    task, boxes = job.task, _boxes(channel, job)
+    width = max(map(box_numel, boxes)) * job.dtype.itemsize
     if not width:
         return lambda: None
-    mine = as_bytes(job.local[0])
+    mine = as_bytes(job.local[0].permute(job.order))
     row = mine.new_zeros(width) if job.later or mine.numel() < width else mine
-    row[: mine.numel()] = mine
-    rows = row.new_empty(len(boxes) * width)
+    if row is not mine:
+        row[: mine.numel()] = mine
+    even = _is_even(channel, job)
+    rows = as_bytes(out.permute(job.order)) if even else row.new_empty(len(boxes) * width)
     forgive()
     work = dist.all_gather_single(rows, row, group=channel.group, async_op=True)
 
@@ -59,29 +84,35 @@ def _all_gather(channel: Channel, job: Job, out: torch.Tensor) -> Land:
         wait(work, rows.device.type == "cpu")
         here = channel.receivers[channel.me]
         assert here is not None
+        if even:
+            return
         for part, box in zip(rows.view(len(boxes), -1), boxes, strict=True):
-            shape = box_shape(box)
-            whole = part[: prod(shape) * job.dtype.itemsize].view(job.dtype).view(shape)
-            narrow(out, relative(box, task.dst.box(here))).copy_(whole)
+            flat = part[: box_numel(box) * job.dtype.itemsize].view(job.dtype)
+            narrow(out, relative(box, task.dst.box(here))).copy_(shaped(flat, box, job.order))
 
     return land
 
 
 def _reduce_scatter(channel: Channel, job: Job, out: torch.Tensor) -> Land:
-    """Rows of equal length, one for each rank, padded to the longest."""
+    """Rows of equal length, one for each rank, padded to the longest; straight from the source if
+    it is made of such rows."""
     task, here = job.task, channel.senders[channel.me]
-    members = [coord for coord in channel.receivers if coord is not None]
     assert here is not None
-    boxes = [task.piece(here, member) for member in members]
-    width = max(prod(box_shape(box)) for box in boxes)
+    boxes = _boxes(channel, job)
+    width = max(map(box_numel, boxes))
     if not width:
         return lambda: None
-    wire = to_wire(job.local[0], task.op)
-    sent = wire.new_zeros((len(boxes), width))
-    for row, box in zip(sent, boxes, strict=True):
-        part = narrow(wire, relative(box, task.src.box(here)))
-        row[: part.numel()] = part.reshape(-1)
-    total = wire.new_empty(width)
+    wire = to_wire(job.local[0].permute(job.order), task.op)
+    if _is_even(channel, job):
+        sent = wire.clone() if job.later and wire.data_ptr() == job.local[0].data_ptr() else wire
+    else:
+        sent = wire.new_zeros((len(boxes), width))
+        for row, box in zip(sent, boxes, strict=True):
+            inside = relative(box, task.src.box(here))
+            part = narrow(wire, tuple([inside[dim] for dim in job.order]))
+            row[: part.numel()] = part.reshape(-1)
+    straight = wire.dtype is job.dtype and out.numel() == width
+    total = out.permute(job.order).view(-1) if straight else wire.new_empty(width)
     kind = wire_op(job.dtype, task.op)
     forgive()
     work = dist.reduce_scatter_single(
@@ -90,7 +121,7 @@ def _reduce_scatter(channel: Channel, job: Job, out: torch.Tensor) -> Land:
 
     def land() -> None:
         wait(work, total.device.type == "cpu")
-        mine = total[: out.numel()].view(out.shape)
-        out.copy_(from_wire(mine, job.dtype, task.op, len(boxes)))
+        flat = from_wire(total[: out.numel()], job.dtype, task.op, len(boxes))
+        out.copy_(shaped(flat, task.dst.box(here), job.order))
 
     return land
