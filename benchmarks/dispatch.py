@@ -1,7 +1,8 @@
 """Time per call of common operators: ours, PyTorch's own DTensor and plain tensors, side by side.
 
 Everything runs in one process on the `fake` process group, so only the cost of a call is measured.
-The three are interleaved and the minimum of the repeats is taken. Run with `make bench`.
+The three are interleaved in many short turns and the minimum is taken, so that other work on the
+machine is left out. Run with `make bench`.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def warm(repeats: int, number: int) -> float:
     return mean
 
 
-def cold() -> None:
-    """Time of a first call on meshes of 1 to 4 axes."""
+def cold(turns: int = 3) -> None:
+    """Time of a first call on meshes of 1 to 4 axes: the best of some sizes, each met once."""
     shapes = [(16,), (4, 4), (4, 2, 2), (2, 2, 2, 2)]
     print(f"\n{'first call, ms':16}" + "".join(f"{len(shape)} axes".rjust(22) for shape in shapes))
     rows: dict[str, list[str]] = {"add": [], "mm": [], "cat": []}
@@ -118,18 +119,15 @@ def cold() -> None:
         for name in rows:
             cells = []
             for lib in (ours, theirs):
-                call = _cold_case(lib, mesh, name, len(shape))
-                ours.tensor.dispatch  # noqa: B018  # both libraries are imported and warm but for the key
-                start = time.perf_counter()
-                call()
-                cells.append((time.perf_counter() - start) * 1e3)
+                calls = [_cold_case(lib, mesh, name, 64 + 16 * turn) for turn in range(turns)]
+                cells.append(min(best(call, 1) for call in calls) / 1e3)
             rows[name].append(f"ours {cells[0]:.2f} torch {cells[1]:.1f}".rjust(22))
     for name, cells in rows.items():
         print(f"{name:16}" + "".join(cells))
 
 
-def _cold_case(lib: Any, mesh: Any, name: str, axes: int) -> Callable[[], Any]:
-    size = 64 + 16 * axes
+def _cold_case(lib: Any, mesh: Any, name: str, size: int) -> Callable[[], Any]:
+    axes = mesh.ndim
     places = [lib.Shard(0)] + [lib.Replicate()] * (axes - 1)
     other = [lib.Replicate()] * axes
     x = lib.distribute_tensor(torch.randn(size, size), mesh, places, src_data_rank=None)
@@ -143,8 +141,8 @@ def _cold_case(lib: Any, mesh: Any, name: str, axes: int) -> Callable[[], Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--number", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=150)
+    parser.add_argument("--number", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)  # small tensors: a second thread only adds noise
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)

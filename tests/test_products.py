@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from shardwise import CommDebugMode, Partial, Replicate, Shard
 
 from .compare import numbers, spread, virtual
+from .tier import some
 
 NAN, INF = float("nan"), float("inf")
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -57,7 +58,7 @@ def derivatives(product: Callable[[Any], Any], x: Any, near: Any, far: Any) -> l
 
 def check_products(mesh: Any, layouts: list[Any], names: Any = PRODUCTS) -> None:
     for name in names:
-        for value in VALUES.values():
+        for value in some(list(VALUES.values()), 0.5, (name, mesh.shape)):
             plain = value.clone().requires_grad_()
             near, far = (torch.randn_like(t) for t in (PRODUCTS[name](plain), plain))
             theirs = derivatives(PRODUCTS[name], plain, near, far)
