@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard, distribute_tensor
+from shardwise import (
+    CommDebugMode,
+    Partial,
+    Replicate,
+    Shard,
+    communication,
+    distribute_tensor,
+)
 
 from .compare import ints, numbers, virtual
 
@@ -65,6 +72,34 @@ def test_the_bytes_of_a_few_rows() -> None:
             made.sin()
             made.full_tensor()
         assert sum(comm.bytes.values()) <= 7 * 512
+
+
+def test_the_bytes_of_rows_that_are_cut_again() -> None:
+    """Each rank receives the rows that it shall have and has not, in one collective."""
+    mesh, rows = virtual(4), (torch.arange(8) * 37 + 5) % 256
+    full = numbers(256, 128).float()
+    x, i = distribute_tensor(full, mesh, [S0]), distribute_tensor(rows, mesh, [R])
+    for cuts in ((2, 2, 2, 2), (0, 5, 1, 2)):
+        ends = torch.tensor(cuts).cumsum(0).tolist()
+        owners = [rows[end - n : end] // 64 for end, n in zip(ends, cuts, strict=True)]
+        lacking = max(int((owner != rank).sum()) for rank, owner in enumerate(owners))
+        made = x[i]
+        with communication("error"), CommDebugMode() as comm:
+            cut = made.redistribute(placements=[S0], cuts=[cuts, None])
+        assert sum(comm.bytes.values()) == lacking * 512
+        assert comm.get_total_counts() == 1
+        assert torch.equal(cut.full_tensor(), full[rows])
+
+
+def test_an_index_that_is_sharded() -> None:
+    mesh, full = virtual(4), numbers(256, 128).float()
+    rows = (torch.arange(10) * 37 + 5) % 256
+    x, i = distribute_tensor(full, mesh, [S0]), distribute_tensor(rows, mesh, [S0])
+    for made in (x[i], x.index_select(0, i), F.embedding(i, x)):
+        with CommDebugMode() as comm:
+            cut = made.redistribute(placements=[S0])
+        assert sum(comm.bytes.values()) <= 3 * 512
+        assert torch.equal(cut.full_tensor(), full[rows])
 
 
 def test_the_sign_of_zero_and_nan_arrive() -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
 
 from .geometry import contiguous_stride, flat_index
 from .placement import Placement, Replicate, Shard
-from .redistribute import relaid
+from .redistribute import DimMap, relaid
 from .rules import Call
 from .spec import DTensorSpec
+from .windows import bring_all
 
 __all__ = ["Picked", "Picker", "picker"]
 
@@ -45,35 +47,83 @@ class Picked:
     index: Any
     seen: object
 
-    def brought(self, spec: DTensorSpec, local: Locals) -> tuple[DTensorSpec, Locals]:
-        """The pending result with every place on every rank: its layout and local tensors."""
+    def brought(
+        self, spec: DTensorSpec, local: Locals, target: DTensorSpec
+    ) -> tuple[DTensorSpec, Locals]:
+        """The pending result with nothing pending: its layout and local tensors.
+
+        Where `target` cuts the places of the index along the axes that are pending, each rank gets
+        its own; else every rank gets all.
+        """
         how = self.how
-        index = self.index._locals[0].flatten()
-        size = sum(how.cuts)
-        ends = torch.tensor(list(accumulate(how.cuts)))
-        owner = torch.bucketize(torch.where(index < 0, index + size, index), ends, right=True)
-        order = torch.argsort(owner, stable=True)
-        counts = torch.bincount(owner, minlength=len(how.cuts)).tolist()
+        owner = self._owner()
+        places = [Replicate() if axis in how.axes else p for axis, p in enumerate(spec.placements)]
+        cut = [Shard(how.first) if axis in how.axes else p for axis, p in enumerate(places)]
+        many = len(how.cuts) > _MOST_SHARDS or not self.index.numel()
+        if target.placements == tuple(cut) and target.fine is None and not many:
+            return target, self._apart(spec, local, target, owner)
+        return spec.with_placements(places, spec.cuts), self._everywhere(spec, local, owner)
+
+    def _owner(self) -> torch.Tensor:
+        """For each place of the index the shard that it is picked from."""
+        index, cuts = self.index._locals[0].flatten(), self.how.cuts
+        ends = torch.tensor(list(accumulate(cuts)))
+        return torch.bucketize(torch.where(index < 0, index + sum(cuts), index), ends, right=True)
+
+    def _sent(
+        self, spec: DTensorSpec, local: Locals, order: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[DTensorSpec, Locals]:
+        """What the ranks have to give: the places of the first, then of the second."""
+        how = self.how
         starts = [0, *accumulate(counts)]
         sent = self._in_order_of_owners(spec, counts)
         parts = []
         for coord in sent.slots:
             shard = flat_index(coord, spec.topology.shape, how.axes)
-            mine = order[starts[shard] : starts[shard + 1]]
             part = local[spec.slot(coord)].flatten(how.first, how.first + how.count - 1)
-            parts.append(part.index_select(how.first, mine))
-        whole = sent.with_placements(
-            [Replicate() if axis in how.axes else p for axis, p in enumerate(sent.placements)]
-        )
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
+            parts.append(part.index_select(how.first, order[starts[shard] : starts[shard + 1]]))
+        return sent, tuple(parts)
+
+    def _everywhere(self, spec: DTensorSpec, local: Locals, owner: torch.Tensor) -> Locals:
+        how = self.how
+        order = torch.argsort(owner, stable=True)
+        counts = torch.bincount(owner, minlength=len(how.cuts)).tolist()
+        sent, parts = self._sent(spec, local, order, counts)
+        places = [Replicate() if axis in how.axes else p for axis, p in enumerate(sent.placements)]
+        found = relaid(sent, sent.with_placements(places, _but(sent.cuts, how.first)), parts)
         lead = spec.meta.shape[how.first : how.first + how.count]
-        found = relaid(sent, whole, tuple(parts))
-        places = [Replicate() if axis in how.axes else p for axis, p in enumerate(spec.placements)]
-        done = spec.with_placements(places, spec.cuts)
-        return done, tuple(
-            each.index_select(how.first, back).unflatten(how.first, lead) for each in found
+        return tuple(
+            each.index_select(how.first, torch.argsort(order)).unflatten(how.first, lead)
+            for each in found
         )
+
+    def _apart(
+        self, spec: DTensorSpec, local: Locals, target: DTensorSpec, owner: torch.Tensor
+    ) -> Locals:
+        """Each place on the shard that `target` has it on: what one shard gives another is a
+        window of what it gives."""
+        how, shards = self.how, len(self.how.cuts)
+        lead = spec.meta.shape[how.first : how.first + how.count]
+        inner = prod(lead[1:])
+        ends = torch.tensor([end * inner for end in accumulate(target.dim_cuts[how.first])])
+        taker = torch.bucketize(torch.arange(len(owner)), ends, right=True)
+        pair = owner * shards + taker
+        order = torch.argsort(pair, stable=True)
+        counts = torch.bincount(pair, minlength=shards * shards).tolist()
+        ends_of = list(accumulate(counts))
+        windows = [(end - count, end) for end, count in zip(ends_of, counts, strict=True)]
+        given = [sum(counts[row * shards : (row + 1) * shards]) for row in range(shards)]
+        sent, parts = self._sent(spec, local, order, given)
+        tables = [tuple(windows[row * shards : (row + 1) * shards]) for row in range(shards)]
+        came = bring_all([(sent, parts, {how.first: DimMap(how.axes, table)}) for table in tables])
+        made = []
+        for slot, coord in enumerate(target.slots):
+            shard = flat_index(coord, spec.topology.shape, how.axes)
+            held = torch.cat([order[slice(*table[shard])] for table in tables])
+            rows = torch.cat([each[slot] for each in came], how.first)
+            rows = rows.index_select(how.first, torch.argsort(held))
+            made.append(rows.unflatten(how.first, (len(held) // inner, *lead[1:])))
+        return tuple(made)
 
     def _in_order_of_owners(self, spec: DTensorSpec, counts: Sequence[int]) -> DTensorSpec:
         """The layout of what the ranks send: the places of the first rank, then of the second."""
@@ -98,6 +148,13 @@ class Picked:
         return DTensorSpec(spec.topology, places, meta, cuts=cuts)
 
 
+def _but(cuts: Any, dim: int) -> Any:
+    """The cuts of all dims but one."""
+    return None if cuts is None else [None if d == dim else own for d, own in enumerate(cuts)]
+
+
+_MOST_SHARDS = 16
+"""With more of them the plan of who gives what to whom costs more than it saves."""
 _NAMES = frozenset(("aten::index_select", "aten::gather", "aten::index", "aten::embedding"))
 
 
@@ -124,7 +181,7 @@ def picker(
     shards = [p.dim for p in out.placements if isinstance(p, Shard)]
     if not axes or not ordered or any(first <= d < first + count for d in shards):
         return None
-    if tuple(out.sums) != tuple(axes) or source.sums or inputs[1] is not call.specs[1]:
+    if tuple(out.sums) != tuple(axes) or source.sums:
         return None
     if any(not out.placements[axis].is_partial("sum") for axis in axes):
         return None

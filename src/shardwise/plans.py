@@ -99,7 +99,7 @@ def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
             return spec, value
     picked = tensor._picked
     if picked is not None and not target.sums and picked.seen == _seen(tensor, picked.index):
-        spec, value = picked.brought(tensor._spec, tensor._locals)
+        spec, value = picked.brought(tensor._spec, tensor._locals, target)
         memo = tensor._memo = {} if tensor._memo is None else tensor._memo
         memo[spec] = (stamp(tensor), value)
         return spec, value

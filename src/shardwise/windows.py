@@ -17,7 +17,7 @@ from .redistribute import DimMap, Layout, Step, bytes_received, move, run_togeth
 from .spec import DTensorSpec
 from .wrapper import Locals
 
-__all__ = ["fetch", "fetch_all", "fetch_parts"]
+__all__ = ["bring_all", "fetch", "fetch_all", "fetch_parts"]
 
 Windows = tuple[tuple[int, DimMap], ...]
 
@@ -50,12 +50,22 @@ def fetch_all(
     order of the slots of a tensor that has its dims on those axes.
     """
     steps = [_plan(spec, _sorted(dims)) for spec, _, dims in wanted]
-    moving = [(w, step) for w, step in zip(wanted, steps, strict=True) if step is not None]
-    far = [(step, spec.dtype.itemsize) for (spec, _, _), step in moving if not step.is_local]
+    far = [
+        (step, spec.dtype.itemsize)
+        for (spec, _, _), step in zip(wanted, steps, strict=True)
+        if step is not None and not step.is_local
+    ]
     if far and policy.current().moves != "auto":
         kind = far[0][0].kind if len(far) == 1 else "exchange"
         received = bytes_received(*zip(*far, strict=True))
         policy.on_moves(op, [f"the edges of shards ({kind}, {received} B received per rank)"])
+    return bring_all(wanted)
+
+
+def bring_all(wanted: Sequence[tuple[DTensorSpec, Locals, Mapping[int, DimMap]]]) -> list[Locals]:
+    """As `fetch_all`, where the move was asked for or told already."""
+    steps = [_plan(spec, _sorted(dims)) for spec, _, dims in wanted]
+    moving = [(w, step) for w, step in zip(wanted, steps, strict=True) if step is not None]
     made = iter(
         run_together(
             [step for _, step in moving],
