@@ -338,3 +338,23 @@ def test_a_class_out_of_range_raises() -> None:
     with pytest.raises(RuntimeError, match="non-negative"):
         F.one_hot(i - 1)
     assert torch.equal(F.one_hot(i, 5).full_tensor(), F.one_hot(torch.tensor([0, 4, 2]), 5))
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x: x[torch.tensor([3, 900])],
+        lambda x: x.gather(0, torch.tensor([[3], [900]]).expand(2, 8)),
+        lambda x: x.index_select(0, torch.tensor([3, 900])),
+    ],
+    ids=["index", "gather", "index_select"],
+)
+def test_a_few_rows_that_are_pending_are_reduced_before_they_are_spread(pick: Any) -> None:
+    """Their gradient is as large as the tensor: it is made of values that are whole."""
+    x = distribute_tensor(numbers(1000, 8).requires_grad_(), virtual(4), [Shard(0)])
+    with CommDebugMode() as comm:
+        pick(x).pow(2).sum().backward()
+    assert sum(comm.bytes.values()) < 4 * 2 * 8 * 8
+    want = numbers(1000, 8).requires_grad_()
+    pick(want).pow(2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), want.grad)  # type: ignore

@@ -365,6 +365,8 @@ def test_circular_padding(pads: tuple[int, int]) -> None:
     check(slope, x, mesh=virtual(3), limit=3)
     own: Any = [(None, None, (0, 5, 2))]
     assert_same(run, [x], [(Shard(2),)], virtual(3), cuts=own)
+    blocks = numbers(1, 2, 2, 4)
+    assert_same(lambda x: run(x.reshape(1, 2, 8)), [blocks], [(Shard(3),)], virtual(2))
 
 
 def test_scale_factors_tell_calls_apart() -> None:

@@ -234,3 +234,14 @@ def test_plain_input_and_sharded_weights() -> None:
     assert isinstance(out, DTensor)
     torch.testing.assert_close(out.full_tensor(), run(numbers(4, 5, 3), *given)[0])
     assert isinstance(last, DTensor)
+
+
+def test_batches_sharded_block_by_block() -> None:
+    """As a view leaves them that joins a sharded dim with the one before it."""
+    run, given = layer_of("gru")
+    where = [(Shard(1),), *[(Replicate(),)] * len(given)]
+
+    def joined(x: Any, *given: Any) -> Any:
+        return run(x.reshape(8, 3, 3), *given)
+
+    assert_same(joined, [numbers(2, 4, 3, 3), *given], where, virtual(2))

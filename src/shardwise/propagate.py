@@ -226,10 +226,15 @@ class _Choice:
                 total += move_cost(have, want, count, nbytes, link)
         held = [spec.placements[axis] for spec in self.specs]
         owed = {True: 0, False: 0}
+        # A pending operand is reduced anyway, now or later; what is pending must not grow by it.
+        pending = sum(n for n, have in zip(self.sizes, held, strict=True) if have.is_partial())
         for place, nbytes in zip(row.outputs, self.results, strict=True):
-            same = any(have is place or (have.is_shard() and place.is_shard()) for have in held)
-            if not same and not place.is_replicate():
-                owed[place.is_partial()] += nbytes
+            if place.is_partial():
+                owed[True] += nbytes
+            elif place.is_shard() and not any(have.is_shard() for have in held):
+                owed[False] += nbytes
+        if any(have is place for have in held for place in row.outputs if place.is_partial()):
+            owed[True] = max(owed[True] - pending, 0)
         return total + sum(debt(pending, count, nbytes, link) for pending, nbytes in owed.items())
 
 

@@ -14,8 +14,10 @@ import torch
 
 from .. import policy
 from .._torch import run_composite, take_composite
+from ..autograd import redistributed
 from ..geometry import Interval, contiguous_stride
 from ..placement import Replicate
+from ..plans import describe_moves
 from ..ragged import laid
 from ..redistribute import DimMap
 from ..rules.sliding import InProportion, clipped
@@ -121,6 +123,13 @@ class _Folded(torch.autograd.Function):
         return _Padded.apply(grad, ctx.ring), None
 
 
+def _consecutive(x: Any) -> Any:
+    """A tensor that is sharded block by block, in consecutive pieces."""
+    if policy.current().moves != "auto":
+        policy.on_moves(_OP, describe_moves([(0, x._spec.straight)], [x._spec]))
+    return redistributed(x, x._spec.straight)
+
+
 def pad_circular(x: Any, pads: Sequence[int]) -> Any:
     """Each padded dim after the other, if one of them is sharded."""
     count = len(pads) // 2
@@ -133,6 +142,8 @@ def pad_circular(x: Any, pads: Sequence[int]) -> Any:
     if short or x.ndim != count + 2 or min(sizes) <= 0 or not x.numel():
         return run_composite(_OP, x, pads)  # an error that is PyTorch's, or what it makes of this
     with policy.inside(_OP):
+        if x._spec is not x._spec.straight:
+            x = _consecutive(x)
         for (dim, before, after), size in zip(edges, sizes, strict=True):
             x = x.narrow(dim, max(-before, 0), size) if size != x.shape[dim] else x
             spec = x._spec

@@ -30,6 +30,7 @@ aten = torch.ops.aten
 def _by_channels(spec: DTensorSpec, steps: int) -> DTensorSpec:
     """A layout without shards of the first dims, which hold `steps` and batch: they go to the last
     dim, if it has enough."""
+    spec = spec.straight
     last = spec.ndim - 1
     places: list[Placement] = []
     for count, place in zip(spec.topology.shape, spec.placements, strict=True):

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
 from .._torch import take_differentiable
 from ..ragged import settled
-from ..wrapper import Wrapper
+from .scanning import FromHereOn, needs_gradient
 
 __all__ = ["Cumprod", "Prod", "cumprod", "cumprod_", "prod", "prod_dim"]
 
@@ -79,24 +78,20 @@ class Cumprod(torch.autograd.Function):
         return _cumprod_backward(grad, x, result, ctx.dim), None
 
 
-def _from_here_on(x: Any, dim: int) -> Any:
-    return x.flip(dim).cumsum(dim).flip(dim)
-
-
 def _cumprod_backward(grad: Any, x: Any, result: Any, dim: int) -> Any:
     if x.numel() <= 1 or x.shape[dim] == 1:
         return grad
     weights = result.conj() * grad
     is_zero = x.detach() == 0
     if not is_zero.any().item():
-        return _from_here_on(weights, dim) / x.conj()
+        return FromHereOn.apply(weights, dim) / x.conj()
     if torch.is_grad_enabled():
         return _for_subclasses(lambda x: _cumprod(x, dim), x, grad)
     seen = is_zero.cumsum(dim)
     before, after = seen == 0, (seen == 1) & ~is_zero
     # The factor before the first zero stands in every product up to it; that zero itself, in those
     # up to the next one; what comes later has no influence.
-    early = _from_here_on(weights.masked_fill(~before, 0), dim) / x.conj()
+    early = FromHereOn.apply(weights.masked_fill(~before, 0), dim) / x.conj()
     tail = x.conj().masked_fill(~after, 1).cumprod(dim) * grad.masked_fill(seen != 1, 0)
     head = x.conj().masked_fill(~before, 1).prod(dim, True)
     # Reduced before it meets the head: a pending part that is 0 has no product with infinity.
@@ -105,36 +100,30 @@ def _cumprod_backward(grad: Any, x: Any, result: Any, dim: int) -> Any:
     return early.masked_fill(~before, 0) + torch.where(first, at_zero, 0)
 
 
-def _is_ours(x: Any) -> bool:
-    """Whether the gradient of `x` will be asked for; forward mode has PyTorch's own formulas."""
-    needed = isinstance(x, Wrapper) and torch.is_grad_enabled() and x.requires_grad
-    return needed and unpack_dual(x).tangent is None
-
-
 def _in(dtype: torch.dtype | None, x: Any) -> Any:
     return x if dtype is None else x.to(dtype)
 
 
 def prod(x: Any, *, dtype: torch.dtype | None = None) -> Any:
     """The product of all elements."""
-    return Prod.apply(_in(dtype, x), None, False) if _is_ours(x) else _prod(x, dtype=dtype)
+    return Prod.apply(_in(dtype, x), None, False) if needs_gradient(x) else _prod(x, dtype=dtype)
 
 
 def prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """The product along a dim."""
-    if _is_ours(x):
+    if needs_gradient(x):
         return Prod.apply(_in(dtype, x), dim, keepdim)
     return _prod_dim(x, dim, keepdim, dtype=dtype)
 
 
 def cumprod(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """Running products."""
-    return Cumprod.apply(_in(dtype, x), dim) if _is_ours(x) else _cumprod(x, dim, dtype=dtype)
+    return Cumprod.apply(_in(dtype, x), dim) if needs_gradient(x) else _cumprod(x, dim, dtype=dtype)
 
 
 def cumprod_(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """Running products in place."""
-    if _is_ours(x):
+    if needs_gradient(x):
         return aten.copy_.default(x, cumprod(x.clone(), dim, dtype=dtype))
     return _cumprod_(x, dim, dtype=dtype)
 

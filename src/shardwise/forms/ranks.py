@@ -20,6 +20,7 @@ from ..geometry import Cuts, Interval, contiguous_stride
 from ..placement import Partial, Replicate, Shard
 from ..ragged import as_dtensor, settled, whole
 from ..redistribute import DimMap
+from ..replicated import mesh_of
 from ..rules import Call
 from ..spec import DTensorSpec, TensorMeta
 from ..windows import fetch_all
@@ -107,6 +108,7 @@ def _pays(call: Call) -> bool:
 
 
 def _middle(op: Any, x: Any, ignore_nan: bool) -> Any:
+    mesh_of(op, [x])
     x = settled(op, x)
     spec, rows = x._spec, _rows(x)
     count, missing = x.numel(), _nans(op, x, rows)
@@ -143,8 +145,9 @@ def quantile(
 ) -> Any:
     """Quantiles of all elements, each between two of them."""
     with policy.inside(op):
+        mesh = mesh_of(op, [x])
         x = settled(op, x)
-        rows, mesh = _rows(x), x._spec.topology
+        rows = _rows(x)
         missing = _nans(op, x, rows)
         q = torch.as_tensor(q, dtype=x.dtype, device=x.device)
         last = x.numel() - missing - 1 if ignore_nan else x.numel() - 1
@@ -258,6 +261,7 @@ def _gathered(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[l
 
 
 def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
+    mesh_of(op, [x])
     x = settled(op, x)
     spec = x._spec
     width = _width(x.dtype)

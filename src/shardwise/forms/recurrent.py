@@ -16,6 +16,7 @@ import torch
 from .. import policy
 from .._torch import run_composite, take_composite
 from ..autograd import Redistribute, redistributed
+from ..errors import MeshError
 from ..geometry import Cuts, contiguous_stride
 from ..placement import Partial, Placement, Replicate, Shard
 from ..plans import describe_moves
@@ -89,13 +90,13 @@ class _Batch:
     def of(held: Sequence[tuple[Any, int]]) -> _Batch:
         """That of tensors with the batch at these dims, the input first."""
         (x, dim), *_ = held
-        specs = [(value._spec, at) for value, at in held]
+        specs = [(value._spec.straight, at) for value, at in held]
         # Time and channels are needed whole: their shards go to the batch, if it has enough.
         axes = tuple(
             axis
             for axis, count in enumerate(x._spec.topology.shape)
             if any(spec.placements[axis].is_shard(at) for spec, at in specs)
-            or (x._spec.placements[axis].is_shard() and x.shape[dim] >= count)
+            or (specs[0][0].placements[axis].is_shard() and x.shape[dim] >= count)
         )
         alike = (spec.dim_cuts[at] for spec, at in specs if axes and spec.dim_axes[at] == axes)
         return _Batch(x.shape[dim], axes, next(alike, None))
@@ -163,8 +164,11 @@ def on_shards(
     given = iter([_Parts.apply(value, batch.shares(value._spec)) for value in moved[count:]])
     shares = [None if weight is None else next(given) for weight in weights]
     dim = batched[0][1]
+    coords = like.topology.coords_here(batch.axes)
+    if not coords:
+        raise MeshError(f"{op}: this rank is not in mesh {like.topology}, so it cannot take part.")
     made = []
-    for slot, coord in enumerate(like.topology.coords_here(batch.axes)):
+    for slot, coord in enumerate(coords):
         own = [part[slot] for part in parts]
         rest = [None if share is None else share[slot] for share in shares]
         piece = like.box(coord)[dim]

@@ -6,14 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
+from .._torch import take_differentiable
 from ..build import register_form
 from ..geometry import Box
 from ..rules.call import keeps_sums
-from ..wrapper import wrap
-from .shards import candidates, columns, metas, placed, settled, shard_of, sharded_on
+from ..rules.sliding import in_order
+from ..wrapper import Wrapper, wrap
+from .shards import candidates, columns, metas, placed, relaid, settled, shard_of, sharded_on
 
-__all__ = ["cummax", "cummin", "cumprod", "cumsum", "logcumsumexp"]
+__all__ = [
+    "Cumsum",
+    "FromHereOn",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "cumsum",
+    "logcumsumexp",
+    "needs_gradient",
+]
 
 aten = torch.ops.aten
 _WIDER = {
@@ -25,6 +37,12 @@ _WIDER = {
 Parts = tuple[torch.Tensor, ...]
 Carry = Callable[[Parts, Parts], Parts]
 """What a scan goes on with: from the carried value and the local scan to the result."""
+
+
+def needs_gradient(x: Any) -> bool:
+    """Whether the gradient of `x` will be asked for; forward mode has PyTorch's own formulas."""
+    needed = isinstance(x, Wrapper) and torch.is_grad_enabled() and x.requires_grad
+    return needed and unpack_dual(x).tangent is None
 
 
 def _scan(op: Any, x: Any, dim: int, carry: Carry, **kwargs: Any) -> tuple[Any, ...]:
@@ -74,6 +92,69 @@ def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
         x = settled(op, x)
     (made,) = _scan(op, x, dim, lambda c, p: (p[0] + c[0],), dtype=dtype)
     return made
+
+
+class FromHereOn(torch.autograd.Function):
+    """Sums of each element and all after it; the gradient of running sums, and they its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, dim: int) -> Any:
+        ctx.dim = dim
+        return _from_here_on(x, dim % x.ndim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return Cumsum.apply(grad, ctx.dim), None
+
+
+class Cumsum(torch.autograd.Function):
+    """Running sums along a dim. PyTorch's gradient turns the dim around, twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, dim: int) -> Any:
+        ctx.dim = dim
+        return aten.cumsum.default(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return FromHereOn.apply(grad, ctx.dim), None
+
+
+def _from_here_on(x: Any, dim: int) -> Any:
+    op = aten.cumsum.default
+    if not {x.placements[axis].reduce_op for axis in x._spec.sums} <= {"sum", "avg"}:
+        x = settled(op, x)
+    x = relaid(op, x, x._spec.straight)
+    spec = x._spec
+    if not spec.dim_axes[dim]:
+        return x.flip(dim).cumsum(dim).flip(dim)
+    scans: list[torch.Tensor] = []
+
+    def local(part: torch.Tensor, box: Box) -> Parts:
+        made = part.flip(dim).cumsum(dim).flip(dim)
+        scans.append(made)
+        return (made.narrow(dim, 0, min(made.shape[dim], 1)),)
+
+    (totals,) = candidates(op, x, [dim], 1, local, [x.dtype])
+    at = totals._spec
+    filled = [cut > 0 for cut in spec.dim_cuts[dim]]
+    found = []
+    for coord, scan in zip(spec.slots, scans, strict=True):
+        seen = sum(filled[: shard_of(spec, dim, coord) + 1])
+        after = totals._locals[at.slot(coord)].narrow(dim, seen, sum(filled) - seen)
+        made = scan + after.sum(dim, True) if after.shape[dim] else scan
+        found.append(in_order(made, spec))
+    return wrap(spec, tuple(found))
+
+
+def differentiable_cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
+    """Running sums; along a sharded dim their gradient moves totals too."""
+    if not needs_gradient(x) or not x.ndim or not x._spec.dim_axes[dim]:
+        return _below(x, dim, dtype=dtype)
+    return Cumsum.apply(x if dtype is None else x.to(dtype), dim)
+
+
+_below = take_differentiable(aten.cumsum.default, differentiable_cumsum)
 
 
 @register_form("cumprod", when=sharded_on())
