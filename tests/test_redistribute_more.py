@@ -345,6 +345,24 @@ def test_a_batch_goes_out_in_few_collectives() -> None:
         assert torch.equal(new.full_tensor(), old.full_tensor())
 
 
+def test_a_batch_holds_no_more_between_its_steps_than_the_buffer() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    full = whole_numbers((8, 8))
+    spec, goal = spec_of(mesh, [P, S0], (8, 8)), spec_of(mesh, [R, S1], (8, 8))
+    local = stored(spec, scatter(spec, full))
+    assert [step.kind for step in plan(spec, goal)] == ["all_reduce", "exchange"]
+
+    def counts(buffer: int) -> dict[str, int]:
+        with sw.exchange_buffer(buffer), sw.CommDebugMode() as comm:
+            runs = [Run(plan(spec, goal), local, spec.stride) for _ in range(6)]
+            for ready in run_all(runs):
+                assert_holds(goal, by_coord(goal, ready()), full, f"with {buffer}")
+        return comm.get_comm_counts()
+
+    assert counts(1 << 20) == {"all_reduce": 1, "exchange": 1}
+    assert counts(512) == {"all_reduce": 2, "exchange": 2}  # 128 bytes each: four, then two
+
+
 def test_a_batch_has_gradients_of_gradients() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     full = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 5, 3)]

@@ -51,6 +51,15 @@ class Run:
     then: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] | None = None
     later: bool = False
 
+    def dtype_of(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.local[0].dtype if self.local else self.dtype or torch.get_default_dtype()
+
+    def between(self) -> int:
+        """The most bytes that a rank holds between the steps: the same number on every rank."""
+        made = [step.elements_made for step in self.steps[:-1] if step.kind != "slice"]
+        return min(buffer_size(), sum(made) * self.dtype_of().itemsize) if made else 0
+
 
 def run_steps(
     steps: Sequence[Step], local: Locals, stride: Sequence[int], *, fresh: bool = False
@@ -62,8 +71,21 @@ def run_steps(
 def run_all(runs: Sequence[Run]) -> list[Ready]:
     """Run many redistributions in few collectives; the last one of each may still be under way.
 
-    All ranks must give the same runs in the same order.
+    All ranks must give the same runs in the same order. Runs that hold something between their
+    steps go out together as long as all of that fits into the buffer.
     """
+    ready: list[Ready] = []
+    start, total = 0, 0
+    for index, run in enumerate(runs):
+        between = run.between()
+        if total and total + between > buffer_size():
+            ready += _run_at_once(runs[start:index])
+            start, total = index, 0
+        total += between
+    return ready + _run_at_once(runs[start:])
+
+
+def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
     states = [_State(run) for run in runs]
     while waiting := [state for state in states if state.left]:
         groups: dict[tuple[object, ...], list[_State]] = {}
@@ -149,7 +171,7 @@ class _State:
         self._after: list[Step] = []
         self.left = list(run.steps)
         self._portion: Portion | None = None
-        self._portions = list(portions(run.steps, self._dtype().itemsize, buffer_size()))
+        self._portions = list(portions(run.steps, self._run.dtype_of().itemsize, buffer_size()))
         self._target: tuple[torch.Tensor, ...] = ()
         if self._portions:
             self._target = self._empty(run.steps[-1])
@@ -168,7 +190,7 @@ class _State:
     def _empty(self, step: Step) -> tuple[torch.Tensor, ...]:
         """Memory for the result."""
         shapes = [box_shape(step.dst.box(coord)) for coord in step.dst.slots]
-        dtype, device = self._dtype(), self._device(step)
+        dtype, device = self._run.dtype_of(), self._device(step)
         return tuple(
             torch.empty_strided(shape, stride_like(shape, self._order), dtype=dtype, device=device)
             for shape in shapes
@@ -196,13 +218,8 @@ class _State:
     def alike(self) -> tuple[object, ...]:
         """What steps that share a collective have in common."""
         step = self.left[0]
-        dtype = self._dtype() if step.op else None
+        dtype = self._run.dtype_of() if step.op else None
         return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, dtype
-
-    def _dtype(self) -> torch.dtype:
-        if self._run.local:
-            return self._run.local[0].dtype
-        return self._run.dtype or torch.get_default_dtype()
 
     def _device(self, step: Step) -> torch.device:
         if self._run.local:
@@ -212,7 +229,7 @@ class _State:
     def job(self, step: Step) -> Job:
         local = self._settle(False)
         order = self._order if self._portion is None else self._portion.order(self._order)
-        return Job(step, local, order, self._dtype(), self._device(step), self._run.later)
+        return Job(step, local, order, self._run.dtype_of(), self._device(step), self._run.later)
 
     def arrive(self, landing: _Landing, index: int) -> None:
         self._landing, self._index = landing, index

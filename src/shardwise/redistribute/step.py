@@ -184,6 +184,13 @@ class Step:
             return 0
         return max(map(self.received, self.routes) if self.kind == "transfer" else self._received)
 
+    @cached_property
+    def elements_made(self) -> int:
+        """How many elements a rank holds after the step, for the rank that holds most."""
+        if self.kind == "transfer":
+            return max([box_numel(self.dst.box(coord)) for coord in self.routes])
+        return max(self._new)
+
     def price(self, itemsize: int, enough: int | None = None) -> int:
         """What the step costs by the links of its mesh; each piece by the slowest that it takes.
 
