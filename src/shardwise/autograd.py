@@ -10,9 +10,9 @@ import torch
 
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
+from .moving import started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
-from .plans import started
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Wrapper, share_cell, wrap
 

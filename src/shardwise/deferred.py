@@ -18,8 +18,9 @@ from ._torch import OpOverload, make_wrapper
 from .engine import identity
 from .errors import LayoutError
 from .geometry import contiguous_stride
+from .moving import stamp, wrote
 from .plain import full_local
-from .plans import Plan, stamp, wrote
+from .plans import Plan
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec
 from .wrapper import Locals, Wrapper, share_cell, wrap

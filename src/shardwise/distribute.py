@@ -15,10 +15,10 @@ from .engine import as_bytes, engine_of
 from .errors import LayoutError, MeshError
 from .geometry import contiguous_stride, stride_like
 from .mesh import AnyMesh, Coord, Topology, topology
+from .moving import moved
 from .per_rank import PerRank
 from .placement import Partial, Placement, Shard
 from .plain import check_dense, digest
-from .plans import moved
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from .wrapper import Wrapper, expose, wrap
 

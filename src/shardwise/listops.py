@@ -14,10 +14,10 @@ from ._torch import OpOverload
 from .deferred import is_deferred, own_value, store_through
 from .errors import LayoutError
 from .infer import infer
+from .listplan import Element, ListPlan
 from .mesh import Topology
 from .outs import functional_of, give_shape
 from .plain import adopt, bring_grads_back, check_plain, full_local
-from .plans import Element, ListPlan
 from .propagate import decide
 from .rules import Call, Operand, Rule
 from .rules.pointwise import pointwise

@@ -17,9 +17,10 @@ from ._torch import OpOverload
 from .engine import engine_of
 from .errors import MeshError, PlainTensorError
 from .mesh import Topology, around, axes_in
+from .moving import moved
 from .placement import Replicate
 from .plain import digest, full_local
-from .plans import filled, moved
+from .plans import filled
 from .ragged import settled
 from .replicated import tensors_in
 from .spec import DTensorSpec

@@ -13,7 +13,7 @@ from torch.utils.hooks import unserializable_hook
 from .engine import as_bytes, engine_of
 from .errors import LayoutError, PlainTensorError
 from .mesh import Topology
-from .plans import moved
+from .moving import moved
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Plain, Wrapper, wrap
 

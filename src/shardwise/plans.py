@@ -11,8 +11,9 @@ import torch
 from . import policy
 from ._torch import make_wrapper
 from .mesh import Coord, Topology
+from .moving import describe_moves, moved, stamps, wrote
 from .picked import Picked, Picker
-from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
+from .redistribute import relaid
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
 from .windows import fetch_parts
@@ -21,13 +22,10 @@ from .wrapper import Locals, Wrapper, share_cell, wrap
 __all__ = [
     "CallPlan",
     "Fixed",
-    "ListPlan",
-    "Move",
+    "FormPlan",
     "PickPlan",
     "Plan",
-    "moved",
-    "moved_all",
-    "started",
+    "filled",
 ]
 
 
@@ -52,132 +50,10 @@ class Plan:
         raise NotImplementedError
 
 
-Move = tuple[int, DTensorSpec]
-
-
 class Fixed(NamedTuple):
     """A result that is no tensor, and the same on every rank."""
 
     value: int | float | bool
-
-
-def stamp(tensor: Any) -> tuple[object, ...]:
-    """What changes when the tensor is written, through the dispatcher or through its local
-    tensors."""
-    cell = tensor._cell
-    exposed = cell is not None and len(cell) > 1
-    seen = tuple(
-        t._version if not t.is_inference() else object() if exposed else None
-        for t in tensor._locals
-    )
-    return (0 if cell is None else cell[0], seen)
-
-
-def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
-    """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next
-    user."""
-    src = tensor._spec
-    if src is spec:
-        return tuple(t.clone() for t in tensor._locals) if fresh else tensor._locals
-    if fresh or not src.sums:
-        return relaid(src, spec, tensor._locals, fresh=fresh)
-    memo, now = tensor._memo, stamp(tensor)
-    if memo is None:
-        memo = tensor._memo = {}
-    found = memo.get(spec)
-    if found is None or found[0] != now:
-        base, local = _source(tensor, spec)
-        found = memo[spec] = (now, relaid(base, spec, local))
-    done: Locals = found[1]
-    return done
-
-
-def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
-    """What a tensor is laid out anew from: if it has been reduced, nothing is summed again."""
-    for spec, (seen, value) in (tensor._memo or {}).items():
-        if not spec.sums and seen == stamp(tensor):
-            return spec, value
-    picked = tensor._picked
-    if picked is not None and not target.sums and picked.seen == _seen(tensor, picked.index):
-        spec, value = picked.brought(tensor._spec, tensor._locals, target)
-        memo = tensor._memo = {} if tensor._memo is None else tensor._memo
-        memo[spec] = (stamp(tensor), value)
-        return spec, value
-    return tensor._spec, tensor._locals
-
-
-def _seen(tensor: Any, index: Any) -> object:
-    """What changes when a tensor, or the index by which it was picked, is written."""
-    return stamp(tensor), stamp(index)
-
-
-def _run(tensor: Any, spec: DTensorSpec, fresh: bool, later: bool = False) -> Run:
-    base, local = _source(tensor, spec)
-    return run_between(base, spec, local, fresh=fresh, later=later)
-
-
-def started(
-    tensors: Sequence[Any], specs: Sequence[DTensorSpec], later: bool = False
-) -> list[Ready]:
-    """New local tensors for many moves, in few collectives that may still be under way.
-
-    With `later` the tensors may be written before the results are asked for.
-    """
-    return run_all([_run(t, spec, True, later) for t, spec in zip(tensors, specs, strict=True)])
-
-
-def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
-    """As `moved`, for many tensors, targets and whether to be fresh, in few collectives."""
-    found: dict[int, Locals] = {}
-    same: dict[tuple[int, DTensorSpec], int] = {}
-    runs: list[tuple[int, Run]] = []
-    for index, (tensor, spec, fresh) in enumerate(moves):
-        memo = tensor._memo
-        if tensor._spec is spec:
-            found[index] = moved(tensor, spec, fresh=fresh)
-        elif not fresh and (id(tensor), spec) in same:
-            continue
-        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor):
-            found[index] = memo[spec][1]
-        else:
-            if not fresh:
-                same[id(tensor), spec] = index
-            runs.append((index, _run(tensor, spec, fresh)))
-    made = run_all([run for _, run in runs])
-    for (index, _), ready in zip(runs, made, strict=True):
-        tensor, spec, fresh = moves[index]
-        found[index] = ready()
-        if not fresh and tensor._spec.sums:
-            memo = tensor._memo = {} if tensor._memo is None else tensor._memo
-            memo[spec] = (stamp(tensor), found[index])
-    return [
-        found[index if index in found else same[id(tensor), spec]]
-        for index, (tensor, spec, _) in enumerate(moves)
-    ]
-
-
-def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:
-    """What each move does, for a notice."""
-    texts = []
-    for operand, dst in moves:
-        src = specs[operand]
-        steps = [step for step in steps_between(src, dst) if not step.is_local]
-        if steps:
-            kinds = ", ".join(
-                f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
-                for step in steps
-            )
-            texts.append(
-                f"operand {operand} from {src.layout_text()} to {dst.layout_text()} ({kinds})"
-            )
-    return texts
-
-
-def wrote(tensor: Any) -> None:
-    """Tell everyone who shares the tensor's memory that it was written."""
-    if tensor._cell is not None:
-        tensor._cell[0] += 1
-    tensor._memo = tensor._picked = None
 
 
 def filled(
@@ -482,37 +358,6 @@ def _picks(topology: Topology, coords: Sequence[Coord], spec: DTensorSpec) -> tu
     return tuple(where[coord] for coord in spec.slots)
 
 
-class Element:
-    """One element of a list operator: its operands' layouts and where its local tensors are."""
-
-    __slots__ = ("inputs", "moves", "operands", "outputs")
-
-    def __init__(
-        self,
-        operands: Sequence[int],
-        inputs: Sequence[DTensorSpec],
-        outputs: Sequence[DTensorSpec],
-        specs: Sequence[DTensorSpec],
-    ) -> None:
-        self.operands = tuple(operands)
-        self.inputs = tuple(inputs)
-        self.outputs = tuple(outputs)
-        self.moves = tuple(
-            (operand, dst)
-            for operand, src, dst in zip(operands, specs, inputs, strict=True)
-            if src is not dst
-        )
-
-    def slots(self, coord: Coord) -> list[int] | None:
-        """Where the local tensors for `coord` are stored; None if another coordinate stands for
-        it."""
-        topology = self.inputs[0].topology
-        axes = {axis for spec in (*self.inputs, *self.outputs) for axis in spec.slot_axes}
-        if topology.virtual and any(c and a not in axes for a, c in enumerate(coord)):
-            return None
-        return [spec.slot(coord) for spec in self.inputs]
-
-
 class PickPlan(Plan):
     """A plan whose pending result remembers which rank has which place."""
 
@@ -528,83 +373,8 @@ class PickPlan(Plan):
         index = operands[1]
         if index._locals and not index._locals[0].is_inference():
             share_cell(index)  # so that writes into it are counted
-            made._picked = Picked(self._how, index, _seen(made, index))
+            made._picked = Picked(self._how, index, stamps(made, index))
         return made
-
-
-class ListPlan(Plan):
-    """A list operator (`_foreach_*`, `_fused_*`): one local call on the local tensors of all
-    elements."""
-
-    __slots__ = ("_build", "_elements", "_notice", "_op", "_returns", "_sites", "_written")
-
-    def __init__(
-        self,
-        op: Any,
-        elements: Sequence[Element],
-        specs: Sequence[DTensorSpec],
-        *,
-        written: frozenset[int],
-        returns: bool,
-        build: Callable[..., tuple[list[Any], dict[str, Any]]],
-    ) -> None:
-        super().__init__()
-        self._op = op
-        self._elements = tuple(elements)
-        self._written = written
-        self._returns = returns
-        self._build = build
-        self._notice = describe_moves([m for e in elements for m in e.moves], specs)
-        axes = {a for e in elements for spec in (*e.inputs, *e.outputs) for a in spec.slot_axes}
-        coords = elements[0].inputs[0].topology.coords_here(sorted(axes))
-        self._sites = tuple(
-            site
-            for coord in coords
-            if (site := tuple((i, s) for i, e in enumerate(elements) if (s := e.slots(coord))))
-        )
-
-    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._notice:
-            policy.on_moves(self._op, self._notice)
-        local = [operand._locals for operand in operands]
-        moves = [move for element in self._elements for move in element.moves]
-        if moves:
-            found = moved_all([(operands[i], spec, i in self._written) for i, spec in moves])
-            for (index, _), made in zip(moves, found, strict=True):
-                local[index] = made
-        results: list[list[Any]] = [[] for _ in self._elements]
-        for site in self._sites:
-            chosen = {
-                operand: local[operand][slot]
-                for index, slots in site
-                for operand, slot in zip(self._elements[index].operands, slots, strict=True)
-            }
-            given, named = self._build(args, kwargs, [index for index, _ in site], chosen)
-            made = self._op._op(*given, **named)
-            if self._returns:
-                for (index, _), value in zip(site, made, strict=True):
-                    results[index].append(value)
-        if self._returns:
-            return [
-                wrap(element.outputs[0], tuple(made))
-                for element, made in zip(self._elements, results, strict=True)
-            ]
-        self._write_back(operands, local)
-        return None
-
-    def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
-        moves = [
-            (index, spec)
-            for element in self._elements
-            for index, spec in element.moves
-            if index in self._written
-        ]
-        back = run_all([run_between(spec, operands[i]._spec, local[i]) for i, spec in moves])
-        for (index, _), ready in zip(moves, back, strict=True):
-            for mine, new in zip(operands[index]._locals, ready(), strict=True):
-                mine.copy_(new)
-        for index in self._written:
-            wrote(operands[index])
 
 
 class FormPlan(Plan):
@@ -623,6 +393,3 @@ class FormPlan(Plan):
             return self._form(*args, **kwargs)
         with policy.inside(self._op):
             return self._form(*args, **kwargs)
-
-
-__all__ += ["Element", "FormPlan", "Wrapper"]

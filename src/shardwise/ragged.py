@@ -18,9 +18,9 @@ from . import policy
 from .errors import MeshError
 from .geometry import Cuts, contiguous_stride
 from .mesh import Topology
+from .moving import describe_moves, moved
 from .placement import Placement, Replicate, Shard
 from .plain import adopt
-from .plans import describe_moves, moved
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Wrapper, wrap
 

@@ -11,8 +11,9 @@ from ._torch import OpOverload
 from .errors import MeshError
 from .infer import meta_of
 from .mesh import Topology
+from .moving import wrote
 from .plain import full_local
-from .plans import filled, wrote
+from .plans import filled
 from .redistribute import relaid
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper, wrap

@@ -10,9 +10,9 @@ import torch
 from ..engine import identity
 from ..infer import infer, meta_of
 from ..listops import by_mesh, register_list_form
+from ..moving import moved
 from ..placement import Partial, Placement, Replicate
 from ..plain import full_local
-from ..plans import moved
 from ..replicated import laid_out
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper, wrap

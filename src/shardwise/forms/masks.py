@@ -12,8 +12,8 @@ import torch
 from ..build import register_form
 from ..geometry import Cuts, contiguous_stride
 from ..mesh import Topology
+from ..moving import wrote
 from ..placement import Placement, Replicate, Shard
-from ..plans import wrote
 from ..ragged import as_dtensor, counted, joined, laid, requested, settled, whole
 from ..replicated import fallback_form, mesh_of
 from ..rules.indexing import has_mask

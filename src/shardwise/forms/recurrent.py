@@ -18,8 +18,8 @@ from .._torch import run_composite, take_composite
 from ..autograd import Redistribute, redistributed
 from ..errors import MeshError
 from ..geometry import Cuts, contiguous_stride
+from ..moving import describe_moves
 from ..placement import Partial, Placement, Replicate, Shard
-from ..plans import describe_moves
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from ..wrapper import Wrapper, wrap
 

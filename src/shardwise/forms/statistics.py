@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import policy
+from ..moving import describe_moves, moved
 from ..placement import Replicate
-from ..plans import describe_moves, moved
 from ..rules import Call
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper, wrap

@@ -9,8 +9,8 @@ import torch
 
 from .. import policy
 from .._torch import OpOverload
+from ..moving import describe_moves
 from ..plain import full_local
-from ..plans import describe_moves
 from ..replicated import laid_out, mesh_of, run_whole, tensors_in, written_in
 from ..spec import default_placements
 from ..wrapper import Wrapper

@@ -10,8 +10,8 @@ import torch
 
 from .. import policy
 from .._torch import OpOverload
+from ..moving import describe_moves, moved, wrote
 from ..placement import Placement, Replicate
-from ..plans import describe_moves, moved, wrote
 from ..ragged import laid
 from ..redistribute import relaid
 from ..spec import DTensorSpec, TensorMeta, default_placements

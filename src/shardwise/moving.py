@@ -1,0 +1,143 @@
+"""Operands laid out anew: what a reduced value is kept for, and what makes it stale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
+from .spec import DTensorSpec
+from .wrapper import Locals
+
+__all__ = [
+    "Move",
+    "describe_moves",
+    "moved",
+    "moved_all",
+    "stamp",
+    "stamps",
+    "started",
+    "wrote",
+]
+
+Move = tuple[int, DTensorSpec]
+"""An operand, and the layout it goes to."""
+
+
+def stamp(tensor: Any) -> tuple[object, ...]:
+    """What changes when the tensor is written, through the dispatcher or through its local
+    tensors."""
+    cell = tensor._cell
+    exposed = cell is not None and len(cell) > 1
+    seen = tuple(
+        t._version if not t.is_inference() else object() if exposed else None
+        for t in tensor._locals
+    )
+    return (0 if cell is None else cell[0], seen)
+
+
+def wrote(tensor: Any) -> None:
+    """Tell everyone who shares the tensor's memory that it was written."""
+    if tensor._cell is not None:
+        tensor._cell[0] += 1
+    tensor._memo = tensor._picked = None
+
+
+def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
+    """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next
+    user."""
+    src = tensor._spec
+    if src is spec:
+        return tuple(t.clone() for t in tensor._locals) if fresh else tensor._locals
+    if fresh or not src.sums:
+        return relaid(src, spec, tensor._locals, fresh=fresh)
+    memo, now = tensor._memo, stamp(tensor)
+    if memo is None:
+        memo = tensor._memo = {}
+    found = memo.get(spec)
+    if found is None or found[0] != now:
+        base, local = _source(tensor, spec)
+        found = memo[spec] = (now, relaid(base, spec, local))
+    done: Locals = found[1]
+    return done
+
+
+def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
+    """What a tensor is laid out anew from: if it has been reduced, nothing is summed again."""
+    for spec, (seen, value) in (tensor._memo or {}).items():
+        if not spec.sums and seen == stamp(tensor):
+            return spec, value
+    picked = tensor._picked
+    if picked is not None and not target.sums and picked.seen == stamps(tensor, picked.index):
+        spec, value = picked.brought(tensor._spec, tensor._locals, target)
+        memo = tensor._memo = {} if tensor._memo is None else tensor._memo
+        memo[spec] = (stamp(tensor), value)
+        return spec, value
+    return tensor._spec, tensor._locals
+
+
+def stamps(tensor: Any, index: Any) -> object:
+    """What changes when a tensor, or the index by which it was picked, is written."""
+    return stamp(tensor), stamp(index)
+
+
+def _run(tensor: Any, spec: DTensorSpec, fresh: bool, later: bool = False) -> Run:
+    base, local = _source(tensor, spec)
+    return run_between(base, spec, local, fresh=fresh, later=later)
+
+
+def started(
+    tensors: Sequence[Any], specs: Sequence[DTensorSpec], later: bool = False
+) -> list[Ready]:
+    """New local tensors for many moves, in few collectives that may still be under way.
+
+    With `later` the tensors may be written before the results are asked for.
+    """
+    return run_all([_run(t, spec, True, later) for t, spec in zip(tensors, specs, strict=True)])
+
+
+def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
+    """As `moved`, for many tensors, targets and whether to be fresh, in few collectives."""
+    found: dict[int, Locals] = {}
+    same: dict[tuple[int, DTensorSpec], int] = {}
+    runs: list[tuple[int, Run]] = []
+    for index, (tensor, spec, fresh) in enumerate(moves):
+        memo = tensor._memo
+        if tensor._spec is spec:
+            found[index] = moved(tensor, spec, fresh=fresh)
+        elif not fresh and (id(tensor), spec) in same:
+            continue
+        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor):
+            found[index] = memo[spec][1]
+        else:
+            if not fresh:
+                same[id(tensor), spec] = index
+            runs.append((index, _run(tensor, spec, fresh)))
+    made = run_all([run for _, run in runs])
+    for (index, _), ready in zip(runs, made, strict=True):
+        tensor, spec, fresh = moves[index]
+        found[index] = ready()
+        if not fresh and tensor._spec.sums:
+            memo = tensor._memo = {} if tensor._memo is None else tensor._memo
+            memo[spec] = (stamp(tensor), found[index])
+    return [
+        found[index if index in found else same[id(tensor), spec]]
+        for index, (tensor, spec, _) in enumerate(moves)
+    ]
+
+
+def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:
+    """What each move does, for a notice."""
+    texts = []
+    for operand, dst in moves:
+        src = specs[operand]
+        steps = [step for step in steps_between(src, dst) if not step.is_local]
+        if steps:
+            kinds = ", ".join(
+                f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
+                for step in steps
+            )
+            texts.append(
+                f"operand {operand} from {src.layout_text()} to {dst.layout_text()} ({kinds})"
+            )
+    return texts
