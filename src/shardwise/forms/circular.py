@@ -16,8 +16,8 @@ from .. import policy
 from .._torch import run_composite, take_composite
 from ..autograd import redistributed
 from ..geometry import Interval, contiguous_stride
+from ..moving import describe_moves
 from ..placement import Replicate
-from ..plans import describe_moves
 from ..ragged import laid
 from ..redistribute import DimMap
 from ..rules.sliding import InProportion, clipped
