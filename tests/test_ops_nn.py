@@ -70,3 +70,17 @@ def test_batch_norm_updates_its_running_statistics() -> None:
         return [out, mean, var, F.batch_norm(x, mean, var)]
 
     check(run, X, numbers(5), numbers(5, seed=1), mesh=virtual(2), mixed=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_batch_norm_with_update"],
+)
+def test_batch_norms_whose_names_say_whether_they_train(name: str) -> None:
+    op = getattr(torch.ops.aten, name)
+
+    def run(x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor) -> list[torch.Tensor]:
+        mean, var = mean.clone(), mean.square()
+        return [op(x, w, None, mean, var, 0.3, 1e-5)[0], mean, var]
+
+    check(run, B, numbers(4), numbers(4, seed=1), mesh=virtual(2), mixed=False, grad=False)

@@ -133,28 +133,22 @@ def cudnn_batch_norm(x: Any, *args: Any) -> Any:
     return *native_batch_norm(x, *args), x.new_empty([0], dtype=torch.uint8)
 
 
-@register_form("_batch_norm_with_update", always=True)
-def batch_norm_with_update(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
-) -> Any:
-    """Training, with the reserve of some backend."""
-    return cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+def _with(training: bool, form: Any) -> Any:
+    """A batch norm that is not told whether it trains: its name says it."""
+
+    def run(x: Any, *args: Any) -> Any:
+        *given, momentum, eps = args
+        return form(x, *given, training, momentum, eps)
+
+    return run
 
 
-@register_form("_batch_norm_no_update", always=True)
-def batch_norm_no_update(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
-) -> Any:
-    """No training, with the reserve of some backend."""
-    return cudnn_batch_norm(x, weight, bias, mean, var, False, momentum, eps)
-
-
-@register_form("_native_batch_norm_legit_no_training", always=True)
-def batch_norm_no_training(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
-) -> Any:
-    """With the running statistics."""
-    return native_batch_norm(x, weight, bias, mean, var, False, momentum, eps)
+for _name, _run in {
+    "_batch_norm_with_update": _with(True, cudnn_batch_norm),
+    "_batch_norm_no_update": _with(False, cudnn_batch_norm),
+    "_native_batch_norm_legit_no_training": _with(False, native_batch_norm),
+}.items():
+    register_form(_name, always=True)(_run)
 
 
 @register_form("_native_batch_norm_legit_functional", always=True)

@@ -11,9 +11,9 @@ import torch
 
 from ..geometry import Box, Interval
 from .call import Call, has_fractions
-from .rule import Along, Dims, Rule, Site
+from .rule import COPIED, Along, Dims, Rule, Site
 from .sliding import Slide, followed, in_order, reached
-from .spatial import COPIED, has_planes, is_permuted, of_planes, spatial_dims
+from .spatial import has_planes, is_permuted, of_planes, spatial_dims
 
 __all__ = ["constant_pad", "mirrored_pad", "mirrored_pad_backward"]
 

@@ -20,9 +20,9 @@ from ..spec import DTensorSpec
 from .bands import Bands, Resampling, bands
 from .call import Call, Operand, has_fractions
 from .pooling import in_plane, scattered
-from .rule import Along, Dims, Rule, Site
+from .rule import COPIED, Along, Dims, Rule, Site
 from .sliding import followed, in_order, narrowed, reached
-from .spatial import COPIED, has_planes, is_permuted, of_planes, spatial_dims
+from .spatial import has_planes, is_permuted, of_planes, spatial_dims
 
 __all__ = ["READ_NUMBERS", "resampled", "resampled_backward"]
 

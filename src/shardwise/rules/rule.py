@@ -19,6 +19,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec, Groups
 
 __all__ = [
+    "COPIED",
     "Along",
     "Dims",
     "Link",
@@ -33,6 +34,10 @@ __all__ = [
     "dims_of",
     "is_anywhere",
 ]
+
+COPIED = tuple(((0,), op, op) for op in ("max", "min", "product"))
+"""The `passes` of rules by which every element of the result is one of the operand, or a zero that
+stands beside them: zeros are zeros after any reduction."""
 
 
 class Link(Protocol):

@@ -16,7 +16,7 @@ import torch
 
 from ..geometry import Cuts, Interval, contiguous_stride
 from .call import Call, Family, Operand, has_fractions
-from .rule import Along, Dims, Link, Rule, Scaled, Site, along, anywhere
+from .rule import COPIED, Along, Dims, Link, Rule, Scaled, Site, along, anywhere
 from .sliding import Slide, fitted, followed, in_order, margins, padded, reached
 
 __all__ = [
@@ -34,8 +34,6 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-COPIED = tuple(((0,), op, op) for op in ("max", "min", "product"))
-"""Pending reductions that pass where every element of the result is one of the operand."""
 
 
 def spatial_dims(call: Call) -> int:

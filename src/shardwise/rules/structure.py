@@ -10,7 +10,7 @@ import torch
 
 from ..geometry import Interval
 from .call import Call, has_fractions, keeps_sums
-from .rule import Along, Dims, Rule, Site, along
+from .rule import COPIED, Along, Dims, Rule, Site, along
 from .views import Spread, Window
 
 __all__ = [
@@ -25,15 +25,12 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-_PASSES = tuple(((0,), op, op) for op in ("max", "min", "product"))
-"""What is pending passes: values are copied, and the zeros put beside them are zeros after any
-reduction."""
 
 
 def _moved(ins: Sequence[Dims], out: Dims, sizes: dict[str, int], **more: Any) -> Rule:
     """A rule of operators that copy elements, or put zeros."""
     every = tuple(range(len(ins)))
-    passes = tuple((every, op, op) for _, op, _ in _PASSES)
+    passes = tuple((every, op, op) for _, op, _ in COPIED)
     return Rule(tuple(ins), (out,), sizes, reduce=None, linear=(every,), passes=passes, **more)
 
 

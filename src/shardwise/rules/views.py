@@ -15,7 +15,7 @@ from ..finer import common, trivial
 from ..geometry import Cuts, Interval, chunk_cuts, intervals
 from ..spec import Groups
 from .call import Call, has_fractions, keeps_sums
-from .rule import Along, Dims, Rule, Scaled, Site, along
+from .rule import COPIED, Along, Dims, Rule, Scaled, Site, along
 
 __all__ = [
     "Window",
@@ -65,13 +65,10 @@ def view(call: Call) -> Rule:
         sizes,
         reduce=None,
         linear=((0,),),
-        passes=_PASSES,
+        passes=COPIED,
         shape_arg=1,
         apart=None if plain else ((apart[0],), (apart[1],)),
     )
-
-
-_PASSES = tuple(((0,), op, op) for op in ("max", "min", "product"))
 
 
 def view_dtype(call: Call) -> Rule:
@@ -195,7 +192,7 @@ def _reordered(call: Call, names: Sequence[str | None]) -> Rule:
         _sizes(shape),
         reduce=None,
         linear=((0,),),
-        passes=_PASSES,
+        passes=COPIED,
     )
 
 
@@ -431,7 +428,7 @@ def _dropped(call: Call, dim: int) -> Rule:
         {f"i{d}": size for d, size in enumerate(shape) if d != dim},
         reduce=None,
         linear=((0,),),
-        passes=_PASSES,
+        passes=COPIED,
     )
 
 
