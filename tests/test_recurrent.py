@@ -16,7 +16,9 @@ from shardwise import (
     communication,
     distribute_module,
     manual_seed,
+    plain_tensors,
 )
+from shardwise.errors import PlainTensorError
 
 from .compare import assert_same, check, numbers, spread, virtual
 
@@ -245,3 +247,13 @@ def test_batches_sharded_block_by_block() -> None:
         return run(x.reshape(8, 3, 3), *given)
 
     assert_same(joined, [numbers(2, 4, 3, 3), *given], where, virtual(2))
+
+
+def test_a_first_state_that_is_plain_can_be_refused() -> None:
+    layer = distribute_module(made("gru", torch.float32), virtual(2))
+    x = spread(numbers(4, 6, 3).float(), virtual(2), [Shard(1)])
+    with plain_tensors("error"):
+        with pytest.raises(PlainTensorError, match=r"^aten\.gru\.input: a plain tensor"):
+            layer(x)
+        state = spread(torch.zeros(1, 6, 2), virtual(2), [Shard(1)])
+        assert layer(x, state)[0].placements == (Shard(1),)

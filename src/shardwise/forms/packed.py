@@ -119,7 +119,7 @@ def _take_layer(op: Any) -> None:
     def run(data: Any, batch_sizes: Any, hx: Any, weights: Any, *options: Any) -> Any:
         one = isinstance(hx, torch.Tensor)
         sizes = full_local(batch_sizes)
-        found = on_one_mesh(data, [hx] if one else hx, weights)
+        found = on_one_mesh(op, data, [hx] if one else hx, weights)
         if found is None:
             return run_composite(op, data, sizes, hx, weights, *options)
         if drops(options):

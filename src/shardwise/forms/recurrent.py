@@ -121,10 +121,11 @@ def _whole(value: Any) -> DTensorSpec:
     return spec.with_placements(default_placements(spec.topology))
 
 
-def _entered(value: Any, example: Any) -> Any:
+def _entered(op: Any, value: Any, example: Any) -> Any:
     """A plain tensor as a DTensor, as the policy on plain tensors allows; its gradient is plain."""
     if value is None or isinstance(value, Wrapper):
         return value
+    policy.on_plain(op, tuple(value.shape))
     return value * example.new_ones((), dtype=value.dtype)
 
 
@@ -203,13 +204,13 @@ def _joined(
 # --- layers and cells ------------------------------------------------------------------------
 
 
-def on_one_mesh(x: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
+def on_one_mesh(op: Any, x: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
     """All operands as DTensors; None if they are on several meshes, or on none."""
     given = [value for value in (x, *states, *weights) if isinstance(value, Wrapper)]
     if len({value._spec.topology for value in given}) != 1:
         return None
-    x, *states = (_entered(value, given[0]) for value in (x, *states))
-    return x, states, [_entered(weight, given[0]) for weight in weights]
+    x, *states = (_entered(op, value, given[0]) for value in (x, *states))
+    return x, states, [_entered(op, weight, given[0]) for weight in weights]
 
 
 def _take_layer(op: Any, cell: bool) -> None:
@@ -220,7 +221,7 @@ def _take_layer(op: Any, cell: bool) -> None:
         weights, options = (rest, ()) if cell else (rest[0], rest[1:])
         of_state = 0 if cell else 1
         at = 0 if cell or options[-1] else 1
-        found = on_one_mesh(x, [hx] if one else hx, weights)
+        found = on_one_mesh(op, x, [hx] if one else hx, weights)
         fits = found is not None and all(
             s.ndim == x.ndim and s.shape[of_state] == x.shape[at] for s in found[1]
         )
