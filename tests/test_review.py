@@ -224,3 +224,36 @@ def test_the_gradient_of_a_shard_is_a_shard(place: Placement) -> None:
     x = on_mesh(torch.ones(4, 4), Shard(0)).requires_grad_()
     with pytest.raises(LayoutError, match="a gradient has the shape of its local tensor"):
         x.to_local(grad_placements=[place])
+
+
+ALIASES: list[Callable[[Any], Any]] = [
+    lambda x: x,
+    torch.Tensor.detach,
+    lambda x: x.view(-1),
+    torch.t,
+    lambda x: x.detach().view(-1)[2:],
+]
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_what_is_written_into_the_local_tensors_of_an_alias_is_seen(
+    alias: Callable[[Any], Any],
+) -> None:
+    total = DTensor.from_local(torch.ones(4, 4), MESH, [Partial()])
+    before = total.relu().full_tensor().sum()
+    alias(total).to_local().add_(1)
+    assert total.relu().full_tensor().sum() > before
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_row_sees_what_is_written_into_the_local_tensors_of_an_alias(
+    alias: Callable[[Any], Any], grad: bool
+) -> None:
+    x = on_mesh(torch.ones(4, 4), Shard(0)).requires_grad_(grad)
+    row = x.detach()[3]  # its elements live on one rank alone
+    assert row.tolist() == [1.0] * 4
+    local = alias(x).to_local()
+    with torch.no_grad():
+        local.add_(1)
+    assert row.tolist() == [2.0] * 4

@@ -14,7 +14,7 @@ from .moving import started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
 from .spec import DTensorSpec, TensorMeta, default_placements
-from .wrapper import Wrapper, share_cell, wrap
+from .wrapper import Wrapper, exposed_locals, share_cell, wrap
 
 __all__ = [
     "FromLocal",
@@ -114,7 +114,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
         ctx.spec = grad_spec
-        return tuple(part.view_as(part) for part in value._locals)
+        return tuple(part.view_as(part) for part in exposed_locals(value))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from .plain import full_local
 from .plans import Plan
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec
-from .wrapper import Locals, Wrapper, share_cell, wrap
+from .wrapper import Cell, Locals, Wrapper, share_cell, wrap
 
 __all__ = [
     "DeferredPlan",
@@ -135,7 +135,7 @@ class _Unaliased(Plan):
         return self._plan.run(operands, args, kwargs)
 
 
-def _view(spec: DTensorSpec, cell: list[int]) -> Any:
+def _view(spec: DTensorSpec, cell: Cell) -> Any:
     shape, stride, dtype = spec.meta
     kind = Wrapper.deferred  # type: ignore[attr-defined]
     device = torch.device(spec.topology.device_type)

@@ -20,7 +20,7 @@ from .per_rank import PerRank
 from .placement import Partial, Placement, Shard
 from .plain import check_dense, digest
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
-from .wrapper import Wrapper, expose, wrap
+from .wrapper import Wrapper, exposed_locals, wrap
 
 __all__ = ["distribute", "from_local", "to_local"]
 
@@ -39,8 +39,7 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
         grad_spec = _with_slots(spec, grad_spec)
         parts = ToLocal.apply(tensor, grad_spec)
     else:
-        parts = tensor._locals
-    expose(tensor)
+        parts = exposed_locals(tensor)
     if spec.topology.virtual:
         return PerRank(spec.topology, spec.slot_axes, parts)
     if not parts:

@@ -27,19 +27,24 @@ Move = tuple[int, DTensorSpec]
 def stamp(tensor: Any) -> tuple[object, ...]:
     """What changes when the tensor is written, through the dispatcher or through its local
     tensors."""
-    cell = tensor._cell
-    exposed = cell is not None and len(cell) > 1
-    seen = tuple(
-        t._version if not t.is_inference() else object() if exposed else None
-        for t in tensor._locals
+    cell, parts = tensor._cell, tensor._locals
+    if cell is None:
+        return 0, _versions(parts, False), ()
+    also = () if cell.parts is parts else _versions(cell.parts, cell.exposed)
+    return cell.writes, _versions(parts, cell.exposed), also
+
+
+def _versions(parts: Locals, exposed: bool) -> tuple[object, ...]:
+    """Inference tensors have no versions: if a user holds them they may have changed."""
+    return tuple(
+        [t._version if not t.is_inference() else object() if exposed else None for t in parts]
     )
-    return (0 if cell is None else cell[0], seen)
 
 
 def wrote(tensor: Any) -> None:
     """Tell everyone who shares the tensor's memory that it was written."""
     if tensor._cell is not None:
-        tensor._cell[0] += 1
+        tensor._cell.writes += 1
     tensor._memo = tensor._picked = None
 
 

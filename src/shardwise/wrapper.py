@@ -14,6 +14,18 @@ __all__ = ["Plain", "Wrapper", "wrap"]
 Locals = tuple[torch.Tensor, ...]
 
 
+class Cell:
+    """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
+    of them, whose versions tell of other writes, and whether a user holds any."""
+
+    __slots__ = ("exposed", "parts", "writes")
+
+    def __init__(self, parts: Locals) -> None:
+        self.writes = 0
+        self.parts = parts
+        self.exposed = False
+
+
 class Wrapper(torch.Tensor):
     """What the dispatcher knows of a DTensor.
 
@@ -25,7 +37,7 @@ class Wrapper(torch.Tensor):
 
     _spec: DTensorSpec
     _locals: Locals
-    _cell: list[int] | None = None
+    _cell: Cell | None = None
     _memo: dict[DTensorSpec, tuple[Any, Locals]] | None = None
     _picked: Any = None
     public: ClassVar[type[Wrapper]]
@@ -37,7 +49,7 @@ class Wrapper(torch.Tensor):
         return self
 
 
-def wrap(spec: DTensorSpec, local: Locals, cell: list[int] | None = None) -> Any:
+def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
     """A DTensor of these local tensors."""
     shape, stride, dtype = spec.meta
     made = make_wrapper(
@@ -68,16 +80,30 @@ class Plain:
         self._picked = None
 
 
-def expose(tensor: Wrapper) -> None:
-    """Note that the user holds the local tensors, and may write into them where nobody counts."""
-    cell = share_cell(tensor)
-    if len(cell) == 1:
-        cell.append(1)
+def exposed_locals(tensor: Wrapper) -> Locals:
+    """The local tensors for a user, who may write into them where nobody counts.
+
+    Those of an alias are made views of the first tensor's, so that they have its versions: what the
+    dispatcher makes of a local tensor has versions of its own.
+    """
+    cell, own = share_cell(tensor), tensor._locals
+    cell.exposed = True
+    if cell.parts is own or len(cell.parts) != len(own):
+        return own
+    return tuple([_view_of(base, part) for base, part in zip(cell.parts, own, strict=True)])
 
 
-def share_cell(base: Wrapper) -> list[int]:
+def _view_of(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """`part` as a view of `base`, if it lies in its memory."""
+    memory = [t.untyped_storage().data_ptr() for t in (base, part)]
+    if base is part or base.dtype is not part.dtype or memory[0] != memory[1]:
+        return part
+    return base.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+def share_cell(base: Wrapper) -> Cell:
     """The version cell of a tensor, made now if this is its first alias."""
     cell = base._cell
     if cell is None:
-        cell = base._cell = [0]
+        cell = base._cell = Cell(base._locals)
     return cell
