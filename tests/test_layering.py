@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def imports(node: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
             yield from imports(child, package)
 
 
+@cache
 def imports_of(file: Path) -> list[tuple[int, str]]:
     package = ["shardwise", *file.relative_to(ROOT).parts[:-1]]
     return list(imports(ast.parse(file.read_text()), package))

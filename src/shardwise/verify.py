@@ -30,7 +30,7 @@ from .rules.call import has_fractions
 from .spec import DTensorSpec, Groups, TensorMeta, default_placements
 from .wrapper import wrap
 
-__all__ = ["CheckedRow", "Report", "verify"]
+__all__ = ["CheckedRow", "Report", "Trial", "verify"]
 
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
 
@@ -96,7 +96,7 @@ def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) ->
     entry = Entry(op if isinstance(op, OpOverload) else _default(op))
     if entry.family is None or entry.outs or entry.is_list or _draws(entry.op, args, kwargs):
         raise RuleError(f"verify: calls of {entry.op} are not decided by a rule of its own.")
-    trial = _Trial(entry, args, kwargs)
+    trial = Trial(entry, args, kwargs)
     found: dict[Row, list[str | None]] = {}
     for count in ranks:
         rule = trial.rule(count)
@@ -133,7 +133,7 @@ def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
     yield from dict.fromkeys((chunk_cuts(size, (count,)), last, holes))
 
 
-class _Trial:
+class Trial:
     """One call, tried in many layouts."""
 
     def __init__(self, entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -18,10 +18,12 @@ import torch
 
 import shardwise
 from shardwise import DTensor, DTensorSpec, Partial, Replicate, Shard, TensorMeta
+from shardwise.build import Entry
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import VirtualMesh
 from shardwise.redistribute import plan
 from shardwise.rules import TABLE, parse
+from shardwise.verify import Trial
 
 from ..rules.index_samples import index_samples
 from ..rules.samples import Sample, accepted, call, table_samples, x
@@ -67,8 +69,8 @@ def rules() -> Iterator[str]:
 
 
 def _rule(sample: Sample) -> str:
-    report = shardwise.verify(sample.op, *sample.args, ranks=(2,), **sample.kwargs)
-    return f"{sample}: {report.rule}"
+    rule = Trial(Entry(sample.op), sample.args, sample.kwargs).rule(2)
+    return f"{sample}: {rule}"
 
 
 def plans() -> Iterator[str]:

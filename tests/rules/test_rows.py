@@ -37,7 +37,7 @@ _tagged = [op for op in pointwise_ops() if str(op) not in _BY_FORM]
 
 
 def check(
-    samples: Iterable[Sample], ranks: tuple[int, ...], record: Record, quick: float = 0.4
+    samples: Iterable[Sample], ranks: tuple[int, ...], record: Record, quick: float = 0.3
 ) -> None:
     """Every row of the rules of these calls, or in the quick tier of a share of them."""
     rows = runs = 0
@@ -77,7 +77,7 @@ def _written(op: Any) -> bool:
 )
 def test_every_row_of_pointwise_operators(op: Any, record_property: Record) -> None:
     assert family_of(op) is not None
-    check(pointwise_samples(op), (3,), record_property, quick=0.3)
+    check(pointwise_samples(op), (3,), record_property, quick=0.2)
 
 
 @pytest.mark.parametrize("entry", ["mm", "sum", "amax", "slice", "view", "embedding", "cat"])
