@@ -123,7 +123,15 @@ def flat_indices(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ..
     >>> flat_indices((2, 3), (1,))
     (0, 1, 2, 0, 1, 2)
     """
-    return tuple([flat_index(coord, shape, axes) for coord in all_coords(shape)])
+    steps = [0] * len(shape)
+    step = 1
+    for axis in reversed(axes):
+        steps[axis] = step
+        step *= shape[axis]
+    found = [0]
+    for size, step in zip(shape, steps, strict=True):
+        found = [index + step * place for index in found for place in range(size)]
+    return tuple(found)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ..geometry import Box, Interval, flat_index, flat_indices, intervals
+from ..geometry import Box, Interval, chunk_cuts, flat_index, flat_indices, intervals
 from ..mesh import Coord, Topology
-from ..placement import Partial
+from ..placement import Partial, Placement, Shard
 from ..spec import DTensorSpec
 
 __all__ = ["DimMap", "Grid", "Layout"]
@@ -50,6 +50,13 @@ class Grid:
         return flat_indices(self.sizes, tuple([self.axes.index(axis) for axis in axes]))
 
 
+def _pending(placements: tuple[Placement, ...]) -> tuple[tuple[int, str], ...]:
+    found = [
+        (i, place.reduce_op) for i, place in enumerate(placements) if isinstance(place, Partial)
+    ]
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A box per rank, and the axes on which a reduction is pending."""
@@ -62,14 +69,23 @@ class Layout:
     @lru_cache(maxsize=16384)
     def of(spec: DTensorSpec) -> Layout:
         """The layout that a spec says."""
-        dims = zip(spec.dim_axes, spec.dim_cuts, strict=True)
-        partial = [
-            (axis, place.reduce_op)
-            for axis, place in enumerate(spec.placements)
-            if isinstance(place, Partial)
+        maps = [
+            DimMap(axes, intervals(cuts))
+            for axes, cuts in zip(spec.dim_axes, spec.dim_cuts, strict=True)
         ]
-        maps = [DimMap(axes, intervals(cuts)) for axes, cuts in dims]
-        return Layout(spec.topology, tuple(maps), tuple(partial))
+        return Layout(spec.topology, tuple(maps), _pending(spec.placements))
+
+    def laid(self, placements: tuple[Placement, ...]) -> Layout:
+        """The same tensor with other placements, cut as `torch.chunk` would."""
+        axes: list[list[int]] = [[] for _ in self.dims]
+        for axis, place in enumerate(placements):
+            if isinstance(place, Shard):
+                axes[place.dim].append(axis)
+        maps, shape = [], self.topology.shape
+        for dim, own in zip(self.dims, axes, strict=True):
+            cuts = chunk_cuts(dim.table[-1][1], tuple([shape[axis] for axis in own]))
+            maps.append(DimMap(tuple(own), intervals(cuts)))
+        return Layout(self.topology, tuple(maps), _pending(placements))
 
     @cached_property
     def axes(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby, pairwise
 
+from ..cost import Link
 from ..engine import check_reducible
 from ..geometry import chunk_cuts, contains, intervals
 from ..mesh import Topology
@@ -32,23 +33,30 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
             check_reducible(place.reduce_op, src.dtype)
     if src.topology is not dst.topology:
         return tuple(between_meshes(src, dst, plan))
-    best = tuple(_steps(src, dst))
+    now, goal = Layout.of(src), Layout.of(dst)
+    best = tuple(_steps(now, goal))
     ways = dict.fromkeys(_other_ways(src, dst, best))
     if ways:
         itemsize = src.dtype.itemsize
         least = sum([step.price(itemsize) for step in best])
         for way in ways:
-            best, least = _cheaper(way, best, least, itemsize)
+            best, least = _cheaper(way, now, goal, best, least, itemsize)
     return best
 
 
-Hop = tuple[DTensorSpec, DTensorSpec, bool]
+Places = tuple[Placement, ...]
+Hop = tuple[Places, Places, bool]
 """A part of a way, and whether it reduces and moves at once."""
 Way = tuple[Hop, ...]
 
 
 def _cheaper(
-    way: Way, best: tuple[Step, ...], least: int, itemsize: int
+    way: Way,
+    now: Layout,
+    goal: Layout,
+    best: tuple[Step, ...],
+    least: int,
+    itemsize: int,
 ) -> tuple[tuple[Step, ...], int]:
     """The cheaper of a way and the best so far, with its price.
 
@@ -57,8 +65,11 @@ def _cheaper(
     """
     price = 0
     found: list[list[Step]] = [[] for _ in way]
-    for index in sorted(range(len(way)), key=lambda index: (-_slowest(*way[index]), -index)):
-        for step in _steps(*way[index]):
+    slowest = [_slowest(now.topology.links, a, b) for a, b, _ in way]
+    middle = [now.laid(places) for _, places, _ in way[:-1]]
+    layouts = [now, *middle, goal]
+    for index in sorted(range(len(way)), key=lambda index: (-slowest[index], -index)):
+        for step in _steps(layouts[index], layouts[index + 1], way[index][2]):
             found[index].append(step)
             price += step.price(itemsize, least - price)
             if price >= least:
@@ -66,9 +77,9 @@ def _cheaper(
     return tuple([step for steps in found for step in steps]), price
 
 
-def _slowest(src: DTensorSpec, dst: DTensorSpec, at_once: bool) -> int:
+def _slowest(links: tuple[Link, ...], src: Places, dst: Places) -> int:
     """The price of a byte on the slowest axis on which two layouts differ."""
-    pairs = zip(src.topology.links, src.placements, dst.placements, strict=True)
+    pairs = zip(links, src, dst, strict=True)
     return max([link.per_byte for link, have, want in pairs if have is not want], default=0)
 
 
@@ -79,39 +90,40 @@ def _other_ways(src: DTensorSpec, dst: DTensorSpec, steps: tuple[Step, ...]) -> 
     moving = [step for step in steps if not step.is_local]
     if not moving:
         return
-    yield from map(_through, _made_partial(src, dst))
+    yield from map(_through, _made_partial(src.placements, dst.placements))
     if len(moving) == 1 and len(moving[0].axes) == 1:
         return  # no other way has less to do
     if {"exchange", "all_gather"} & kinds:
         if "reduce_scatter" in kinds:
-            yield ((src, dst, True),)
+            yield ((src.placements, dst.placements, True),)
         if "all_reduce" in kinds:
-            yield from map(_through, _moved_first(src, dst))
+            yield from map(_through, _moved_first(src.placements, dst.placements))
     yield from map(_through, _axis_by_axis(src, dst))
 
 
-def _through(way: list[DTensorSpec]) -> Way:
+def _through(way: list[Places]) -> Way:
     return tuple([(a, b, False) for a, b in pairwise(way)])
 
 
-def _moved_first(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
+def _moved_first(src: Places, dst: Places) -> Iterator[list[Places]]:
     """The way that moves what is pending, and reduces it where it will be."""
-    places = [
-        have if have.is_partial() and not want.is_partial() else want
-        for have, want in zip(src.placements, dst.placements, strict=True)
-    ]
-    middle = src.with_placements(places)
-    if middle is not src and middle is not dst:
-        yield [src, middle, dst]
+    places = tuple(
+        [
+            have if have.is_partial() and not want.is_partial() else want
+            for have, want in zip(src, dst, strict=True)
+        ]
+    )
+    if places not in (src, dst):
+        yield [src, places, dst]
 
 
-def _made_partial(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
+def _made_partial(src: Places, dst: Places) -> Iterator[list[Places]]:
     """The ways that make shards partial before all else moves, and after it.
 
     Inner axes go first: what the members of outer ones hold is in one piece only after them. What
     is replicated may be sliced last: that costs nothing wherever it comes.
     """
-    pairs = list(zip(src.placements, dst.placements, strict=True))
+    pairs = list(zip(src, dst, strict=True))
     made = [axis for axis, (a, b) in enumerate(pairs) if a.is_shard() and b.is_partial()]
     others = [axis for axis, (a, b) in enumerate(pairs) if not a.is_replicate() and a is not b]
     if not made:
@@ -119,15 +131,15 @@ def _made_partial(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSp
     inner_first = [[axis] for axis in reversed(made)]
     rest = [axis for axis in others if axis not in made]
     for turns in ([*inner_first, rest], [rest, *inner_first])[: 2 if rest else 1]:
-        way, places = [src], list(src.placements)
+        way, places = [src], list(src)
         for axes in turns:
             for axis in axes:
-                places[axis] = dst.placements[axis]
-            way.append(src.with_placements(places))
-        yield [spec for spec, after in pairwise([*way, dst]) if spec is not after] + [dst]
+                places[axis] = dst[axis]
+            way.append(tuple(places))
+        yield [each for each, after in pairwise([*way, dst]) if each != after] + [dst]
 
 
-def _axis_by_axis(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSpec]]:
+def _axis_by_axis(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[Places]]:
     """Ways over layouts in between, for a mesh whose axes differ: fast axes first, and last."""
     links = src.topology.links
     pairs = list(zip(src.placements, dst.placements, strict=True))
@@ -136,18 +148,18 @@ def _axis_by_axis(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[DTensorSp
         return
     by_speed = sorted(axes, key=lambda axis: links[axis].per_byte)
     for order in (by_speed, by_speed[::-1]):
-        way, places = [src], list(src.placements)
+        way, places = [src.placements], list(src.placements)
         for axis in order[:-1]:
             places[axis] = dst.placements[axis]
-            way.append(src.with_placements(places))
-        yield [*way, dst]
+            way.append(tuple(places))
+        yield [*way, dst.placements]
     reduced = [axis for axis in by_speed if _stays_whole(*pairs[axis])]
     if len(reduced) > 1 and dst.ndim:
         # Scatter over the fast axis, reduce what is left over the slow one, gather over the fast.
         widest = max(range(dst.ndim), key=lambda dim: dst.meta.shape[dim])
         places = list(dst.placements)
         places[reduced[0]] = Shard(widest)
-        yield [src, src.with_placements(places), dst]
+        yield [src.placements, tuple(places), dst.placements]
 
 
 def _stays_whole(have: Placement, want: Placement) -> bool:
@@ -155,8 +167,7 @@ def _stays_whole(have: Placement, want: Placement) -> bool:
     return have.is_partial() and want.is_replicate()
 
 
-def _steps(src: DTensorSpec, dst: DTensorSpec, at_once: bool = False) -> Iterator[Step]:
-    now, goal = Layout.of(src), Layout.of(dst)
+def _steps(now: Layout, goal: Layout, at_once: bool = False) -> Iterator[Step]:
     reduced = _axes_to_reduce(now, goal)
     for step in _shrink(now, goal):
         yield step
