@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shardwise import (
     DTensor,
@@ -21,6 +22,8 @@ from shardwise import (
 )
 from shardwise import init_device_mesh as make_mesh
 from shardwise.errors import LayoutError
+
+from .compare import assert_same, numbers
 
 MESH = make_mesh("cpu", (2,))
 LAYOUTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")]
@@ -257,3 +260,19 @@ def test_a_row_sees_what_is_written_into_the_local_tensors_of_an_alias(
     with torch.no_grad():
         local.add_(1)
     assert row.tolist() == [2.0] * 4
+
+
+HALVES: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda x: (x.abs() * 100).mean(),
+    "mean of rows": lambda x: (x.abs() * 100).mean(0),
+    "mse_loss": lambda x: F.mse_loss(x, -x) * 16,
+    "gradient of mse_loss": lambda x: F.mse_loss(x / 8, -x) * 2048,
+    "huber_loss": lambda x: F.huber_loss(x, -x) * 512,
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_means_in_half_precision_do_not_overflow_on_the_way(name: str) -> None:
+    x = numbers(64, 200).mul(20).half()
+    for place in (Shard(0), Shard(1), Shard(0, 4)):
+        assert_same(HALVES[name], [x], [(place,)], MESH, tolerance=4e-3)

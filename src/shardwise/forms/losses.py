@@ -13,28 +13,31 @@ from ..rules import Call
 __all__ = ["ctc_loss", "ctc_loss_backward", "linear_cross_entropy", "nll_loss", "nll_loss2d"]
 
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def _is_mean(call: Call) -> bool:
     return bool(call.get("reduction") == _MEAN)
 
 
-def _mean(op: Any, *args: Any) -> tuple[Any, Any]:
-    total, weight = op(*args[:3], _SUM, args[4])
-    return total / weight, weight
+def _mean(op: Any, x: Any, target: Any, weight: Any, ignored: int) -> tuple[Any, Any]:
+    total, count = op(x, target, weight, _SUM, ignored)
+    if x.dtype is torch.float16:  # which cannot hold the sum of many losses
+        each, _ = op(x, target, weight, _NONE, ignored)
+        total = each.sum(dtype=torch.float32)
+    return (total / count).to(x.dtype), count
 
 
 @register_form("nll_loss_forward", when=_is_mean, blocks=True)
 def nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """The mean is the sum over all shards divided by the weight of all targets that count."""
-    return _mean(aten.nll_loss_forward.default, x, target, weight, reduction, ignore_index)
+    return _mean(aten.nll_loss_forward.default, x, target, weight, ignore_index)
 
 
 @register_form("nll_loss2d_forward", when=_is_mean, blocks=True)
 def nll_loss2d(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """As `nll_loss`, for images."""
-    return _mean(aten.nll_loss2d_forward.default, x, target, weight, reduction, ignore_index)
+    return _mean(aten.nll_loss2d_forward.default, x, target, weight, ignore_index)
 
 
 def _lengths(value: Any) -> list[int]:

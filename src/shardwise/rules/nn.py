@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from ..errors import LayoutError
 from .call import Call, Operand
 from .pointwise import broadcast_dims, pointwise
+from .reductions import wide
 from .rule import Dims, Rule, Site, along, anywhere
 
 __all__ = [
@@ -21,7 +23,7 @@ __all__ = [
     "nll_forward",
 ]
 
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
 
 
 @anywhere
@@ -33,19 +35,37 @@ def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Si
 # --- losses ----------------------------------------------------------------------------------
 
 
-def _sum_over(call: Call, count: int) -> Any:
+def _reducing(call: Call, kind: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The loss or gradient with another reduction than the call's."""
+    at = call.position("reduction")
+    if at < len(args):
+        return call.op(*args[:at], kind, *args[at + 1 :], **kwargs)
+    return call.op(*args, **{**kwargs, "reduction": kind})
+
+
+def _share_of_mean(call: Call, count: int) -> Any:
     """A local call that sums and divides by the number of all elements: the mean's part of a
     shard."""
-    at = call.position("reduction")
 
     @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        given = list(args)
-        if at < len(given):
-            given[at] = _SUM
-        else:
-            kwargs = {**kwargs, "reduction": _SUM}
-        return op(*given, **kwargs) / count
+        dtype = site.outputs[0].dtype
+        if wide(dtype) is dtype:
+            return _reducing(call, _SUM, args, kwargs) / count
+        each = _reducing(call, _NONE, args, kwargs)
+        return (each.sum(dtype=wide(dtype)) / count).to(dtype)
+
+    return local
+
+
+def _gradient_of_mean(call: Call, count: int) -> Any:
+    """A local call that gives the gradient of a sum over the number of all elements."""
+
+    @anywhere
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        dtype = site.outputs[0].dtype
+        widened = [v.to(wide(dtype)) if isinstance(v, torch.Tensor) else v for v in args]
+        return (_reducing(call, _SUM, widened, kwargs) / count).to(dtype)
 
     return local
 
@@ -63,7 +83,7 @@ def loss(call: Call) -> Rule:
     )
     if reduction == _SUM:
         return rule
-    return replace(rule, local=_sum_over(call, prod(shape)))
+    return replace(rule, local=_share_of_mean(call, prod(shape)))
 
 
 def loss_backward(call: Call) -> Rule:
@@ -80,7 +100,7 @@ def loss_backward(call: Call) -> Rule:
     )
     if call.get("reduction") != _MEAN:
         return rule
-    return replace(rule, local=_sum_over(call, prod(shape)))
+    return replace(rule, local=_gradient_of_mean(call, prod(shape)))
 
 
 def _nll_dims(

@@ -12,7 +12,7 @@ from ..engine import identity
 from .call import Call, Family, has_fractions, keeps_sums
 from .rule import Dims, Rule, Site, along, anywhere
 
-__all__ = ["dimwise", "mean", "reduced_dims", "reduction", "slicewise"]
+__all__ = ["dimwise", "mean", "reduced_dims", "reduction", "slicewise", "wide"]
 
 
 def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
@@ -80,6 +80,12 @@ def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: 
     return args[0].new_full(site.out_shapes[0], identity(kind, args[0].dtype))
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What kernels add up numbers of `dtype` in: the sum of a mean may be larger than half
+    precision can hold."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 @anywhere
 def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The part of the mean that this shard gives: its sum over the number of all elements."""
@@ -90,9 +96,9 @@ def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Sit
     every = range(len(shape)) if dims is None or dims == [] else dims
     count = prod(shape[dim] for dim in ([every] if isinstance(every, int) else every))
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-    dtype = kwargs.get("dtype")
-    total = torch.sum(args[0], dim=list(every) or None, keepdim=keepdim, dtype=dtype)
-    return total / count
+    dtype = kwargs.get("dtype") or args[0].dtype
+    total = torch.sum(args[0], dim=list(every) or None, keepdim=keepdim, dtype=wide(dtype))
+    return (total / count).to(dtype)
 
 
 mean = reduction("sum", linear=True, local=mean_local, unless=_is_whole)
