@@ -21,6 +21,7 @@ from shardwise import (
     distribute_tensor,
     per_rank,
 )
+from shardwise.errors import LayoutError
 
 from .compare import numbers, spread, virtual
 
@@ -159,6 +160,14 @@ def test_to_local_has_a_gradient() -> None:
     x = distribute_tensor(X, virtual(2), [Shard(0)]).requires_grad_()
     (x.to_local() ** 2).sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), 2 * X)
+
+
+def test_full_tensor_with_grad_placements() -> None:
+    x = distribute_tensor(torch.ones(2), virtual(2), [Shard(0)]).requires_grad_()
+    (x.full_tensor(grad_placements=[Replicate()]) * 3).sum().backward()
+    assert x.grad.full_tensor().tolist() == [3.0, 3.0]
+    with pytest.raises(LayoutError, match="one plain tensor stands for all ranks"):
+        x.full_tensor(grad_placements=[Partial()])
 
 
 def test_to_local_with_grad_placements() -> None:

@@ -22,7 +22,7 @@ from .plain import check_dense, digest
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from .wrapper import Wrapper, exposed_locals, wrap
 
-__all__ = ["distribute", "from_local", "to_local"]
+__all__ = ["distribute", "from_local", "to_local", "whole_local"]
 
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 """Every dtype, in an order that is the same in every process."""
@@ -31,7 +31,7 @@ _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     spec = tensor._spec
     if grad_placements is not None:
-        grad_spec = _given_grads(spec, grad_placements)
+        grad_spec = _given_grads("to_local", spec, grad_placements)
     else:
         grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
         _say_assumption(tensor)
@@ -47,18 +47,35 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     return parts[0]
 
 
-def _given_grads(spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
+def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
+    """The local tensor of a replicated DTensor, whose gradient is laid out as `grad_placements`
+    say."""
+    spec = whole._spec
+    grad_spec = _given_grads("full_tensor", spec, grad_placements)
+    if spec.topology.virtual and not grad_spec.is_replicated():
+        raise LayoutError(
+            f"full_tensor: grad_placements {list(grad_spec.placements)} on a virtual mesh, where "
+            "one plain tensor stands for all ranks, and so does its gradient. Use "
+            "to_local(grad_placements=...), which has a tensor for each rank."
+        )
+    if not whole._locals:
+        raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
+    (part,) = ToLocal.apply(whole, grad_spec)
+    return part.clone()  # type: ignore[no-any-return]
+
+
+def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
     """The layout that a user gives for the gradients of local tensors: those have the shapes of
     the local tensors, and so must its shards."""
     mesh = spec.topology
-    places = checked_placements("to_local", mesh, grad_placements, spec.ndim)
+    places = checked_placements(what, mesh, grad_placements, spec.ndim)
     pairs = zip(spec.placements, places, strict=True)
     alike = all(a is b or not (a.is_shard() or b.is_shard()) for a, b in pairs)
     grad_spec = spec.with_placements(places, spec.cuts if alike else None)
     every = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
     if any(spec.local_shape(coord) != grad_spec.local_shape(coord) for coord in every):
         raise LayoutError(
-            f"to_local: grad_placements {list(places)} for local tensors of {spec}: a gradient has "
+            f"{what}: grad_placements {list(places)} for local tensors of {spec}: a gradient has "
             "the shape of its local tensor, so it is sharded where the tensor is. Give the same "
             "shards; on the other axes Replicate() or Partial()."
         )

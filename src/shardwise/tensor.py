@@ -12,7 +12,7 @@ from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .deferred import DeferredView
 from .dispatch import dispatch
-from .distribute import distribute, from_local, to_local
+from .distribute import distribute, from_local, to_local, whole_local
 from .errors import LayoutError, MeshError
 from .mesh import AnyMesh, topology
 from .pending import PendingValue
@@ -98,10 +98,16 @@ class DTensor(Wrapper):
         """
         return to_local(self, grad_placements)
 
-    def full_tensor(self) -> torch.Tensor:
-        """The whole value as a plain tensor, on every rank."""
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole value as a plain tensor, on every rank.
+
+        Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
+        with `grad_placements=[Partial()]`.
+        """
         whole = self.redistribute(placements=default_placements(self._spec.topology))
-        return WholeLocal.apply(whole)  # type: ignore[no-any-return]
+        if grad_placements is None:
+            return WholeLocal.apply(whole)  # type: ignore[no-any-return]
+        return whole_local(whole, grad_placements)
 
     def redistribute(
         self,

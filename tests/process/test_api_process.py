@@ -337,6 +337,18 @@ def grad_placements() -> list[float]:
     return x.grad.full_tensor().tolist()  # type: ignore[no-any-return]
 
 
+def whole_grad_placements() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).requires_grad_()
+    whole = x.full_tensor(grad_placements=[Partial()])
+    (whole * (dist.get_rank() + 1)).sum().backward()
+    return x.grad.full_tensor().tolist()
+
+
+def test_full_tensor_with_grad_placements(processes: Pools) -> None:
+    assert processes(2).run(whole_grad_placements) == [[3.0, 3.0]] * 2
+
+
 def test_to_local_with_grad_placements(processes: Pools) -> None:
     assert processes(2).run(grad_placements) == [[3.0, 3.0]] * 2
 
