@@ -224,3 +224,19 @@ def test_sparse_tensors_are_not_laid_out() -> None:
     ):
         with pytest.raises(LayoutError, match=r"torch.sparse_coo, but only dense.*to_dense"):
             use()
+
+
+def test_what_is_no_tensor_no_mesh_and_no_placement_of_ours() -> None:
+    with pytest.raises(LayoutError, match=says("a tensor is needed, but got list", "torch.tensor")):
+        distribute_tensor([1, 2], virtual(2), [Shard(0)])  # type: ignore[arg-type]
+    with pytest.raises(MeshError, match=says("one size per axis, but got 2", "Write (2,)")):
+        shardwise.init_device_mesh("cpu", 2)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=says("picture: a DTensor", "but got Tensor")):
+        shardwise.picture(X)  # type: ignore[arg-type]
+    x = distribute_tensor(X, virtual(2), [Shard(0)])
+    with pytest.raises(MeshError, match=says("but got list", "placements=[R]")):
+        x.redistribute([Replicate()])  # type: ignore[arg-type]
+    from torch.distributed.tensor import Shard as Theirs
+
+    with pytest.raises(LayoutError, match=says("is not a placement", "It is PyTorch's class")):
+        distribute_tensor(X, virtual(2), [Theirs(0)])  # type: ignore[list-item]

@@ -126,6 +126,7 @@ SAMPLING: dict[str, Any] = {
         CUBE,
         numbers(2, 3, 4, 2, 3, seed=3) * 0.6,
     ),
+    "grid_sample of plain points": (lambda x: F.grid_sample(x, GRID, align_corners=False), IMAGE),
     "antialias": (
         lambda x: F.interpolate(x, (4, 3), mode="bicubic", antialias=True, align_corners=False),
         IMAGE,

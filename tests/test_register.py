@@ -224,6 +224,7 @@ def test_autograd_of_a_custom_op() -> None:
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
     register_rule(cube, "... -> ...")
+    assert shardwise.verify(cube, numbers(5, 3)).ok
     for shape in ((2,), (3,), (2, 2)):
         check(cube, numbers(5, 3), mesh=virtual(*shape))
 

@@ -300,6 +300,11 @@ def distribute(
         raise LayoutError(
             f"distribute_tensor: the tensor is a DTensor already: {tensor._spec}. Use redistribute."
         )
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(
+            f"distribute_tensor: a tensor is needed, but got {type(tensor).__name__}. "
+            "Make one with torch.tensor(...)."
+        )
     check_dense("distribute_tensor", tensor)
     mesh = topology(device_mesh)
     places = checked_placements("distribute_tensor", mesh, placements, tensor.ndim)

@@ -23,6 +23,7 @@ from .cost import Link, LinkLike, links_of
 from .errors import MeshError
 from .geometry import all_coords
 from .links import told_by_first
+from .placement import Placement
 
 __all__ = [
     "AnyMesh",
@@ -171,6 +172,11 @@ def init_device_mesh(
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     VirtualMesh('cpu', dp=2, tp=2)
     """
+    if not isinstance(mesh_shape, Sequence):
+        raise MeshError(
+            f"init_device_mesh: mesh_shape must have one size per axis, but got {mesh_shape!r}. "
+            f"Write ({mesh_shape!r},) for one axis."
+        )
     shape = tuple(mesh_shape)
     if any(not isinstance(size, int) or size < 1 for size in shape) or not shape:
         raise MeshError(f"init_device_mesh: mesh_shape must hold positive ints, but got {shape}.")
@@ -380,11 +386,13 @@ def around(parts: Sequence[Topology]) -> Topology | None:
     return None
 
 
-def _find(mesh: AnyMesh) -> Topology | None:
+def _find(mesh: Any) -> Topology | None:
     if not isinstance(mesh, VirtualMesh | TorchDeviceMesh):
+        places = isinstance(mesh, (list, tuple)) and all(isinstance(p, Placement) for p in mesh)
+        hint = f" For placements alone write placements={mesh!r}." if places else ""
         raise MeshError(
             f"a device mesh is needed, but got {type(mesh).__name__}. "
-            "Make one with shardwise.init_device_mesh(device_type, shape)."
+            "Make one with shardwise.init_device_mesh(device_type, shape)." + hint
         )
     return _topologies.get(_key(mesh))
 

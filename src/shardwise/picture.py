@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .errors import LayoutError
 from .finer import held_of
 from .geometry import Interval, all_coords
 from .spec import DTensorSpec
@@ -27,6 +28,10 @@ def picture(tensor: Wrapper | DTensorSpec) -> str:
     3:5 | 2 3 |
         +-----+
     """
+    if not isinstance(tensor, Wrapper | DTensorSpec):
+        raise LayoutError(
+            f"picture: a DTensor or a DTensorSpec is needed, but got {type(tensor).__name__}."
+        )
     spec = tensor if isinstance(tensor, DTensorSpec) else tensor._spec
     held: dict[tuple[Intervals, Intervals], list[int]] = {}
     for coord in all_coords(spec.topology.shape):

@@ -59,8 +59,11 @@ def checked_placements(
     given = tuple(placements)
     for entry in given:
         if not isinstance(entry, Placement):
+            theirs = type(entry).__module__.startswith("torch.") or "_C" in type(entry).__module__
+            hint = " It is PyTorch's class: import shardwise's own." if theirs else ""
             raise LayoutError(
                 f"{what}: {entry!r} is not a placement. Use Replicate(), Shard(dim) or Partial(op)."
+                + hint
             )
     if len(given) != mesh.ndim:
         raise LayoutError(

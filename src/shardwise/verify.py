@@ -112,6 +112,8 @@ def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) ->
 
 
 def _default(packet: Any) -> Any:
+    if isinstance(packet, torch.library.CustomOpDef):  # type: ignore[attr-defined]
+        return packet._opoverload
     overloads = packet.overloads()
     if "default" not in overloads and len(overloads) > 1:
         raise RuleError(f"verify: {packet} has the overloads {', '.join(overloads)}: give one.")

@@ -105,11 +105,12 @@ def grid_sampler(call: Call) -> Rule:
 
 
 def grid_sampler_backward(call: Call) -> Rule:
-    """`"n c p q, n c h! w!, n p q _ -> n c h! w!, n p q _"`, as far as they are asked for."""
+    """`"n c p q, n c h! w!, n p q _ -> n c h! w!, n p q _"`, as far as they are given: the second
+    is given unasked."""
     image, points, out, sizes = _sampled(call, call.shape(1), call.shape(2))
-    asked = zip((image, points), call.get("output_mask"), strict=True)
-    results = tuple(dims for dims, wanted in asked if wanted)
-    return Rule((out, image, points), results[: len(call.results)], sizes, linear=((0,),))
+    given = zip((image, points), call.structure, strict=True)
+    results = tuple(dims for dims, place in given if isinstance(place, int))
+    return Rule((out, image, points), results, sizes, linear=((0,),))
 
 
 def _sampled(
