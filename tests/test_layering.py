@@ -52,6 +52,7 @@ ORDER = [
     "autograd",
     "per_rank",
     "distribute",
+    "saving",
     "tensor",
     "factories",
     "forms",

@@ -32,6 +32,8 @@ __all__ = [
     "VirtualMesh",
     "around",
     "axes_in",
+    "described",
+    "described_mesh",
     "from_first_rank",
     "init_device_mesh",
     "topology",
@@ -357,6 +359,58 @@ def topology(mesh: AnyMesh, links: tuple[Link, ...] | None = None) -> Topology:
         with _lock:
             found = _topologies.setdefault(_key(mesh), Topology(mesh, own))
     return found
+
+
+def described(where: Topology) -> tuple[Any, ...]:
+    """A mesh in plain values: what a pickle keeps of it."""
+    names = where.mesh.mesh_dim_names
+    links = tuple((link.latency, link.bandwidth) for link in where.links)
+    return where.virtual, where.device_type, where.shape, where.ranks, names, links
+
+
+def described_mesh(
+    virtual: bool,
+    device_type: str,
+    shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    names: tuple[str, ...] | None,
+    links: Sequence[tuple[float, float]],
+) -> Topology:
+    """The mesh of a description. One over processes must exist: to make it needs every rank."""
+    if virtual:
+        own = [Link(*pair) for pair in links]
+        array = torch.tensor(ranks).view(shape)
+        return topology(VirtualMesh(device_type, array, mesh_dim_names=names, links=own))
+    world = dist.group.WORLD if dist.is_available() else None
+    found = _topologies.get((world, device_type, tuple(shape), tuple(ranks), names))
+    if found is None and names is not None:
+        found = _part_of_known(device_type, tuple(ranks), tuple(names))
+    if found is None:
+        raise MeshError(
+            f"a tensor was saved on a mesh of processes ({device_type}, "
+            f"{_axes_text(shape, names)}, ranks {list(ranks)}), which does not exist in this "
+            "process. Make it with shardwise.init_device_mesh before the file is loaded, in as "
+            "many processes; for another mesh save full_tensor() and use distribute_tensor after "
+            "loading it."
+        )
+    return found
+
+
+def _part_of_known(
+    device_type: str, ranks: tuple[int, ...], names: tuple[str, ...]
+) -> Topology | None:
+    """The sub-mesh of a known mesh over processes that has these axes and ranks."""
+    for whole in list(_topologies.values()):
+        if isinstance(whole.mesh, VirtualMesh) or whole.device_type != device_type:
+            continue
+        axes = [whole.names.index(name) for name in names if name in whole.names]
+        root = root_mesh(whole.mesh) is whole.mesh and whole.coordinate is not None
+        if not root or len(axes) != len(names) or axes != sorted(axes):
+            continue
+        assert whole.coordinate is not None
+        if tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes))) == ranks:
+            return topology(whole.mesh[names])
+    return None
 
 
 def axes_in(part: Topology, whole: Topology) -> tuple[int, ...] | None:

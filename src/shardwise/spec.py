@@ -14,7 +14,7 @@ import torch
 
 from .errors import LayoutError
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
-from .mesh import AnyMesh, Coord, Topology, topology
+from .mesh import AnyMesh, Coord, Topology, described, described_mesh, topology
 from .placement import Partial, Placement, Replicate, Shard
 
 __all__ = [
@@ -377,16 +377,18 @@ class DTensorSpec:
         return f"{dtype}{list(self.tensor_meta.shape)} {text}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.mesh, self.placements, self.tensor_meta, self.cuts)
+        meta = None if self.tensor_meta is None else tuple(self.tensor_meta)
+        return _rebuild, (described(self.topology), self.placements, meta, self.cuts)
 
 
 def _rebuild(
-    mesh: AnyMesh,
+    mesh: tuple[Any, ...],
     placements: tuple[Placement, ...],
-    meta: TensorMeta | None,
+    meta: tuple[Any, ...] | None,
     cuts: tuple[Cuts | None, ...] | None,
 ) -> DTensorSpec:
-    return DTensorSpec(mesh, placements, meta, cuts=cuts)
+    where = described_mesh(*mesh)
+    return DTensorSpec(where, placements, None if meta is None else TensorMeta(*meta), cuts=cuts)
 
 
 def _blocks(

@@ -18,6 +18,7 @@ from .mesh import AnyMesh, topology
 from .pending import PendingValue
 from .per_rank import PerRank
 from .placement import Placement
+from .saving import plain_attributes, saved
 from .spec import DTensorSpec, checked_placements, default_placements
 from .wrapper import Wrapper, wrap
 
@@ -205,7 +206,7 @@ class DTensor(Wrapper):
                 raise RuntimeError("Only leaf DTensors can be deep-copied: detach() it first.")
             found = wrap(self._spec, tuple(part.clone() for part in self._locals))
             memo[id(self)] = found
-            found.__dict__.update(_plain_attributes(self))
+            found.__dict__.update(plain_attributes(self))
             if self.requires_grad:
                 found.requires_grad_()
             if self.grad is not None:
@@ -213,8 +214,7 @@ class DTensor(Wrapper):
         return found  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = _plain_attributes(self)
-        return _restore, (self._spec, self._locals, self.requires_grad, state)
+        return saved(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [f"_local{index}" for index in range(len(self._locals))]
@@ -225,35 +225,6 @@ class DTensor(Wrapper):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
         return wrap(spec, tuple(inner.values()))
-
-
-_OWN = (
-    "_spec",
-    "_locals",
-    "_cell",
-    "_memo",
-    "_picked",
-    "_of",
-    "_how",
-    "_seen",
-    "_value",
-    "_ready",
-    _watched := "_watched",
-)
-
-
-def _plain_attributes(tensor: DTensor) -> dict[str, Any]:
-    return {
-        k: v for k, v in tensor.__dict__.items() if k not in _OWN and not k.startswith("_local")
-    }
-
-
-def _restore(
-    spec: DTensorSpec, local: tuple[torch.Tensor, ...], requires_grad: bool, state: dict[str, Any]
-) -> DTensor:
-    made: DTensor = wrap(spec, local)
-    made.__dict__.update(state)
-    return made.requires_grad_() if requires_grad else made
 
 
 class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is made on demand

@@ -1,0 +1,80 @@
+"""Pickles of DTensors: the local tensors of one process, and where on the mesh they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .errors import LayoutError
+from .mesh import Coord
+from .spec import DTensorSpec
+from .wrapper import Wrapper, wrap
+
+__all__ = ["plain_attributes", "saved"]
+
+_OWN = (
+    "_spec",
+    "_locals",
+    "_cell",
+    "_memo",
+    "_picked",
+    "_of",
+    "_how",
+    "_seen",
+    "_value",
+    "_ready",
+    "_watched",
+)
+
+
+def plain_attributes(tensor: Wrapper) -> dict[str, Any]:
+    """What a user, or `nn.Parameter`, has set on a tensor."""
+    return _not_own(tensor.__dict__)
+
+
+def _not_own(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state.items() if k not in _OWN and not k.startswith("_local")}
+
+
+def saved(tensor: Wrapper) -> tuple[Any, ...]:
+    """What a pickle keeps of a tensor: how to restore it, and from what."""
+    spec, state = tensor._spec, plain_attributes(tensor)
+    return _restore, (spec, spec.slots, tensor._locals, tensor.requires_grad, state)
+
+
+def _restore(
+    spec: DTensorSpec,
+    slots: tuple[Coord, ...],
+    local: tuple[torch.Tensor, ...],
+    requires_grad: bool,
+    state: dict[str, Any],
+) -> Any:
+    made = wrap(spec, _here(spec, slots, local))
+    made.__dict__.update(_not_own(state))
+    return made.requires_grad_() if requires_grad else made
+
+
+def _here(
+    spec: DTensorSpec, slots: tuple[Coord, ...], local: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """The saved local tensors, if they are those that this process holds."""
+    if not spec.slots:
+        return ()  # this rank is not in the mesh
+    if _varying(spec, slots) != _varying(spec, spec.slots):
+        place = f"mesh coordinate {slots[0]}" if slots else "a rank outside the mesh"
+        raise LayoutError(
+            f"a DTensor {spec} was saved at {place} and is loaded at {spec.slots[0]}, which holds "
+            "another part of it. Save on every rank to a file of its own and load that one; or "
+            "save x.full_tensor(), and use distribute_tensor after loading."
+        )
+    shapes = [tuple(part.shape) for part in local]
+    if shapes != [spec.local_shape(coord) for coord in spec.slots]:
+        raise LayoutError(f"a pickle of a DTensor {spec} has local tensors of shapes {shapes}.")
+    return local
+
+
+def _varying(spec: DTensorSpec, slots: Sequence[Coord]) -> list[tuple[int, ...]]:
+    """Coordinates without the axes on which all ranks hold the same."""
+    return [tuple(coord[axis] for axis in spec.slot_axes) for coord in slots]

@@ -1,0 +1,67 @@
+"""Files that several ranks write and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import mesh as meshes
+from shardwise.errors import LayoutError, MeshError
+
+from ..compare import numbers
+from .harness import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+
+def one_file_for_all(file: str, place: Any) -> str:
+    x = distribute_tensor(numbers(4, 3), init_device_mesh("cpu", (2,)), [place])
+    if dist.get_rank() == 0:
+        torch.save({"x": x}, file)
+    dist.barrier()
+    try:
+        y = torch.load(file, weights_only=False)["x"]
+    except LayoutError as error:
+        return str(error)
+    assert y._spec is x._spec and torch.equal(y.to_local(), x.to_local())
+    return ""
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Partial()], ids=str)
+def test_a_file_of_one_rank_is_not_the_tensor_of_another(
+    processes: Pools, tmp_path: Path, place: Any
+) -> None:
+    first, second = processes(2).run(one_file_for_all, str(tmp_path / "x.pt"), place)
+    assert first == ""
+    if place is Replicate():
+        assert second == ""
+    else:
+        assert "saved at mesh coordinate (0,)" in second and "x.full_tensor()" in second
+
+
+def sub_meshes(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(numbers(4, 3), mesh["tp"], [Shard(0)])
+    file = f"{folder}/{dist.get_rank()}.pt"
+    torch.save(x, file)
+    y = torch.load(file, weights_only=False)
+    assert y._spec is x._spec and torch.equal(y.full_tensor(), numbers(4, 3))
+    key = meshes._key(mesh["tp"])
+    known = meshes._topologies.pop(key)  # as in a new process, which made the whole mesh only
+    y = torch.load(file, weights_only=False)
+    assert y._spec is not x._spec and torch.equal(y.full_tensor(), numbers(4, 3))
+    meshes._topologies[key] = known
+    description = list(meshes.described(known))
+    description[4] = ("unknown",)
+    with pytest.raises(MeshError, match="Make it with shardwise.init_device_mesh"):
+        meshes.described_mesh(*description)
+
+
+def test_a_file_of_each_rank(processes: Pools, tmp_path: Path) -> None:
+    processes(2).run(sub_meshes, str(tmp_path))
