@@ -27,7 +27,7 @@ from .propagate import Decision, decide
 from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
 from .redistribute import steps_between
-from .replicated import as_form, fallback_form, tensors_in, written_in
+from .replicated import as_form, fallback_form, into_plain_form, tensors_in, written_in
 from .rules import Call, Operand, Site, family_of
 from .rules.registered import Registered, registered
 from .rules.resampling import READ_NUMBERS
@@ -113,6 +113,7 @@ class Entry:
         "mixed",
         "op",
         "outs",
+        "own",
         "plans",
         "user",
         "writes",
@@ -135,6 +136,9 @@ class Entry:
         returns = op._schema.returns
         # An operator that writes into an operand and returns something else, as batch norm does.
         self.mixed = self.written is not None and any(r.alias_info is None for r in returns)
+        alone = len(self.writes) == 1 and not self.mixed
+        # A plain tensor here is its rank's own: no DTensor is made of what was in it.
+        self.own = frozenset(a.name for a in writes if a.is_out or alone)
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
         ) or op._schema.name in ("aten::reshape", "aten::contiguous")
@@ -224,6 +228,8 @@ def _build(
         return FormPlan(entry.op, random_form(op), "random")
     if entry.mixed:
         return FormPlan(entry.op, fallback_form(op), "fallback")
+    if len(entry.writes) == 1 and not isinstance(args[entry.writes[0]], Wrapper):
+        return FormPlan(entry.op, into_plain_form(op))
     if all(spec.is_replicated() for spec in specs):
         return _replicated(entry, specs, args, kwargs)
     if entry.family is None:

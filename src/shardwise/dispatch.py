@@ -96,7 +96,7 @@ def dispatch(
     ):
         found = _build(entry, tuple(key), operands, args, kwargs, plain)
     elif plain and policy.current().plain == "check_always":
-        check_plain(entry.op, operands)
+        check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
@@ -184,7 +184,7 @@ def _build(
     if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
         made.default = torch.get_default_dtype()  # integers divided, or times a number
     if plain and policy.current().plain in ("check", "check_always"):
-        check_plain(entry.op, operands)
+        check_plain(entry.op, entry.own, operands, args, kwargs)
     with _lock:
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()

@@ -284,7 +284,7 @@ def _run_on(
     found = entry.plans.get(key)
     when = policy.current().plain
     if plain and (when == "check_always" or (when == "check" and found is None)):
-        check_plain(entry.op, operands)
+        check_plain(entry.op, entry.own, operands, args, kwargs)
     if found is None:
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()

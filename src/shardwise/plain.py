@@ -3,13 +3,14 @@ whole."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import unserializable_hook
 
+from ._torch import OpOverload
 from .engine import as_bytes, engine_of
 from .errors import LayoutError, PlainTensorError
 from .mesh import Topology
@@ -101,9 +102,35 @@ def digest(value: torch.Tensor) -> int:
     return total
 
 
-def check_plain(op: object, operands: Sequence[Any]) -> None:
-    """An error, on every rank, if a plain operand is not equal on all ranks."""
-    for operand in operands:
+def _read(
+    op: OpOverload,
+    own: frozenset[str],
+    operands: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Iterator[Any]:
+    """The operands but those that stand where plain tensors are the rank's own."""
+    names = [argument.name for argument in op._schema.arguments]
+    each = iter(operands)
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        found = [next(each) for v in values if isinstance(v, torch.Tensor)]
+        if name not in own:
+            yield from found
+
+
+def check_plain(
+    op: OpOverload,
+    own: frozenset[str],
+    operands: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    """An error, on every rank, if a plain operand is not equal on all ranks.
+
+    Arguments named in `own` are only written, or nothing but themselves is made of what they held.
+    """
+    for operand in _read(op, own, operands, args, kwargs):
         if not isinstance(operand, Plain):
             continue
         value, topology = operand._locals[0], operand._spec.topology

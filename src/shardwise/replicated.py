@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from . import policy
 from ._torch import OpOverload
 from .errors import MeshError
 from .infer import meta_of
 from .mesh import Topology
-from .moving import wrote
+from .moving import describe_moves, wrote
 from .plain import full_local
 from .plans import filled
 from .redistribute import relaid
@@ -21,6 +22,7 @@ from .wrapper import Wrapper, wrap
 __all__ = [
     "as_form",
     "fallback_form",
+    "into_plain_form",
     "laid_out",
     "mesh_of",
     "returned",
@@ -120,6 +122,22 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return run_whole(op, args, kwargs, whole)
+
+    return run
+
+
+def into_plain_form(op: OpOverload) -> Callable[..., Any]:
+    """`op` that writes into a plain tensor: what that held may differ between ranks, so that each
+    rank computes all of it."""
+    on_whole = fallback_form(op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if policy.current().moves != "auto":
+            given: list[Any] = list(tensors_in(args, kwargs))
+            specs = [tensor._spec for tensor in given if isinstance(tensor, Wrapper)]
+            whole = [s.with_placements(default_placements(s.topology)) for s in specs]
+            policy.on_moves(op, describe_moves(list(enumerate(whole)), specs))
+        return on_whole(*args, **kwargs)
 
     return run
 

@@ -64,6 +64,67 @@ def test_a_rank_local_batch_is_an_error_that_names_the_fix(processes: Pools, pla
             assert "distribute_tensor(tensor, mesh, [Replicate()])" in text
 
 
+def written_plain_tensors(when: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    mine = float(dist.get_rank())
+    values = torch.arange(6.0)
+    x = distribute_tensor(values, mesh, [Shard(0)])
+    first = torch.tensor([0])
+
+    def old(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 7 + mine)
+
+    def column() -> torch.Tensor:
+        made = old(6, 3)
+        made[:, 0] = x
+        return made
+
+    def each() -> torch.Tensor:
+        made = old(6)
+        torch._foreach_add_([made], [x])
+        return made
+
+    calls: list[tuple[Callable[[], torch.Tensor], torch.Tensor]] = [
+        (lambda: old(6).copy_(x), values),
+        (lambda: old(6).add_(x), old(6) + values),
+        (lambda: torch.mul(x, 2, out=old(6)), values * 2),
+        (lambda: torch.cat([x], out=old(6)), values),
+        (lambda: torch.cat([x], out=torch.empty(0)), values),
+        (lambda: old(6, 4).fill_(x.sum()), torch.full((6, 4), 15.0)),
+        (column, torch.cat([values.view(6, 1), old(6, 2)], 1)),
+        (
+            lambda: old(6, 2).index_copy_(1, first, x.view(6, 1)),
+            torch.cat([values.view(6, 1), old(6, 1)], 1),
+        ),
+        (lambda: old(6).index_put_((x.long(),), x), values),
+        (lambda: old(8).scatter_(0, x.long(), x), torch.cat([values, old(2)])),
+        (lambda: old(6).masked_fill_(x > 2, 1.0), torch.where(values > 2, 1.0, old(6))),
+        (lambda: old(6).lerp_(x, 0.5), old(6).lerp(values, 0.5)),
+        (lambda: old(6).cumsum_(0).mul_(x), old(6).cumsum(0) * values),
+        (each, old(6) + values),
+    ]
+    with shardwise.plain_tensors(when):
+        for _ in range(2):
+            for number, (call, want) in enumerate(calls):
+                got = call()
+                assert type(got) is torch.Tensor, number
+                torch.testing.assert_close(got, want, msg=str(number))
+        # What is read is checked still, and so is what a DTensor is made of.
+        return [
+            error_of(lambda: torch.mul(x, old(6), out=old(6)), PlainTensorError),
+            error_of(lambda: x.add_(old(6)), PlainTensorError),
+            error_of(lambda: torch._foreach_add_([x], [old(6)]), PlainTensorError),
+        ]
+
+
+@pytest.mark.parametrize("when", ["check", "check_always"])
+def test_a_plain_tensor_that_is_written_may_differ_between_ranks(
+    processes: Pools, when: str
+) -> None:
+    for texts in processes(2).run(written_plain_tensors, when):
+        assert all("not equal on all ranks" in text for text in texts)
+
+
 def equal_plain_tensor() -> list[Any]:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
