@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -51,3 +52,30 @@ def test_local_tensors_of_other_places_are_refused(wrong: str) -> None:
         local = local[::-1]
     with pytest.raises(LayoutError, match="full_tensor" if wrong == "slots" else "shapes"):
         restore(spec, slots, local, *rest)
+
+
+@pytest.mark.parametrize("places", LAYOUTS, ids=str)
+def test_what_is_written_into_an_array_is_not_lost_in_silence(places: Any) -> None:
+    x = distribute_tensor(numbers(5, 3), MESH, places)
+    for array in (x.numpy(), x.numpy(force=True), numpy.asarray(x), numpy.asarray(x, "float64")):
+        assert numpy.array_equal(array, numbers(5, 3).numpy())
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+    for copied in (numpy.array(x), numpy.asarray(x, "float32")):
+        copied[0] = 7  # a copy is asked for
+    assert torch.equal(x.full_tensor(), numbers(5, 3))
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0)], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_array_of_what_requires_grad_is_an_error_as_on_one_device(
+    place: Any, grad: bool
+) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    plain = numbers(4).requires_grad_()
+    for x in (plain, distribute_tensor(plain, mesh, [place])):
+        with torch.set_grad_enabled(grad):
+            for array in (lambda t: t.numpy(), numpy.asarray):
+                with pytest.raises(RuntimeError, match="requires grad"):
+                    array(x)
+        assert numpy.array_equal(numpy.asarray(x.detach()), numbers(4).numpy())

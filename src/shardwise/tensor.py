@@ -145,12 +145,25 @@ class DTensor(Wrapper):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The global value as a NumPy array."""
-        return self.full_tensor().numpy(force=force)
+        """The global value as a NumPy array that cannot be written: write into the tensor itself.
 
-    def __array__(self, dtype: Any = None) -> Any:
-        array = self.full_tensor().detach().numpy()
-        return array if dtype is None else array.astype(dtype)
+        A plain tensor shares its memory with its array; what is written into the array of a tensor
+        on a mesh would be lost.
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
+                "instead."
+            )
+        array = self.full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        if dtype is not None:
+            array = array.astype(dtype, copy=False)
+        return array.copy() if copy else array
 
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:
