@@ -150,11 +150,6 @@ class DTensor(Wrapper):
         A plain tensor shares its memory with its array; what is written into the array of a tensor
         on a mesh would be lost.
         """
-        if self.requires_grad and not force:
-            raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
-                "instead."
-            )
         array = self.full_tensor().numpy(force=force)
         array.flags.writeable = False
         return array
