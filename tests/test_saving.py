@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import io
 import pickle
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import nn
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.errors import LayoutError
@@ -76,3 +79,57 @@ def test_an_array_of_what_requires_grad_is_an_error_as_on_one_device(place: Any)
                 array(x)
             with torch.no_grad():
                 assert numpy.array_equal(array(x), numbers(4).numpy())
+
+
+def loaded(value: Any) -> Any:
+    """What `torch.save` and `torch.load` make of a value by default."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    for layer, places in ((model[0], LAYOUTS[1]), (model[2], LAYOUTS[3])):
+        for name, value in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(distribute_tensor(value.detach(), MESH, places)))
+    return model
+
+
+def test_state_dicts_are_loaded_by_default() -> None:
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = loaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other = layers()
+    other.load_state_dict(state["model"])
+    again = torch.optim.AdamW(other.parameters())
+    again.load_state_dict(state["optimizer"])
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert q._spec is p._spec and torch.equal(p.full_tensor(), q.full_tensor())
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(again.state[q][key], value)
+
+
+def test_parameters_and_cuts_are_loaded_by_default() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = nn.Parameter(distribute_tensor(numbers(5, 3), mesh, [Shard(0)], cuts=[(1, 4), None]))
+    y = loaded(x)
+    assert isinstance(y, nn.Parameter) and y.requires_grad and y._spec is x._spec
+    assert torch.equal(y.full_tensor(), numbers(5, 3))
+    z = distribute_tensor(numbers(4, 3), mesh, [Shard(0)]).t().reshape(12)
+    assert torch.equal(loaded(z).full_tensor(), numbers(4, 3).t().reshape(12))
+
+
+def test_what_is_no_spec_is_refused() -> None:
+    x = distribute_tensor(numbers(5, 3), MESH, [Shard(0), Replicate()])
+    restore, (_, *rest) = x.__reduce_ex__(2)
+    with pytest.raises(LayoutError, match="damaged"):
+        restore(collections.OrderedDict(), *rest)
+    with pytest.raises(LayoutError, match="damaged"):
+        restore(x._spec, rest[0], ("a", "b"), *rest[2:])
+    with pytest.raises(AttributeError, match="immutable"):
+        Shard(0).dim = 1

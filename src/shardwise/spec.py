@@ -24,6 +24,7 @@ __all__ = [
     "checked_placements",
     "default_placements",
     "fine_meta",
+    "rebuild_spec",
 ]
 
 Groups = tuple[tuple[int, ...], ...]
@@ -378,15 +379,16 @@ class DTensorSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         meta = None if self.tensor_meta is None else tuple(self.tensor_meta)
-        return _rebuild, (described(self.topology), self.placements, meta, self.cuts)
+        return rebuild_spec, (described(self.topology), self.placements, meta, self.cuts)
 
 
-def _rebuild(
+def rebuild_spec(
     mesh: tuple[Any, ...],
     placements: tuple[Placement, ...],
     meta: tuple[Any, ...] | None,
     cuts: tuple[Cuts | None, ...] | None,
 ) -> DTensorSpec:
+    """The spec of a pickle."""
     where = described_mesh(*mesh)
     return DTensorSpec(where, placements, None if meta is None else TensorMeta(*meta), cuts=cuts)
 
