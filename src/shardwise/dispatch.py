@@ -16,6 +16,7 @@ from . import infer, policy
 from ._torch import OpOverload
 from .build import Entry, build
 from .engine import tell
+from .errors import LayoutError
 from .pending import PendingValue
 from .plain import adopt, check_plain
 from .plans import Plan
@@ -49,7 +50,24 @@ def clear() -> None:
     infer.clear()
 
 
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of PyTorch's collectives."""
+
+
+def _refuse_collective(op: OpOverload) -> None:
+    """An error if an operator is a collective: on a whole value it has no meaning, and on local
+    tensors one that depends on the layout."""
+    namespace, name = op._schema.name.split("::")
+    if namespace in _COLLECTIVES and name != "wait_tensor":
+        raise LayoutError(
+            f"{op}: a collective of torch.distributed was given a DTensor, but collectives take "
+            "local tensors. Use x.to_local() for this rank's part. To have the whole value, or "
+            "another layout, no collective is needed: use x.full_tensor() or x.redistribute(...)."
+        )
+
+
 def _entry(op: OpOverload) -> Entry:
+    _refuse_collective(op)
     with _lock:
         return _entries.setdefault(id(op), Entry(op))
 

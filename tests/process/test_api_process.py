@@ -125,6 +125,39 @@ def test_a_plain_tensor_that_is_written_may_differ_between_ranks(
         assert all("not equal on all ranks" in text for text in texts)
 
 
+def collectives_on_dtensors() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    whole = torch.empty(6)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(x),
+        lambda: dist.all_reduce(x[1:], async_op=True),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.all_gather([whole, whole], x),
+        lambda: dist.all_gather_single(torch.empty(12), x),
+        lambda: dist.reduce_scatter_single(torch.empty(3), x),
+        lambda: dist.all_to_all_single(whole, x),
+        lambda: dist.send(x, 1 - dist.get_rank()),
+        lambda: dist.recv(x, 1 - dist.get_rank()),
+        lambda: torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name),
+    ]
+    texts = [error_of(call, LayoutError) for call in calls for _ in range(2)]
+    assert x.full_tensor().tolist() == list(range(6))
+    mine = x.to_local().clone()
+    dist.all_reduce(mine)
+    assert mine.tolist() == [3.0, 5.0, 7.0]
+    return texts
+
+
+def test_a_collective_on_a_dtensor_is_an_error_that_names_the_fix(processes: Pools) -> None:
+    for texts in processes(2).run(collectives_on_dtensors):
+        for text in texts:
+            assert "collectives take local tensors" in text
+            for fix in ("x.to_local()", "x.full_tensor()", "x.redistribute(...)"):
+                assert fix in text
+
+
 def equal_plain_tensor() -> list[Any]:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
