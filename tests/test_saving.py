@@ -133,3 +133,21 @@ def test_what_is_no_spec_is_refused() -> None:
         restore(x._spec, rest[0], ("a", "b"), *rest[2:])
     with pytest.raises(AttributeError, match="immutable"):
         Shard(0).dim = 1
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Partial()], ids=str)
+def test_memory_that_is_not_there_is_not_shared(place: Any) -> None:
+    x = distribute_tensor(numbers(5, 3), init_device_mesh("cpu", (2,)), [place])
+    # What must raise comes before what would read the memory.
+    for share in (
+        lambda t: t.__dlpack__(),
+        lambda t: t.__dlpack__(stream=None),
+        torch.from_dlpack,
+        numpy.from_dlpack,
+        lambda t: t.share_memory_(),
+        lambda t: nn.ParameterList([t]).share_memory(),
+    ):
+        with pytest.raises(LayoutError, match=r"to_local\(\), .* full_tensor\(\)"):
+            share(x)
+    assert torch.equal(torch.from_dlpack(x.full_tensor()), numbers(5, 3))
+    x.full_tensor().share_memory_()

@@ -160,6 +160,14 @@ class DTensor(Wrapper):
             array = array.astype(dtype, copy=False)
         return array.copy() if copy else array
 
+    def share_memory_(self) -> DTensor:
+        """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
+        raise LayoutError(_no_memory("share_memory_", self))
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
+        raise LayoutError(_no_memory("__dlpack__", self))
+
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:
             return format(self.item(), spec)
@@ -233,6 +241,13 @@ class DTensor(Wrapper):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
         return wrap(spec, tuple(inner.values()))
+
+
+def _no_memory(what: str, tensor: DTensor) -> str:
+    return (
+        f"{what}: a DTensor {tensor._spec!r} has no memory of its own. Use to_local(), the "
+        "part of this rank, or full_tensor(), the whole value."
+    )
 
 
 class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is made on demand
