@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, is_first_rank
 from shardwise import mesh as meshes
 from shardwise.errors import LayoutError, MeshError
 
@@ -65,3 +66,25 @@ def sub_meshes(folder: str) -> None:
 
 def test_a_file_of_each_rank(processes: Pools, tmp_path: Path) -> None:
     processes(2).run(sub_meshes, str(tmp_path))
+
+
+def whole_values(file: str) -> None:
+    def layer(places: Any, mesh: Any) -> nn.Linear:
+        made = nn.Linear(3, 5)
+        for name, value in list(made.named_parameters()):
+            setattr(made, name, nn.Parameter(distribute_tensor(value.detach(), mesh, places)))
+        return made
+
+    first = layer([Shard(0)], init_device_mesh("cpu", (2,)))
+    whole = {name: value.full_tensor() for name, value in first.state_dict().items()}
+    if is_first_rank():
+        torch.save(whole, file)
+    dist.barrier()
+    second = layer([Replicate(), Shard(-1)], init_device_mesh("cpu", (1, 2)))
+    second.load_state_dict(torch.load(file))
+    for name, value in second.state_dict().items():
+        assert value.placements[1].is_shard() and torch.equal(value.full_tensor(), whole[name])
+
+
+def test_whole_values_are_loaded_on_another_mesh(processes: Pools, tmp_path: Path) -> None:
+    processes(2).run(whole_values, str(tmp_path / "whole.pt"))
