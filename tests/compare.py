@@ -80,8 +80,8 @@ def spread(
     value = full.detach()
     held = scatter(spec_of(mesh, placements, value.shape, value.dtype, cuts, value.stride()), value)
     local = per_rank(mesh, lambda coord: held[coord].clone())
-    known: dict[str, Any] = {} if cuts else {"shape": value.shape, "stride": value.stride()}
-    made = DTensor.from_local(local, mesh, placements, **known)
+    known: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
+    made = DTensor.from_local(local, mesh, placements, **({"run_check": True} if cuts else known))
     return made.requires_grad_(full.requires_grad)
 
 

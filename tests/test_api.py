@@ -106,15 +106,23 @@ def test_from_local_of_one_tensor_is_the_same_on_all_ranks() -> None:
     assert torch.equal(DTensor.from_local(X, mesh).full_tensor(), X)
 
 
-@pytest.mark.parametrize("run_check", [False, True])
-def test_from_local_finds_unequal_parts(run_check: bool) -> None:
+def test_from_local_finds_unequal_parts() -> None:
     mesh = virtual(3)
     sizes = [2, 0, 4]
     local = per_rank(mesh, lambda coord: torch.full((sizes[coord[0]], 2), float(coord[0])))
-    x = DTensor.from_local(local, mesh, [Shard(0)], run_check=run_check)
+    x = DTensor.from_local(local, mesh, [Shard(0)], run_check=True)
     assert x.shape == (6, 2) and x.cuts == ((2, 0, 4), None)
     assert x.full_tensor()[:, 0].tolist() == [0, 0, 2, 2, 2, 2]
     assert x.sum().item() == 16
+
+
+def test_unequal_parts_that_processes_would_not_see_are_warned_of() -> None:
+    mesh = virtual(2)
+    local = per_rank(mesh, lambda coord: torch.ones(3 + coord[0]))
+    with pytest.warns(UserWarning, match=r"\[3\] and \[4\].*run_check=True") as seen:
+        x = DTensor.from_local(local, mesh, [Shard(0)])
+    assert x.shape == (7,)
+    assert [each.filename for each in seen] == [__file__]  # once for each line of the user's
 
 
 def test_from_local_with_a_given_shape_and_stride() -> None:
@@ -429,7 +437,7 @@ def test_per_rank_gives_a_number_only_if_ranks_agree() -> None:
 
 def test_per_rank_goes_back_into_a_dtensor() -> None:
     x = distribute_tensor(X, virtual(2, 2), [Shard(0), Replicate()])
-    y = DTensor.from_local(x.to_local() * 2, x.device_mesh, x.placements)
+    y = DTensor.from_local(x.to_local() * 2, x.device_mesh, x.placements, run_check=True)
     assert torch.equal(y.full_tensor(), X * 2)
     assert "0: tensor" in repr(x.to_local())
 

@@ -113,7 +113,9 @@ def test_all_pairs(shape: tuple[int, ...]) -> None:
             spec_of(mesh, dst, full.shape, full.dtype),
         )
         held = stored(a, scatter(a, full))
-        x = DTensor.from_local(per_rank(mesh, lambda c, a=a, held=held: held[a.slot(c)]), mesh, src)
+        x = DTensor.from_local(
+            per_rank(mesh, lambda c, a=a, held=held: held[a.slot(c)]), mesh, src, run_check=True
+        )
         assert x._spec is a
         assert_holds(b, by_coord(b, x.redistribute(placements=dst)._locals), full, f"from {a}")
 
@@ -242,7 +244,7 @@ def test_copies_and_pickles() -> None:
     for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), x.clone()):
         assert other.placements == x.placements
         assert torch.equal(other.full_tensor(), x.full_tensor())
-    again = DTensor.from_local(x.to_local(), x.device_mesh, x.placements)
+    again = DTensor.from_local(x.to_local(), x.device_mesh, x.placements, run_check=True)
     assert again._spec is x._spec
     assert torch.equal(again.full_tensor(), x.full_tensor())
 
@@ -257,7 +259,7 @@ def test_copies_and_pickles() -> None:
 )
 def test_local_tensors_of_ragged_blocks_are_taken_back(placements: Any, cuts: Any) -> None:
     x = distribute_tensor(numbers(8, 5), virtual(2, 2), placements, cuts=cuts)
-    again = DTensor.from_local(x.to_local(), x.device_mesh, x.placements)
+    again = DTensor.from_local(x.to_local(), x.device_mesh, x.placements, run_check=True)
     assert again._spec is x._spec
 
 

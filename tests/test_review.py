@@ -218,7 +218,7 @@ def test_what_is_redistributed_to_its_own_layout_with_others_is_a_view_of_itself
 def test_the_gradient_of_ragged_local_tensors_is_cut_as_they_are() -> None:
     x = distribute_tensor(torch.arange(6.0), MESH, [Shard(0)], cuts=[(1, 5)]).requires_grad_()
     local = x.to_local(grad_placements=[Shard(0)])
-    DTensor.from_local(local**2, MESH, [Shard(0)]).sum().backward()
+    DTensor.from_local(local**2, MESH, [Shard(0)], run_check=True).sum().backward()
     assert x.grad.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
 
 

@@ -131,9 +131,24 @@ def from_local(
     shapes = _local_shapes(local, mesh, run_check)
     spec = _inferred(mesh, places, shapes, sample, shape, stride)
     parts = _place_local(local, spec)
+    if mesh.virtual and shapes is not None and not run_check and shape is None:
+        _warn_of_sizes(sorted(set(shapes.values())))
     if run_check and not mesh.virtual:
         parts = _same_replicas(spec, parts)
     return FromLocal.apply(spec, *parts)
+
+
+def _warn_of_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Say that parts of different sizes, which are seen in one process, must be asked for in
+    many."""
+    if len(shapes) > 1:
+        warnings.warn(
+            "from_local: the local tensors have different shapes, among them "
+            f"{list(shapes[0])} and {list(shapes[-1])}. A virtual mesh sees that, but on processes "
+            "each rank takes all to have its own shape. Use from_local(..., run_check=True), which "
+            "compares the ranks.",
+            stacklevel=4,
+        )
 
 
 def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
