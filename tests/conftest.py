@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,8 +22,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """A process per core for directories; one for a file, and for tests that start their own."""
+    return None if _is_whole_suite(config) else 0
+
+
+def _is_whole_suite(config: pytest.Config) -> bool:
     named = [config.invocation_params.dir / name for name in config.args]
-    return None if all(path.is_dir() and path.name != "process" for path in named) else 0
+    return all(path.is_dir() and path.name != "process" for path in named)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test of many cases the quick tier runs a part, unless it was asked for by name."""
+    if config.getoption("keyword") or not _is_whole_suite(config):
+        return
+    counts = Counter(_function(item) for item in items)
+    left = [
+        item
+        for item in items
+        if counts[_function(item)] > _MANY and not tier.is_tried(item.nodeid, _SHARE)
+    ]
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
+
+
+_MANY, _SHARE = 8, 0.55
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
 
 
 def pytest_collection_finish() -> None:

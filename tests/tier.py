@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import ceil
 from random import Random
 from typing import TypeVar
+from zlib import crc32
 
-__all__ = ["choose", "quicker", "some"]
+__all__ = ["choose", "is_tried", "quicker", "some"]
 
 T = TypeVar("T")
 _quick = False
@@ -29,3 +30,8 @@ def some(cases: Sequence[T], share: float, seed: object) -> list[T]:
     if not _quick:
         return list(cases)
     return Random(str(seed)).sample(cases, quicker(len(cases), share))
+
+
+def is_tried(name: str, share: float) -> bool:
+    """Whether the quick tier tries one of many cases, by its name: the same in every process."""
+    return not _quick or crc32(name.encode()) % 100 < 100 * share
