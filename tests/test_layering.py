@@ -14,6 +14,7 @@ import shardwise
 ROOT = Path(shardwise.__file__).parent
 ORDER = [
     "errors",
+    "lazy",
     "_torch",
     "placement",
     "geometry",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 
 from .errors import LayoutError
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
+from .lazy import lazy
 from .mesh import AnyMesh, Coord, Topology, described, described_mesh, topology
 from .placement import Partial, Placement, Replicate, Shard
 
@@ -182,7 +182,7 @@ class DTensorSpec:
 
     # --- the global tensor -----------------------------------------------------------------
 
-    @cached_property
+    @lazy
     def meta(self) -> TensorMeta:
         """Shape, stride and dtype, for specs that have them."""
         if self.tensor_meta is None:
@@ -209,12 +209,12 @@ class DTensorSpec:
 
     # --- dims in blocks ----------------------------------------------------------------------
 
-    @cached_property
+    @lazy
     def groups(self) -> Groups | None:
         """For each dim the sizes it is the product of, if some axis shards the blocks of a dim."""
         return _blocks(self.placements, self.meta.shape)[1]
 
-    @cached_property
+    @lazy
     def fine(self) -> DTensorSpec | None:
         """The same layout of the tensor with its dims taken apart as `groups` says: every rank
         holds a box of that. None if every rank holds a box of the tensor itself."""
@@ -224,7 +224,7 @@ class DTensorSpec:
         places, _ = _seen(self.placements, groups)
         return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
 
-    @cached_property
+    @lazy
     def straight(self) -> DTensorSpec:
         """This layout, with consecutive pieces in place of pieces of every block."""
         if self.groups is None:
@@ -267,7 +267,7 @@ class DTensorSpec:
         """Whether every rank holds the whole tensor."""
         return all(place.is_replicate() for place in self.placements)
 
-    @cached_property
+    @lazy
     def dim_axes(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor dim the axes that shard it, outer first."""
         axes: list[list[int]] = [[] for _ in range(self.ndim)]
@@ -276,7 +276,7 @@ class DTensorSpec:
                 axes[place.dim].append(axis)
         return tuple(map(tuple, axes))
 
-    @cached_property
+    @lazy
     def dim_cuts(self) -> tuple[Cuts, ...]:
         """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
         self._check_consecutive()
@@ -302,7 +302,7 @@ class DTensorSpec:
             for table, axes in zip(self._intervals, self.dim_axes, strict=True)
         )
 
-    @cached_property
+    @lazy
     def _intervals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         return tuple(map(intervals, self.dim_cuts))
 
@@ -326,12 +326,12 @@ class DTensorSpec:
 
     # --- which local tensors this process holds ----------------------------------------------
 
-    @cached_property
+    @lazy
     def slot_axes(self) -> tuple[int, ...]:
         """The axes over which the local tensor varies."""
         return tuple(a for a, place in enumerate(self.placements) if not place.is_replicate())
 
-    @cached_property
+    @lazy
     def slots(self) -> tuple[Coord, ...]:
         """The coordinates of the local tensors held here, in the order in which they are stored."""
         return self.topology.coords_here(self.slot_axes)

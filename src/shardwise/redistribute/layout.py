@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from ..geometry import Box, Interval, chunk_cuts, flat_index, flat_indices, intervals
+from ..lazy import lazy
 from ..mesh import Coord, Topology
 from ..placement import Partial, Placement, Shard
 from ..spec import DTensorSpec
@@ -87,13 +88,13 @@ class Layout:
             maps.append(DimMap(tuple(own), intervals(cuts)))
         return Layout(self.topology, tuple(maps), _pending(placements))
 
-    @cached_property
+    @lazy
     def axes(self) -> tuple[int, ...]:
         """The axes over which the local tensor varies: those that index its slots."""
         varying = {axis for dim in self.dims for axis in dim.axes}
         return tuple(sorted(varying | {axis for axis, _ in self.partial}))
 
-    @cached_property
+    @lazy
     def slots(self) -> tuple[Coord, ...]:
         return self.topology.coords_here(self.axes)
 
@@ -102,7 +103,7 @@ class Layout:
             return 0
         return flat_index(coord, self.topology.shape, self.axes)
 
-    @cached_property
+    @lazy
     def _boxes(self) -> dict[Coord, Box]:
         return {}
 

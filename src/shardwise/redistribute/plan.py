@@ -63,18 +63,38 @@ def _cheaper(
     The hop with the slowest links, or else the last, is looked at first: it costs most, so few ways
     need to be looked at to the end.
     """
-    price = 0
+    topology = now.topology
+    starts = [_least_start(topology, a, b) for a, b, _ in way]
+    price = sum(starts)  # of hops that are not looked at yet
+    if price >= least:
+        return best, least
     found: list[list[Step]] = [[] for _ in way]
-    slowest = [_slowest(now.topology.links, a, b) for a, b, _ in way]
+    slowest = [_slowest(topology.links, a, b) for a, b, _ in way]
     middle = [now.laid(places) for _, places, _ in way[:-1]]
     layouts = [now, *middle, goal]
     for index in sorted(range(len(way)), key=lambda index: (-slowest[index], -index)):
+        price -= starts[index]
         for step in _steps(layouts[index], layouts[index + 1], way[index][2]):
             found[index].append(step)
             price += step.price(itemsize, least - price)
             if price >= least:
                 return best, least
     return tuple([step for steps in found for step in steps]), price
+
+
+def _least_start(topology: Topology, src: Places, dst: Places) -> int:
+    """What a hop costs at least: some axis must talk, unless shards just become partial or what is
+    whole is sliced."""
+    axes = zip(topology.shape, topology.links, src, dst, strict=True)
+    talking = [
+        link.start
+        for size, link, have, want in axes
+        if size > 1
+        and have is not want
+        and not have.is_replicate()
+        and not (have.is_shard() and want.is_partial())
+    ]
+    return min(talking, default=0)
 
 
 def _slowest(links: tuple[Link, ...], src: Places, dst: Places) -> int:

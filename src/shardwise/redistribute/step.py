@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 from ..engine import Parcel
 from ..geometry import Box, box_numel, flat_index, intersect
+from ..lazy import lazy
 from ..mesh import Coord, Topology
 from .layout import DimMap, Grid, Layout
 from .routes import Routes, between_routes, dim_moves, routes
@@ -36,13 +36,13 @@ class Step:
     def is_local(self) -> bool:
         return self.kind in ("slice", "make_partial")
 
-    @cached_property
+    @lazy
     def routes(self) -> Routes:
         """From whom each member receives, if not from its whole group: by coordinate, on one mesh
         for those on the axes of `span`, the other axes at 0."""
         return (between_routes if self.kind == "transfer" else routes)(self.src, self.dst)
 
-    @cached_property
+    @lazy
     def span(self) -> tuple[int, ...]:
         """The axes of the dims that change."""
         moves = dim_moves(self.src, self.dst)
@@ -79,7 +79,7 @@ class Step:
         """What `src` has of the box that `dst` will have."""
         return intersect(self.src.box(src), self.dst.box(dst))
 
-    @cached_property
+    @lazy
     def _parcels(self) -> dict[tuple[Coord, Coord], Parcel | None]:
         return {}
 
@@ -128,12 +128,12 @@ class Step:
             return self._transferred(coord)
         return self._received[flat_index(coord, self.src.topology.shape, self._grid.axes)]
 
-    @cached_property
+    @lazy
     def _grid(self) -> Grid:
         """The axes over which anything varies."""
         return Grid(self.src.topology.shape, {*self.src.axes, *self.dst.axes, *self.axes})
 
-    @cached_property
+    @lazy
     def _received(self) -> list[int]:
         """How many elements is received at every coordinate of the grid."""
         count, new = self.count, self._new
@@ -149,7 +149,7 @@ class Step:
         copies = prod([self.src.topology.shape[axis] for axis in self.reduced])
         return [copies * size - own for size, own in zip(new, kept, strict=True)]
 
-    @cached_property
+    @lazy
     def _new(self) -> list[int]:
         """How many elements each rank will hold."""
         return _numels(self.dst.dims, self._grid)
@@ -177,14 +177,14 @@ class Step:
         a, b = self.src.topology, self.dst.topology
         return src == dst if a is b else a.rank_of(src) == b.rank_of(dst)
 
-    @cached_property
+    @lazy
     def elements_received(self) -> int:
         """How many elements a rank receives, for the rank that receives most."""
         if self.is_local:
             return 0
         return max(map(self.received, self.routes) if self.kind == "transfer" else self._received)
 
-    @cached_property
+    @lazy
     def elements_made(self) -> int:
         """How many elements a rank holds after the step, for the rank that holds most."""
         if self.kind == "transfer":
