@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import CommDebugMode, DTensor, Replicate, Shard, distribute_module
+from shardwise import (
+    CommDebugMode,
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from shardwise.forms.normalising import rms_norm
 
 from .compare import assert_same, check, numbers, spread, virtual
@@ -125,6 +132,51 @@ def test_infinities_and_nan() -> None:
         return [*safe, x.softmax(0), x.softmax(1), x.log_softmax(1), x.logsumexp(0), x.var(1)]
 
     check(f, x, mesh=virtual(3), ops=(), grad=False)
+
+
+@pytest.mark.parametrize("values", [[INF], [-INF], [INF, -INF], [NAN, INF], [INF] * 5])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_means_beside_infinities(values: list[float], shape: tuple[int, ...]) -> None:
+    # An infinity in the last place is another matter: PyTorch's kernels disagree on it by size.
+    x = numbers(2, 6, 7)
+    x[0, 1, : len(values)] = torch.tensor(values, dtype=x.dtype)
+    image = numbers(2, 4, 3, 3)
+    image[1, 2, 1, 0] = values[-1]
+
+    def f(x: Any, image: Any) -> list[Any]:
+        aten = torch.ops.aten
+        last = image.contiguous(memory_format=torch.channels_last)
+        batch = [aten.native_batch_norm(y, *[None] * 4, True, 0.1, 1e-5) for y in (image, last)]
+        group = [aten.native_group_norm(y, None, None, 2, 4, 9, 2, 1e-5) for y in (image, last)]
+        layer = [aten.native_layer_norm(x, x.shape[-n:], None, None, 1e-5) for n in (1, 2)]
+        pairs = [torch.std_mean(x, (0, 2)), torch.std_mean(x), torch.var_mean(x, 2, keepdim=True)]
+        return [each for made in (*batch, *group, *layer, *pairs) for each in made]
+
+    check(f, x, image, mesh=virtual(*shape), ops=(), grad=False, mixed=False, limit=6)
+
+
+def test_the_mean_of_one_element_is_that_element() -> None:
+    x = torch.tensor([[INF, -INF, 1.0]], dtype=torch.float64)
+    check(lambda x: torch.var_mean(x, 0, correction=0), x, mesh=virtual(2), ops=(), grad=False)
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0)])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_of_a_plain_batch(place: Any, training: bool, affine: bool) -> None:
+    def of(x: Any, mean: Any, var: Any, *params: Any) -> list[Any]:
+        return [F.batch_norm(x, mean, var, *params, training=training), mean, var]
+
+    plain = [numbers(4, seed=seed).abs() for seed in range(4 if affine else 2)]
+    ours = [distribute_tensor(t.clone(), virtual(2), [place]) for t in plain]
+    x = IMAGE.clone().requires_grad_()
+    for have, want in zip(of(x, *ours), of(x, *plain), strict=True):
+        assert isinstance(have, DTensor)
+        torch.testing.assert_close(have.full_tensor(), want)
+    alone, w = IMAGE.clone().requires_grad_(), IMAGE.flip(0)
+    (of(alone, *ours)[0] * w).sum().backward()
+    (of(x, *plain)[0] * w).sum().backward()
+    torch.testing.assert_close(alone.grad, x.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,8 +9,10 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from ..build import register_form
-from ..replicated import fallback_form
+from ..ragged import as_dtensor
+from ..replicated import fallback_form, mesh_of
 from ..wrapper import Wrapper
+from .reductions import moments
 from .statistics import aligned, in_full, settled
 
 __all__ = ["batch_norm", "batch_norm_backward"]
@@ -31,6 +33,11 @@ def _is_whole(*tensors: Any) -> bool:
     return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
 
 
+def _on_mesh(x: Any, *others: Any) -> Any:
+    """`x`, a plain tensor too, as a DTensor beside the others."""
+    return as_dtensor(x, mesh_of("batch_norm", [x, *others]))
+
+
 def _scaled(x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, like: Any) -> Any:
     out = (x - _wide(x, mean)) * _wide(x, rstd)
     if weight is not None:
@@ -46,10 +53,18 @@ def _update(running: Any, value: Any, momentum: float) -> None:
         running.copy_(momentum * value + (1 - momentum) * running)
 
 
+def _moments(x: Any) -> tuple[Any, Any]:
+    """Variance and mean of each channel; not `var_mean`, which next to an infinity has no mean."""
+    dims = _dims(x)
+    if any(x._spec.dim_axes[dim] for dim in dims):
+        return moments(x, dims, correction=0)
+    return aten.var.correction(x, dims, correction=0), x.mean(dims)
+
+
 def _trained(x: Any, weight: Any, bias: Any, eps: float) -> Any:
     """The result, and mean, variance and inverse deviation of the whole batch."""
     full = in_full(x)
-    var, mean = aten.var_mean.correction(full, _dims(x), correction=0)
+    var, mean = _moments(full)
     rstd = (var + eps).rsqrt()
     return _scaled(full, weight, bias, mean, rstd, x), mean, var, rstd
 
@@ -82,6 +97,7 @@ def batch_norm(
     given = (x, weight, bias, running_mean, running_var)
     if _is_whole(*given):
         return fallback_form(aten._native_batch_norm_legit.default)(*given, training, momentum, eps)
+    x = _on_mesh(x, *given)
     if not training:
         rstd = (in_full(running_var) + eps).rsqrt()
         out = _scaled(in_full(x), weight, bias, in_full(running_mean), rstd, x)
@@ -106,6 +122,7 @@ def batch_norm_alone(
         return fallback_form(aten._native_batch_norm_legit.no_stats)(
             x, weight, bias, training, momentum, eps
         )
+    x = _on_mesh(x, weight, bias)
     out, mean, _, rstd = _trained(x, weight, bias, eps)
     return out, *_kept(x, (weight, bias), mean, rstd)
 
@@ -195,6 +212,7 @@ def batch_norm_backward(
         return fallback_form(aten.native_batch_norm_backward.default)(
             *given, train, eps, output_mask
         )
+    x = _on_mesh(x, *given)
     like, dtype = x, x.dtype if weight is None else weight.dtype
     grad, x = in_full(aligned(grad, x)), in_full(x)
     mean = in_full(save_mean if train else running_mean)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch._prims_common import suggest_memory_format
+
 from ..build import register_form
 from ..rules import Call
+from .reductions import unless_infinite
 from .statistics import aligned, cut_along, in_full, settled
 
 __all__ = ["group_norm", "group_norm_backward"]
@@ -47,6 +51,8 @@ def group_norm(
     """Mean and variance are those of all shards."""
     x = in_full(x)
     mean = _mean(x, group)
+    if suggest_memory_format(x) is torch.contiguous_format:
+        mean = unless_infinite(mean)  # kernels of other formats add up first, and divide then
     apart = x - _wide(x, mean)
     rstd = (_mean(apart * apart, group) + eps).rsqrt()
     out = apart * _wide(x, rstd)

@@ -9,6 +9,7 @@ import torch
 
 from ..build import register_form
 from ..rules import Call
+from .reductions import moments, unless_infinite
 from .statistics import aligned, cut_along, in_full, settled
 
 __all__ = [
@@ -88,9 +89,8 @@ def _inner(operand: int) -> Any:
 def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """Mean and variance are those of all shards."""
     x = in_full(x)
-    var, mean = torch.ops.aten.var_mean.correction(
-        x, list(range(-len(normalized_shape), 0)), correction=0, keepdim=True
-    )
+    var, mean = moments(x, list(range(-len(normalized_shape), 0)), correction=0, keepdim=True)
+    mean = unless_infinite(mean)
     rstd = (var + eps).rsqrt()
     out = (x - mean) * rstd
     if weight is not None:

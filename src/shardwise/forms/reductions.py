@@ -12,7 +12,7 @@ from ..rules import Call
 from ..rules.reductions import reduced_dims
 from .statistics import cut_along, in_full, settled
 
-__all__ = ["logsumexp", "std", "std_mean", "var", "var_mean", "vector_norm"]
+__all__ = ["logsumexp", "moments", "std", "std_mean", "var", "var_mean", "vector_norm"]
 
 
 def _dims(x: Any, dim: Any) -> list[int]:
@@ -46,42 +46,55 @@ def vector_norm(
     return settled(size.pow(ord).sum(dims, keepdim)).pow(1.0 / ord)
 
 
-def _moments(x: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
-    dims = _dims(x, dim)
-    x = in_full(x)
+def moments(x: Any, dims: list[int], correction: Any = 1, keepdim: bool = False) -> tuple[Any, Any]:
+    """Variance and mean, from sums that all shards share; `x` has nothing pending."""
     count = prod(x.shape[d] for d in dims)
     mean = settled(x.mean(dims, True))
     apart = x - mean
     square = (apart * apart.conj()).real if x.is_complex() else apart * apart
-    by = 1 if correction is None else correction
-    free = max(count - by, 0)
+    free = max(count - correction, 0)
     total = settled(square.sum(dims, keepdim))
     var = total / free if free else total * float("nan") if count == 0 else total / 0.0
     return var, mean if keepdim else mean.sum(dims)
 
 
+def _welford(x: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
+    """As `moments`; next to an infinity PyTorch's kernels, which update a mean element by element,
+    have no mean: they subtract one infinity from another. Only if the last element is the
+    infinite one do they not, which is not copied here."""
+    dims = _dims(x, dim)
+    var, mean = moments(in_full(x), dims, 1 if correction is None else correction, keepdim)
+    alone = prod(x.shape[d] for d in dims) == 1
+    return var, mean if alone else unless_infinite(mean)
+
+
+def unless_infinite(mean: Any) -> Any:
+    """`mean`, with NaN for an infinite one; a negative zero stays one."""
+    return mean - (mean - mean)
+
+
 @register_form("var.correction", when=_cut, blocks=True)
 def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """The mean first, then the squares of what is apart from it."""
-    return _moments(x, dim, correction, keepdim)[0]
+    return _welford(x, dim, correction, keepdim)[0]
 
 
 @register_form("std.correction", when=_cut, blocks=True)
 def std(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """The root of the variance."""
-    return _moments(x, dim, correction, keepdim)[0].sqrt()
+    return _welford(x, dim, correction, keepdim)[0].sqrt()
 
 
 @register_form("var_mean.correction", when=_cut, blocks=True)
 def var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance and mean."""
-    return _moments(x, dim, correction, keepdim)
+    return _welford(x, dim, correction, keepdim)
 
 
 @register_form("std_mean.correction", when=_cut, blocks=True)
 def std_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Standard deviation and mean."""
-    square, mean = _moments(x, dim, correction, keepdim)
+    square, mean = _welford(x, dim, correction, keepdim)
     return square.sqrt(), mean
 
 
