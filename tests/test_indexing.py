@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import shardwise
 from shardwise import CommDebugMode, Partial, Replicate, Shard, distribute_tensor
 
-from .compare import assert_same, check, ints, numbers, virtual
+from .compare import assert_same, check, ints, numbers, spread, virtual
 
 X, ROWS = numbers(7, 4), numbers(4, 4, seed=2)
 ROW = torch.tensor([0, 3, 6, 3])
@@ -307,6 +307,21 @@ BAGS |= {
 def test_bags_as_on_one_device(name: str, shape: tuple[int, ...]) -> None:
     f, *inputs = BAGS[name]
     check(f, *inputs, mesh=virtual(*shape), limit=4, mixed="split" not in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_bags_do_not_overflow_on_the_way(dtype: torch.dtype) -> None:
+    # Those of PyTorch's CPU kernel do, those of its GPU kernel do not: single precision is right.
+    table = numbers(8, 3).tanh().add(1).mul(3e4).to(dtype)
+    words, starts = ints(40, high=8), torch.tensor([0, 3, 3, 20])
+
+    def f(w: Any) -> list[Any]:
+        loose = F.embedding_bag(words, w, starts, mode="mean", padding_idx=2)
+        return [loose, F.embedding_bag(words.view(5, 8), w, mode="mean")]
+
+    for place in (Shard(0), Shard(0, 4)):
+        for have, want in zip(f(spread(table, virtual(3), [place])), f(table.float()), strict=True):
+            torch.testing.assert_close(have.full_tensor().float(), want, rtol=2e-2, atol=0)
 
 
 def test_bags_of_the_kernel_that_adds_up_quickly() -> None:

@@ -12,6 +12,7 @@ from ..placement import Partial, Placement, Replicate
 from ..ragged import as_dtensor, laid, settled, whole
 from ..replicated import mesh_of
 from ..rules.indexing import within
+from ..rules.reductions import wide
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
 
@@ -66,8 +67,10 @@ def embedding_bag(
     parts = []
     for coord, part in zip(spec.slots, weight._locals, strict=True):
         piece = spec.box(coord)[0]
-        total = _sums(part, piece, weight.shape[0], indices, offsets, own, options[4:])
-        parts.append(total / rest[1].clamp(min=1).unsqueeze(1) if mode == _MEAN else total)
+        total = _sums(part, piece, weight.shape[0], indices, offsets, own, mode, options[4:])
+        if mode == _MEAN:
+            total = (total / rest[1].clamp(min=1).unsqueeze(1)).to(part.dtype)
+        parts.append(total)
     return _laid_out(spec, parts), *(as_dtensor(each, mesh) for each in rest)
 
 
@@ -87,9 +90,13 @@ def _sums(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
+    mode: int,
     rest: tuple[Any, ...],
 ) -> torch.Tensor:
-    """The sum over the rows of each bag that are in `piece`."""
+    """The sum over the rows of each bag that are in `piece`.
+
+    That of a mean is not narrowed: half precision may hold the mean and not the sum.
+    """
     include_last, padding = rest
     place, here = within(indices, piece, rows)
     if padding >= 0:
@@ -100,8 +107,12 @@ def _sums(
     before = torch.cat([here.new_zeros(1, dtype=torch.int64), here.cumsum(0)])
     starts = before[offsets.long()].to(offsets.dtype)
     own = None if weights is None else weights[here]
+    picks, dtype = place[here], wide(part.dtype)
+    if mode == _MEAN and dtype is not part.dtype:
+        part = part[picks].to(dtype)
+        picks = torch.arange(len(picks), dtype=picks.dtype, device=picks.device)
     made: torch.Tensor = aten._embedding_bag_forward_only.default(
-        part, place[here], starts, False, _SUM, False, own, include_last, -1
+        part, picks, starts, False, _SUM, False, own, include_last, -1
     )[0]
     return made
 
