@@ -34,6 +34,7 @@ ORDER = [
     "windows",
     "picked",
     "moving",
+    "infinite",
     "plans",
     "listplan",
     "shapes",

@@ -35,7 +35,7 @@ from .parallel import distribute_module
 from .per_rank import PerRank, is_first_rank, per_rank
 from .picture import picture
 from .placement import Partial, Placement, Replicate, Shard
-from .policy import communication, implicit_replication, plain_tensors
+from .policy import communication, implicit_replication, pending_products, plain_tensors
 from .ragged import ragged_results
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
@@ -76,6 +76,7 @@ __all__ = [
     "manual_seed",
     "normal",
     "ones",
+    "pending_products",
     "per_rank",
     "picture",
     "plain_tensors",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import policy
+from .infinite import watch_for
 from .mesh import Coord
 from .moving import describe_moves, moved_all, wrote
 from .plans import Plan
@@ -19,7 +20,7 @@ __all__ = ["Element", "ListPlan"]
 class Element:
     """One element of a list operator: its operands' layouts and where its local tensors are."""
 
-    __slots__ = ("inputs", "moves", "operands", "outputs")
+    __slots__ = ("inputs", "moves", "operands", "outputs", "watch")
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class Element:
         self.operands = tuple(operands)
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.watch = watch_for(inputs, outputs or inputs[:1])
         self.moves = tuple(
             (operand, dst)
             for operand, src, dst in zip(operands, specs, inputs, strict=True)
@@ -51,7 +53,16 @@ class ListPlan(Plan):
     """A list operator (`_foreach_*`, `_fused_*`): one local call on the local tensors of all
     elements."""
 
-    __slots__ = ("_build", "_elements", "_notice", "_op", "_returns", "_sites", "_written")
+    __slots__ = (
+        "_build",
+        "_elements",
+        "_notice",
+        "_op",
+        "_returns",
+        "_sites",
+        "_watched",
+        "_written",
+    )
 
     def __init__(
         self,
@@ -73,10 +84,11 @@ class ListPlan(Plan):
         axes = {a for e in elements for spec in (*e.inputs, *e.outputs) for a in spec.slot_axes}
         coords = elements[0].inputs[0].topology.coords_here(sorted(axes))
         self._sites = tuple(
-            site
+            (coord, site)
             for coord in coords
             if (site := tuple((i, s) for i, e in enumerate(elements) if (s := e.slots(coord))))
         )
+        self._watched = tuple(i for i, element in enumerate(elements) if element.watch)
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
@@ -87,18 +99,28 @@ class ListPlan(Plan):
             found = moved_all([(operands[i], spec, i in self._written) for i, spec in moves])
             for (index, _), made in zip(moves, found, strict=True):
                 local[index] = made
+        calls = [
+            [
+                [local[o][slot] for o, slot in zip(self._elements[i].operands, slots, strict=True)]
+                for i, slots in site
+            ]
+            for _, site in self._sites
+        ]
+        zeros = [place for index in self._watched for place in self._reduce(index, calls, local)]
         results: list[list[Any]] = [[] for _ in self._elements]
-        for site in self._sites:
+        for (_, site), own in zip(self._sites, calls, strict=True):
             chosen = {
-                operand: local[operand][slot]
-                for index, slots in site
-                for operand, slot in zip(self._elements[index].operands, slots, strict=True)
+                operand: tensor
+                for (index, _), tensors in zip(site, own, strict=True)
+                for operand, tensor in zip(self._elements[index].operands, tensors, strict=True)
             }
             given, named = self._build(args, kwargs, [index for index, _ in site], chosen)
             made = self._op._op(*given, **named)
             if self._returns:
                 for (index, _), value in zip(site, made, strict=True):
                     results[index].append(value)
+        for index, call, target in zeros:
+            (results[index][call] if self._returns else target).zero_()
         if self._returns:
             return [
                 wrap(element.outputs[0], tuple(made))
@@ -106,6 +128,29 @@ class ListPlan(Plan):
             ]
         self._write_back(operands, local)
         return None
+
+    def _reduce(
+        self, index: int, calls: list[list[list[Any]]], local: list[Locals]
+    ) -> list[tuple[int, int, Any]]:
+        """Reduce the sums of an element that are multiplied by what is not finite; the calls of
+        the element whose results are to be zeros, with what they write into."""
+        element = self._elements[index]
+        watch = element.watch
+        assert watch is not None
+        at = [
+            (coord, tensors)
+            for (coord, site), own in zip(self._sites, calls, strict=True)
+            for (i, _), tensors in zip(site, own, strict=True)
+            if i == index
+        ]
+        coords, own = [coord for coord, _ in at], [tensors for _, tensors in at]
+        hits = watch.hits(own)
+        if not hits:
+            return []
+        written = 0 if element.operands[0] in self._written else None
+        parts = [local[operand] for operand in element.operands]
+        watch.reduce(own, hits, coords, parts, written)
+        return [(index, n, own[n][0]) for n in hits if not watch.is_first(coords[n])]
 
     def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
         moves = [

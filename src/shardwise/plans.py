@@ -10,6 +10,7 @@ import torch
 
 from . import policy
 from ._torch import make_wrapper
+from .infinite import Watch, watch_for
 from .mesh import Coord, Topology
 from .moving import describe_moves, moved, stamps, wrote
 from .picked import Picked, Picker
@@ -176,6 +177,7 @@ class CallPlan(Plan):
         "_spots",
         "_tails",
         "_target",
+        "_watch",
         "_windows",
         "_written",
     )
@@ -233,10 +235,13 @@ class CallPlan(Plan):
         self._rewrites = _shape_rewrites(shape_arg, self._sites)
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
+        self._watch = watch_for(inputs, outputs, {i: more for i, _, more in self._windows})
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
             self.quick = self._quick(device, is_list, bare)
+            if self._watch is not None and self.quick is not None:
+                self.quick = self._if_finite(self._watch, self.quick)
 
     @property
     def is_local(self) -> bool:
@@ -277,30 +282,61 @@ class CallPlan(Plan):
             local[index] = moved(operands[index], spec, fresh=index == written)
         for index, spec, tables in self._windows:
             local[index] = fetch_parts(self._op, spec, local[index], tables)
-        results = [self._one(index, local, args, kwargs) for index in range(len(self._calls))]
+        calls = [
+            [tensors[slot] for tensors, slot in zip(local, slots, strict=True)]
+            for slots in self._calls
+        ]
+        watch = self._watch
+        hits = () if watch is None else watch.hits(calls)
+        if watch is not None and hits:
+            watch.reduce(calls, hits, [site.coord for site in self._sites], local, written)
+        results = [self._one(index, own, args, kwargs) for index, own in enumerate(calls)]
+        if watch is not None and hits:
+            self._keep_once(watch, hits, results)
         if written is not None:
             self._write_back(operands[written], local[written])
             return args[self._target]
         return self._wrapped(results, operands)
 
     def _one(
-        self, index: int, local: list[Locals], args: Sequence[Any], kwargs: dict[str, Any]
+        self, index: int, own: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        picked = self._calls[index]
         if self._spots is not None:
             given = list(args)
-            for spot, tensors, slot in zip(self._spots, local, picked, strict=True):
-                given[spot] = tensors[slot]
+            for spot, tensor in zip(self._spots, own, strict=True):
+                given[spot] = tensor
         else:
-            values = iter([tensors[slot] for tensors, slot in zip(local, picked, strict=True)])
-            given, kwargs = filled(args, kwargs, values)
+            given, kwargs = filled(args, kwargs, iter(own))
         if self._tails is not None:
-            given[len(picked) :] = self._tails[index]
+            given[len(own) :] = self._tails[index]
         if self._rewrites is not None:
             given[self._rewrites[0]] = self._rewrites[1][index]
         if self._local is not None:
             return self._local(self._op, tuple(given), kwargs, self._sites[index])
         return self._op._op(*given, **kwargs)
+
+    def _if_finite(self, watch: Watch, quick: Callable[..., Any]) -> Callable[..., Any]:
+        """The recipe that is quick if no pending sum is multiplied by an infinity."""
+
+        def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            if watch.hits([[operand._locals[0] for operand in operands]]):
+                return self.run(operands, args, kwargs)
+            return quick(operands, args, kwargs)
+
+        return run
+
+    def _keep_once(self, watch: Watch, hits: Sequence[int], results: list[Any]) -> None:
+        """What every rank along a pending axis has made of reduced sums counts once."""
+        for index in hits:
+            if watch.is_first(self._sites[index].coord):
+                continue
+            made = results[index]
+            if isinstance(self._shape, int) or self._written is not None:
+                made.zero_()
+                continue
+            for value, place in zip(made, self._shape or (), strict=True):
+                if value is not None and place in watch.outs:
+                    value.zero_()
 
     def _write_back(self, target: Any, local: Locals) -> None:
         """The written operand holds the result; if it was moved, the result is moved back into

@@ -1,8 +1,8 @@
 """Policies: what may happen without being written down.
 
-Three settings, each of the calling thread, each a context manager: implicit communication, the
-replicate
-fallback of operators without a rule, and plain tensors among DTensors.
+Four settings, each of the calling thread, each a context manager: implicit communication, the
+replicate fallback of operators without a rule, plain tensors among DTensors, and pending sums that
+are multiplied.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ import torch
 from ._torch import autograd_node_name
 from .errors import CommunicationError, PlainTensorError
 
-__all__ = ["Policy", "communication", "current", "implicit_replication", "plain_tensors"]
+__all__ = [
+    "Policy",
+    "communication",
+    "current",
+    "implicit_replication",
+    "pending_products",
+    "plain_tensors",
+]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 _NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 _ACTIONS = ("auto", "warn", "error")
 _PLAIN = ("check", "check_always", "trust", "error")
+_PRODUCTS = ("check", "trust")
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Policy:
     moves: str = "auto"
     fallback: str = "auto"
     plain: str = "check"
+    products: str = "check"
 
     @property
     def silent(self) -> bool:
@@ -131,6 +140,28 @@ def plain_tensors(mode: str) -> Iterator[None]:
     and "error" refuses them.
     """
     with _set(replace(_state.policy, plain=_checked("plain_tensors", mode, _PLAIN))):
+        yield
+
+
+@contextmanager
+def pending_products(mode: str) -> Iterator[None]:
+    """How a pending sum times a tensor is treated: part by part, which is right for finite numbers.
+
+    "check" looks whether the tensor is finite, and reduces the sum first if it is not. "trust" does
+    not look: an infinity may then give NaN where one device has an infinity. To look is to read the
+    tensor once; on a GPU the program waits for it.
+
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.distribute_tensor(torch.ones(1), mesh, [shardwise.Replicate()])
+    >>> x = x.redistribute(placements=[shardwise.Partial()])  # the parts are 1 and 0
+    >>> (x * torch.tensor([float("inf")])).full_tensor()
+    tensor([inf])
+    >>> with pending_products("trust"):
+    ...     (x * torch.tensor([float("inf")])).full_tensor()
+    tensor([nan])
+    """
+    with _set(replace(_state.policy, products=_checked("pending_products", mode, _PRODUCTS))):
         yield
 
 

@@ -136,7 +136,7 @@ def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
 class _Choice:
     """The choice of a row for one axis after another, with the sizes that the axes before leave."""
 
-    __slots__ = ("leaders", "results", "rule", "sizes", "specs", "unfit", "written")
+    __slots__ = ("leaders", "results", "rule", "sizes", "specs", "summed", "unfit", "written")
 
     def __init__(
         self,
@@ -150,6 +150,7 @@ class _Choice:
         self.specs = specs
         self.written = written
         self.unfit = unfit
+        self.summed: frozenset[int] | None = None
         self.leaders = _leaders(rule, specs, written)
         self.sizes = [stored(spec.meta) * spec.dtype.itemsize for spec in specs]
         self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in results]
@@ -162,6 +163,7 @@ class _Choice:
         if row is None:
             prices = [self._price(axis, count, row) for row in rows]
             row = rows[prices.index(min(prices))]
+        self.summed = row.multiplied or self.summed
         for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
             for index, place in enumerate(places):
                 if place.is_shard():
@@ -172,8 +174,14 @@ class _Choice:
         return range(len(self.specs))
 
     def _allowed(self, axis: int) -> tuple[Row, ...]:
-        """The rows in which a written operand holds the result; if possible, where it is now."""
+        """The rows in which a written operand holds the result; if possible, where it is now.
+
+        Of a product one side may be pending: ranks that hold different parts of both could not
+        agree whether one is infinite.
+        """
         rows, written = self.rule.rows, self.written
+        if self.summed is not None:
+            rows = tuple(row for row in rows if row.multiplied in (None, self.summed))
         if written is None:
             return rows
         place = self.specs[written].placements[axis]

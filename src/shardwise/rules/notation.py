@@ -153,12 +153,12 @@ def notation(
                 for index, result in enumerate(call.results)
             ),
             sizes={name: size for name, size in sizes.items() if name not in whole},
-            reduce=reduce,
+            reduce=None if _is_scaled_by_infinity(call) else reduce,
             added=frozenset(given.index(index) for index in added if index in given),
             alike=frozenset([*alike, *unasked]),
             linear=tuple(
                 kept
-                for each in linear
+                for each in (() if _is_scaled_by_infinity(call) else linear)
                 if (kept := tuple(given.index(index) for index in each if index in given))
             ),
             averages=all(has_fractions(spec.dtype) for spec in call.specs),
@@ -166,6 +166,12 @@ def notation(
         )
 
     return family
+
+
+def _is_scaled_by_infinity(call: Call) -> bool:
+    """Whether the parts of a sum, multiplied by a number each, may be infinite both ways."""
+    numbers = [call.get(name) for name in ("alpha", "beta", "scale")]
+    return any(isinstance(n, (float, complex)) and n - n != 0 for n in numbers)
 
 
 def _ellipsis_rank(call: Call, inputs: Sequence[Pattern]) -> int:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ..geometry import Box, Cuts, Interval
+from ..lazy import lazy
 from ..mesh import Coord
 from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec, Groups
@@ -88,6 +89,13 @@ class Row:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str | None = None
+
+    @lazy
+    def multiplied(self) -> frozenset[int] | None:
+        """The operands that are pending beside others that are whole; None if there are none."""
+        pending = frozenset(i for i, place in enumerate(self.inputs) if place.is_partial())
+        alone = self.factor is None and 0 < len(pending) < len(self.inputs)
+        return pending if alone else None
 
     def __repr__(self) -> str:
         ins, outs = ", ".join(map(repr, self.inputs)), ", ".join(map(repr, self.outputs))
