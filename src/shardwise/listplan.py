@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from . import policy
 from .infinite import watch_for
 from .mesh import Coord
@@ -99,21 +101,17 @@ class ListPlan(Plan):
             found = moved_all([(operands[i], spec, i in self._written) for i, spec in moves])
             for (index, _), made in zip(moves, found, strict=True):
                 local[index] = made
-        calls = [
-            [
-                [local[o][slot] for o, slot in zip(self._elements[i].operands, slots, strict=True)]
-                for i, slots in site
-            ]
-            for _, site in self._sites
-        ]
-        zeros = [place for index in self._watched for place in self._reduce(index, calls, local)]
+        reduced: dict[int, dict[int, torch.Tensor]] = {}
+        zeros = [each for index in self._watched for each in self._reduce(index, local, reduced)]
         results: list[list[Any]] = [[] for _ in self._elements]
-        for (_, site), own in zip(self._sites, calls, strict=True):
+        for place, (_, site) in enumerate(self._sites):
             chosen = {
-                operand: tensor
-                for (index, _), tensors in zip(site, own, strict=True)
-                for operand, tensor in zip(self._elements[index].operands, tensors, strict=True)
+                operand: local[operand][slot]
+                for index, slots in site
+                for operand, slot in zip(self._elements[index].operands, slots, strict=True)
             }
+            if place in reduced:
+                chosen |= reduced[place]
             given, named = self._build(args, kwargs, [index for index, _ in site], chosen)
             made = self._op._op(*given, **named)
             if self._returns:
@@ -130,27 +128,31 @@ class ListPlan(Plan):
         return None
 
     def _reduce(
-        self, index: int, calls: list[list[list[Any]]], local: list[Locals]
-    ) -> list[tuple[int, int, Any]]:
-        """Reduce the sums of an element that are multiplied by what is not finite; the calls of
-        the element whose results are to be zeros, with what they write into."""
+        self, index: int, local: list[Locals], reduced: dict[int, dict[int, torch.Tensor]]
+    ) -> list[tuple[int, int, torch.Tensor]]:
+        """Put the sums of an element that are multiplied by what is not finite, reduced, into
+        `reduced`, by site; the calls of the element whose results are to be zeros, with what they
+        write into."""
         element = self._elements[index]
         watch = element.watch
         assert watch is not None
+        parts = [local[operand] for operand in element.operands]
         at = [
-            (coord, tensors)
-            for (coord, site), own in zip(self._sites, calls, strict=True)
-            for (i, _), tensors in zip(site, own, strict=True)
+            (place, coord, [own[slot] for own, slot in zip(parts, slots, strict=True)])
+            for place, (coord, site) in enumerate(self._sites)
+            for i, slots in site
             if i == index
         ]
-        coords, own = [coord for coord, _ in at], [tensors for _, tensors in at]
-        hits = watch.hits(own)
+        coords, calls = [coord for _, coord, _ in at], [tensors for *_, tensors in at]
+        hits = watch.hits(calls)
         if not hits:
             return []
         written = 0 if element.operands[0] in self._written else None
-        parts = [local[operand] for operand in element.operands]
-        watch.reduce(own, hits, coords, parts, written)
-        return [(index, n, own[n][0]) for n in hits if not watch.is_first(coords[n])]
+        watch.reduce(calls, hits, coords, parts, written)
+        for n in hits:
+            mine = dict(zip(element.operands, calls[n], strict=True))
+            reduced.setdefault(at[n][0], {}).update(mine)
+        return [(index, n, calls[n][0]) for n in hits if not watch.is_first(coords[n])]
 
     def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
         moves = [
