@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard
+from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard
 
 from .compare import numbers, spread, virtual
 from .tier import some
@@ -228,3 +228,52 @@ def test_without_gathering(name: str, shape: tuple[int, ...]) -> None:
             STATEMENTS[name](x)
         received = sum(seen.bytes.values())
         assert received < X.nbytes // 2, f"{at}: {received} B received\n{seen}"
+
+
+# --- tensors that repeat themselves -------------------------------------------------------------
+
+REPEATED: dict[str, Callable[[Any], Any]] = {
+    "fill_": lambda x: x.fill_(3.0),
+    "zero_": lambda x: x.zero_(),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 2.0),
+    "x[x > 0] = 9": lambda x: x.__setitem__(x > 0, 9.0),
+    "masked_scatter_": lambda x: x.masked_scatter_(x > -9, torch.arange(24.0)),
+    "tril_": lambda x: x.tril_(),
+    "index_fill_ of rows": lambda x: x.index_fill_(0, torch.tensor([1]), 5.0),
+    "index_fill_ of columns": lambda x: x.index_fill_(1, torch.tensor([1]), 5.0),
+    "x[1:3] = 0": assign(slice(1, 3), 0.0),
+    "x[:, 1] = 1": assign((slice(None), 1), 1.0),
+    "add_": lambda x: x.add_(1),
+    "copy_": lambda x: x.copy_(X),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "add(out=x)": lambda x: torch.add(x, 1, out=x),
+    "scatter_": lambda x: x.scatter_(0, torch.zeros(1, 4, dtype=torch.int64), 1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Use of")
+@pytest.mark.parametrize("base", [ROW - 1.5, X[:, :1]])
+@pytest.mark.parametrize("name", REPEATED)
+def test_writes_into_expanded_tensors(name: str, base: torch.Tensor) -> None:
+    """Written or refused as on one device, wherever the one memory is."""
+
+    def outcome(base: Any, *layout: Any) -> Any:
+        x = base.expand(6, 4)
+        x = x.redistribute(placements=layout) if layout else x
+        try:
+            REPEATED[name](x)
+        except RuntimeError as error:
+            return [str(error)[:60]]
+        return [t.full_tensor() if isinstance(t, DTensor) else t for t in (x, base)]
+
+    def same(have: Any, want: Any) -> bool:
+        return bool(torch.equal(have, want) if isinstance(want, torch.Tensor) else have == want)
+
+    wanted, mesh = outcome(base.clone()), virtual(3)
+    for place in (Replicate(), Shard(0), Shard(base.ndim - 1), Partial()):
+        have = outcome(spread(base.clone(), mesh, [place]))
+        assert all(map(same, have, wanted)), (place, have, wanted)
+    # A slice of a repeated dim that is sharded is one rank's: only the whole is one memory.
+    for place in (Shard(0), Shard(1), Partial()) if not name.startswith("x[") else ():
+        have = outcome(spread(base.clone(), mesh, [Replicate()]), place)
+        assert same(have[0], wanted[0]), (place, have, wanted)

@@ -194,6 +194,8 @@ def build(
 ) -> Plan:
     """The plan of a call."""
     made = _build(entry, operands, args, kwargs)
+    if entry.written is not None and _writes_repeated(entry, made, args):
+        made = FormPlan(entry.op, fallback_form(entry.op), "fallback")
     return made if entry.op._schema.returns else Silent(made)
 
 
@@ -238,6 +240,19 @@ def _build(
             return DeferredPlan(made) if entry.is_view else made
         return _without_rule(entry, specs, args, kwargs)
     return _by_rule(entry, specs, args, kwargs)
+
+
+def _writes_repeated(entry: Entry, plan: Plan, args: Sequence[Any]) -> bool:
+    """Whether a plan would write into a tensor that repeats itself, and not into one memory.
+
+    PyTorch refuses some of these writes; in others a place sees what was written into the last.
+    """
+    given = [args[place] for place in entry.writes if place < len(args)]
+    targets = [t._spec for t in given if isinstance(t, Wrapper) and t._spec.meta.repeated]
+    if not targets or torch.Tag.inplace_view in entry.op.tags or plan.tier == "random":
+        return False
+    apart = any(spec.dim_axes[dim] for spec in targets for dim in spec.meta.repeated)
+    return apart or not (isinstance(plan, CallPlan) and plan.is_local)
 
 
 def _takes_blocks(entry: Entry) -> bool:

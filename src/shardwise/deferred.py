@@ -18,11 +18,11 @@ from ._torch import OpOverload, make_wrapper
 from .engine import identity
 from .errors import LayoutError
 from .geometry import contiguous_stride
-from .moving import stamp, wrote
+from .moving import own_copy, stamp, wrote
 from .plain import full_local
 from .plans import Plan
 from .rules.pointwise import pointwise
-from .spec import DTensorSpec
+from .spec import DTensorSpec, default_placements
 from .wrapper import Cell, Locals, Wrapper, share_cell, wrap
 
 __all__ = [
@@ -190,6 +190,9 @@ def own_value(op: OpOverload, view: Any) -> Any:
             "Use the form that returns a new view."
         )
     spec = view._spec
+    if spec.meta.repeated:  # on one rank all that is written through it is the same memory
+        whole = spec.with_placements(default_placements(spec.topology))
+        return wrap(whole, (own_copy(full_local(view), spec.meta),))
     if op._schema.name in _OVERWRITES:
         shapes = [spec.local_shape(coord) for coord in spec.slots]
         local = [torch.empty(shape, dtype=view.dtype, device=view.device) for shape in shapes]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
-from .spec import DTensorSpec
+from .spec import DTensorSpec, TensorMeta
 from .wrapper import Locals
 
 __all__ = [
@@ -14,6 +16,8 @@ __all__ = [
     "describe_moves",
     "moved",
     "moved_all",
+    "once",
+    "own_copy",
     "stamp",
     "stamps",
     "started",
@@ -48,12 +52,25 @@ def wrote(tensor: Any) -> None:
     tensor._memo = tensor._picked = None
 
 
+def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """One place of each dim along which a tensor repeats itself: PyTorch refuses most writes into
+    all of them."""
+    for dim in meta.repeated:
+        part = part.narrow(dim, 0, min(1, part.shape[dim]))
+    return part
+
+
+def own_copy(whole: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A copy to write into, which repeats itself where the tensor does."""
+    return once(whole, meta).clone().expand(whole.shape)
+
+
 def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
     """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next
     user."""
     src = tensor._spec
     if src is spec:
-        return tuple(t.clone() for t in tensor._locals) if fresh else tensor._locals
+        return tuple(own_copy(t, spec.meta) for t in tensor._locals) if fresh else tensor._locals
     if fresh or not src.sums:
         return relaid(src, spec, tensor._locals, fresh=fresh)
     memo, now = tensor._memo, stamp(tensor)

@@ -12,7 +12,7 @@ from ._torch import OpOverload
 from .errors import MeshError
 from .infer import meta_of
 from .mesh import Topology
-from .moving import describe_moves, wrote
+from .moving import describe_moves, once, own_copy, wrote
 from .plain import full_local
 from .plans import filled
 from .redistribute import relaid
@@ -76,7 +76,7 @@ def store(target: Any, whole: torch.Tensor) -> None:
     src = DTensorSpec._intern(spec.topology, default_placements(spec.topology), spec.meta, None)
     parts = relaid(src, spec, (whole,))
     for mine, new in zip(target._locals, parts, strict=True):
-        mine.copy_(new)
+        once(mine, spec.meta).copy_(once(new, spec.meta))
     wrote(target)
 
 
@@ -118,7 +118,7 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
 
     def whole(tensor: Any, written: bool) -> torch.Tensor:
         full = full_local(tensor)
-        return full.clone() if written else full
+        return own_copy(full, tensor._spec.meta) if written else full
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return run_whole(op, args, kwargs, whole)

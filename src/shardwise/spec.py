@@ -38,6 +38,12 @@ class TensorMeta(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def repeated(self) -> list[int]:
+        """The dims of stride 0: every place along them is the same memory."""
+        pairs = enumerate(zip(self.shape, self.stride, strict=True))
+        return [dim for dim, (size, step) in pairs if step == 0 and size > 1]
+
 
 def default_placements(mesh: Topology) -> tuple[Placement, ...]:
     """Replicate on every axis."""

@@ -14,7 +14,7 @@ import torch
 from ..finer import seen_alike
 from ..geometry import Cuts
 from ..placement import Replicate, Shard
-from ..spec import DTensorSpec, TensorMeta
+from ..spec import DTensorSpec
 from .execute import Run, run_all
 from .plan import plan
 from .step import Step
@@ -49,15 +49,15 @@ def run_between(
     parts = []
     for coord in have.slots:
         part = local[src.slot(coord)]
-        for dim in _repeated(src.meta):
+        for dim in src.meta.repeated:
             part = part.narrow(dim, 0, 1)
         parts.append(part)
 
     def widened(made: Locals) -> Locals:
-        wide = tuple(made[want.slot(at)].expand(dst.local_shape(at)) for at in dst.slots)
-        if not fresh:
-            return wide
-        return tuple(part.clone(memory_format=torch.contiguous_format) for part in wide)
+        parts = [made[want.slot(at)] for at in dst.slots]
+        parts = [part.clone() for part in parts] if fresh else parts
+        pairs = zip(parts, dst.slots, strict=True)
+        return tuple([part.expand(dst.local_shape(at)) for part, at in pairs])
 
     return Run(plan(have, want), tuple(parts), want.stride, False, dst.dtype, widened, later)
 
@@ -91,17 +91,11 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
     return replace(run, then=together)
 
 
-def _repeated(meta: TensorMeta) -> list[int]:
-    """The dims of stride 0: every place along them is the same memory."""
-    pairs = enumerate(zip(meta.shape, meta.stride, strict=True))
-    return [dim for dim, (size, stride) in pairs if stride == 0 and size > 1]
-
-
 @lru_cache(maxsize=16384)
 def _once(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...] | None:
     """The steps of one place of each repeated dim; None if there is no such dim, or if some rank
     holds no place of it."""
-    dims = _repeated(src.meta)
+    dims = src.meta.repeated
     if not dims or 0 in src.meta.shape or any(0 in src.dim_cuts[dim] for dim in dims):
         return None
     return plan(_once_of(src), _once_of(dst))
@@ -110,7 +104,7 @@ def _once(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...] | None:
 @lru_cache(maxsize=16384)
 def _once_of(spec: DTensorSpec) -> DTensorSpec:
     """The layout of one place of each repeated dim: it is with everybody who holds some place."""
-    dims = _repeated(spec.meta)
+    dims = spec.meta.repeated
     places = [
         Replicate() if isinstance(place, Shard) and place.dim in dims else place
         for place in spec.placements
