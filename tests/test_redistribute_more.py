@@ -255,6 +255,16 @@ def test_portion_by_portion_is_exact(size: tuple[int, int]) -> None:
     assert cut > 5 or not full.numel()
 
 
+@pytest.mark.parametrize("at", [[S0, R], [S1, S0], [R, S1]], ids=str)
+def test_the_same_layout_is_the_same_with_dims_of_size_one(at: list[Any]) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    x = sw.distribute_tensor(torch.ones(1, 1, requires_grad=True), mesh, at)
+    for same in (x.redistribute(placements=at), sw.redistribute_all([x], at)[0]):
+        assert same.placements == tuple(at)
+        same.sum().backward()
+    assert x.grad.full_tensor().item() == 2
+
+
 def test_only_the_same_layout_shares_memory() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.distribute_tensor(torch.ones(4, 4), mesh, [R])

@@ -134,8 +134,7 @@ class DTensor(Wrapper):
         """
         target = _target(self, device_mesh, placements, cuts)
         if target is self._spec:
-            same: Any = self.view_as(self)  # an alias that autograd knows of
-            return same  # type: ignore[no-any-return]
+            return _alias(self)
         return redistributed(self, target, async_op)  # type: ignore[no-any-return]
 
     # --- values ------------------------------------------------------------------------------
@@ -327,9 +326,17 @@ def redistribute_all(
     moving = [(tensor, spec) for tensor, spec in pairs if tensor._spec is not spec]
     sources, goals = [tensor for tensor, _ in moving], [spec for _, spec in moving]
     made: Any = iter(Redistribute.apply(goals, async_op, *sources) if moving else ())
-    # What stays is an alias that autograd knows of.
-    stay: Any = {i: t.view_as(t) for i, (t, spec) in enumerate(pairs) if t._spec is spec}
+    stay = {i: _alias(t) for i, (t, spec) in enumerate(pairs) if t._spec is spec}
     return [stay[i] if i in stay else next(made) for i in range(len(pairs))]
+
+
+def _alias(tensor: DTensor) -> DTensor:
+    """The same tensor as a view that autograd knows of.
+
+    `view` would do but for dims of size 1, which it makes whole: they may be gone in its result.
+    """
+    made: DTensor = torch.ops.aten.alias.default(tensor)
+    return made
 
 
 def distribute_tensor(
