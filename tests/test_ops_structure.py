@@ -32,7 +32,9 @@ def write_diagonals(x):
     y = x.clone()
     y.diagonal(1).mul_(2).add_(1)
     y.diagonal(-1).copy_(y.diagonal()[:1].expand(y.diagonal(-1).shape))
-    return [y, y.fill_diagonal_(3.0)]
+    pair = torch.stack([y, y])
+    pair[1].fill_diagonal_(4.0, wrap=True)  # of a view: the first is left alone
+    return [y, y.fill_diagonal_(3.0), pair]
 
 
 CASES = {

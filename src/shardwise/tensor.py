@@ -167,6 +167,18 @@ class DTensor(Wrapper):
         """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
         raise LayoutError(_no_memory("__dlpack__", self))
 
+    def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
+        """PyTorch's own goes by the offset in memory, which a view of a DTensor does not have."""
+        if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):
+            return super().fill_diagonal_(fill_value, wrap)  # type: ignore[return-value]
+        rows, columns = self.shape[0], self.shape[1]
+        for start in range(0, rows, columns + 1 if wrap and self.ndim == 2 else max(rows, 1)):
+            part: torch.Tensor = self[start:]
+            while part.ndim > 1:
+                part = part.diagonal()
+            part.fill_(fill_value)
+        return self
+
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:
             return format(self.item(), spec)
