@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from . import policy
 from ._torch import OpOverload
 from .deferred import is_deferred, own_value, store_through
+from .engine import tell
 from .errors import LayoutError
 from .infer import infer
 from .listplan import Element, ListPlan
@@ -289,7 +290,11 @@ def _run_on(
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()
         found = entry.plans[key] = _build(entry, mesh, listing, operands, args, kwargs)
-    return found.run(operands, args, kwargs)
+    try:
+        return found.run(operands, args, kwargs)
+    except BaseException as error:
+        tell(error)  # as of a single operator: it is this rank's alone
+        raise
 
 
 def _element(

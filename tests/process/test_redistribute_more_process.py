@@ -311,6 +311,26 @@ def test_a_failure_is_heard_of_on_another_mesh() -> None:
     assert texts[2].startswith("a collective cannot finish: rank 0 failed: IndexError")
 
 
+def fail_in_a_list() -> str:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    local = torch.ones(2, 3) if dist.get_rank() == 0 else torch.ones(3).expand(2, 3)
+    x = sw.DTensor.from_local(local, mesh, [S0], shape=(4, 3), stride=(3, 1))
+    started = time.monotonic()
+    with pytest.raises(Exception, match="single memory location") as caught:
+        torch._foreach_add_([x, x.sum()], 1.0)  # which the second rank cannot write into
+        x.full_tensor()
+    assert time.monotonic() - started < 30, "it heard of it only when the backend's time was over"
+    return type(caught.value).__name__
+
+
+def test_a_failure_in_a_list_is_heard_of() -> None:
+    pool = ProcessPool(2)  # of its own: ranks cannot talk after one has failed
+    try:
+        assert pool.run(fail_in_a_list, timeout=60) == ["CommunicationError", "RuntimeError"]
+    finally:
+        pool.stop()
+
+
 # --- async ----------------------------------------------------------------------------------------
 
 
