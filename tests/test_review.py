@@ -21,6 +21,7 @@ from shardwise import (
     redistribute_all,
 )
 from shardwise import init_device_mesh as make_mesh
+from shardwise.dispatch import clear, stats
 from shardwise.errors import LayoutError
 
 from .compare import assert_same, numbers
@@ -276,3 +277,25 @@ def test_means_in_half_precision_do_not_overflow_on_the_way(name: str) -> None:
     x = numbers(64, 200).mul(20).half()
     for place in (Shard(0), Shard(1), Shard(0, 4)):
         assert_same(HALVES[name], [x], [(place,)], MESH, tolerance=4e-3)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, value: x.clamp(min=value),
+        lambda x, value: x.nan_to_num(nan=value),
+        lambda x, value: x * complex(1, value),
+        lambda x, value: torch.nn.functional.pad(x, (1, 1), value=value),
+        lambda x, value: torch._foreach_mul([x], [value])[0],
+        lambda x, value: torch._foreach_add([x], value)[0],
+    ],
+)
+def test_no_plan_is_built_for_another_nan(f: Callable[[Any, float], Any]) -> None:
+    x = distribute_tensor(numbers(4, 3), MESH, [Shard(0)])
+    clear()
+    for value in (float("nan"), float("nan") + 1):
+        made = f(x, value)
+        plans = stats()
+        torch.testing.assert_close(made.full_tensor(), f(numbers(4, 3), value), equal_nan=True)
+        f(x, float("nan") - 1)
+        assert stats() == plans

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def _hashable(values: Iterable[Any]) -> tuple[Any, ...]:
             if isinstance(value, torch.Tensor)
             else _hashable(value)
             if isinstance(value, (list, tuple))
-            else (type(value), value)  # 1, 1.0 and True are equal, but not the same
+            # 1, 1.0 and True are equal, but not the same; no NaN is equal to another
+            else (type(value), value if value == value else nan)
             for value in values
         ]
     )

@@ -259,6 +259,8 @@ def _kind(value: Any) -> Any:
     if isinstance(value, (bool, torch.dtype)):
         return value
     if isinstance(value, (int, float, complex)):
+        if value != value:
+            return type(value), "nan"  # which is equal to no other, not even to itself
         return (type(value), value if value == 0 or value - value != 0 else None)
     if not isinstance(value, (list, tuple)):
         return type(value)
