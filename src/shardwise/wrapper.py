@@ -44,10 +44,6 @@ class Wrapper(torch.Tensor):
 
     __torch_function__ = disabled_torch_function
 
-    def _resolve(self) -> Wrapper:
-        """A tensor with local tensors that are up to date: itself, but for a deferred view."""
-        return self
-
 
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
     """A DTensor of these local tensors."""
