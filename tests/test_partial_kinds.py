@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise import DTensor, Partial, init_device_mesh, per_rank
+from shardwise import CommDebugMode, DTensor, Partial, init_device_mesh, per_rank
 
 from .compare import check, ints, numbers, virtual
 
@@ -85,3 +85,48 @@ def test_a_number_that_makes_parts_infinite_waits_for_the_sum(number: float) -> 
     whole = pending.full_tensor()
     for ours, theirs in ((pending / number, whole / number), (pending * number, whole * number)):
         torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_aliases_have_the_layout_of_what_they_alias(op: str) -> None:
+    mesh = virtual(2)
+    x = DTensor.from_local(per_rank(mesh, lambda coord: X + coord[0]), mesh, [Partial(op)])
+    for same in (x.detach(), x.data, x.clone(), x.redistribute(placements=[Partial(op)])):
+        assert same.placements == x.placements
+
+
+VIEWS = {
+    "detach": lambda x: x.detach(),
+    "t": lambda x: x.t(),
+    "view": lambda x: x.view(2, 12)[None],
+    "expand": lambda x: x.expand(3, 6, 4),
+}
+
+
+@pytest.mark.parametrize("first", ["view", "base"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_a_pending_sum_are_reduced_with_it(name: str, first: str) -> None:
+    mesh, view = virtual(2), VIEWS[name]
+    x = DTensor.from_local(per_rank(mesh, lambda coord: X * (coord[0] - 2)), mesh, [Partial()])
+    whole, seen = X * -3, view(x)
+    with CommDebugMode() as comm:
+        for value, want in [(seen, view(whole)), (x, whole)][:: 1 if first == "view" else -1]:
+            torch.testing.assert_close(value.relu().full_tensor(), want.relu())
+        torch.testing.assert_close(x[1:3].exp().full_tensor(), whole[1:3].exp())
+        for part, want in zip(x.chunk(2, 1), whole.chunk(2, 1), strict=True):
+            torch.testing.assert_close(part.sin().full_tensor(), want.sin())
+    assert comm.get_total_counts() == 1
+    x[0].zero_()
+    whole[0] = 0
+    torch.testing.assert_close(seen.relu().full_tensor(), view(whole).relu())
+
+
+def test_a_view_in_place_is_of_its_own() -> None:
+    mesh = virtual(2)
+    x = DTensor.from_local(per_rank(mesh, lambda coord: X * (coord[0] - 2)), mesh, [Partial()])
+    seen, row = x.detach(), x[1]
+    x.exp()
+    x.t_()
+    torch.testing.assert_close(seen.exp().full_tensor(), (X * -3).exp())
+    torch.testing.assert_close(row.exp().full_tensor(), (X[1] * -3).exp())
+    torch.testing.assert_close(x.exp().full_tensor(), (X.t() * -3).exp())

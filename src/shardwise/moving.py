@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
+from .placement import Replicate
 from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Locals
+from .wrapper import Locals, Origin, wrap
 
 __all__ = [
     "Move",
@@ -95,7 +97,48 @@ def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
         memo = tensor._memo = {} if tensor._memo is None else tensor._memo
         memo[spec] = (stamp(tensor), value)
         return spec, value
-    return tensor._spec, tensor._locals
+    made = _by_origin(tensor, target) if tensor._spec.sums else None
+    if made is None:
+        return tensor._spec, tensor._locals
+    memo = tensor._memo = {} if tensor._memo is None else tensor._memo
+    memo[made._spec] = (stamp(tensor), made._locals)
+    return made._spec, made._locals
+
+
+def _by_origin(tensor: Any, target: DTensorSpec) -> Any:
+    """A view of a pending sum, as a view of what is reduced; None if that would not be less.
+
+    It is if the other is reduced already, or if both are as large and the whole is asked for.
+    """
+    origin = _origin(tensor)
+    if origin is None:
+        return None
+    spec = origin.before
+    if not _is_reduced(origin.base):
+        if prod(spec.meta.shape) > prod(tensor.shape) or target.topology is not spec.topology:
+            return None
+        if not all(target.placements[axis].is_replicate() for axis in spec.sums):
+            return None
+    places = [Replicate() if place.is_partial() else place for place in spec.placements]
+    reduced = spec.with_placements(places, spec.cuts)
+    return origin.call(wrap(reduced, moved(origin.base, reduced)))
+
+
+def _origin(tensor: Any) -> Origin | None:
+    """What a tensor is a view of, if nothing but values has changed since."""
+    origin: Origin | None = tensor._origin
+    if origin is None or origin.after is not tensor._spec:
+        return None
+    same = origin.base._spec is origin.before and origin.base._cell is tensor._cell
+    return origin if same else None
+
+
+def _is_reduced(tensor: Any) -> bool:
+    now = stamp(tensor)
+    if any(not spec.sums and seen == now for spec, (seen, _) in (tensor._memo or {}).items()):
+        return True
+    origin = _origin(tensor)
+    return origin is not None and _is_reduced(origin.base)
 
 
 def stamps(tensor: Any, index: Any) -> object:

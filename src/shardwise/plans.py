@@ -18,7 +18,7 @@ from .redistribute import relaid
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
 from .windows import fetch_parts
-from .wrapper import Locals, Wrapper, share_cell, wrap
+from .wrapper import Locals, Origin, Wrapper, share_cell, wrap
 
 __all__ = [
     "CallPlan",
@@ -268,6 +268,8 @@ class CallPlan(Plan):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
+        if self._aliases and any(spec.sums for spec in self._outs):
+            return None  # such a view knows its origin
         alone = bare and tail is None
         return quick_call(
             self._call, spots, alone, tail, self._outs, several, device, self._aliases
@@ -296,7 +298,10 @@ class CallPlan(Plan):
         if written is not None:
             self._write_back(operands[written], local[written])
             return args[self._target]
-        return self._wrapped(results, operands)
+        made = self._wrapped(results, operands)
+        if self._aliases and operands[0]._spec.sums:
+            self._tell_origin(made, operands[0], args, kwargs)
+        return made
 
     def _one(
         self, index: int, own: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
@@ -367,6 +372,20 @@ class CallPlan(Plan):
             # A kernel may leave out a result that its meta kernel has: an LSTM without gradients.
             wrapped.append(None if local and local[0] is None else wrap(spec, local, cell))
         return _returned_type(self._op)(wrapped)
+
+    def _tell_origin(
+        self, made: Any, base: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Views of a pending sum know what they are made of: it is reduced once for all."""
+        rest = tuple(args[1:])
+
+        def again(place: int | None, value: Any) -> Any:
+            found = self._op(value, *rest, **kwargs)
+            return found if place is None else found[place]
+
+        views = [(None, made)] if isinstance(made, Wrapper) else list(enumerate(made))
+        for place, view in views:
+            view._origin = Origin(base, partial(again, place), base._spec, view._spec)
 
 
 def _returned_type(op: Any) -> type:

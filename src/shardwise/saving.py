@@ -21,6 +21,7 @@ _OWN = (
     "_cell",
     "_memo",
     "_picked",
+    "_origin",
     "_of",
     "_how",
     "_seen",

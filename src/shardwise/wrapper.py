@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ._torch import disabled_torch_function, make_wrapper
 from .spec import DTensorSpec
 
-__all__ = ["Plain", "Wrapper", "wrap"]
+__all__ = ["Origin", "Plain", "Wrapper", "wrap"]
 
 Locals = tuple[torch.Tensor, ...]
 
@@ -26,13 +27,23 @@ class Cell:
         self.exposed = False
 
 
+class Origin(NamedTuple):
+    """How a view was made: of which tensor, by which call, and the layouts that both had."""
+
+    base: Wrapper
+    call: Callable[[Any], Any]
+    before: DTensorSpec
+    after: DTensorSpec
+
+
 class Wrapper(torch.Tensor):
     """What the dispatcher knows of a DTensor.
 
     `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is
     the version
     cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
-    partial; `_picked` says where the elements of one come from, if each comes from one rank.
+    partial; `_picked` says where the elements of one come from, if each comes from one rank;
+    `_origin` says of what a view of a partial is a view, so that both are reduced as one.
     """
 
     _spec: DTensorSpec
@@ -40,6 +51,7 @@ class Wrapper(torch.Tensor):
     _cell: Cell | None = None
     _memo: dict[DTensorSpec, tuple[Any, Locals]] | None = None
     _picked: Any = None
+    _origin: Origin | None = None
     public: ClassVar[type[Wrapper]]
 
     __torch_function__ = disabled_torch_function

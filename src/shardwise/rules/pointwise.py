@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .call import Call, Operand, has_fractions, keeps_sums, stored
-from .rule import Along, Dims, Rule
+from .rule import COPIED, Along, Dims, Rule
 
 __all__ = ["broadcast_dims", "pointwise"]
 
@@ -43,6 +43,8 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 _MOVES = ("alias", "clone", "copy", "detach", "lift_fresh", "masked_fill", "where", "_to_copy")
 """Operators that copy values: without a change of dtype, every pending sum passes."""
+_COPIES = ("alias", "clone", "detach", "lift_fresh", "positive", "_to_copy")
+"""Those that copy one operand."""
 _UP = [
     "relu",
     "relu6",
@@ -62,11 +64,6 @@ _UP = [
     "hardtanh",
     "softplus",
     "leaky_relu",
-    "clone",
-    "detach",
-    "alias",
-    "lift_fresh",
-    "positive",
     "deg2rad",
     "rad2deg",
     "cbrt",
@@ -159,9 +156,9 @@ def _averages(call: Call, name: str, linear: Sequence[Sequence[int]]) -> bool:
 
 
 def _passes(call: Call, name: str) -> tuple[tuple[tuple[int, ...], str, str], ...]:
-    """Pending maxima and minima through monotone functions."""
-    if name == "_to_copy" and call.results[0].dtype is call.specs[0].dtype:
-        return (((0,), "max", "max"), ((0,), "min", "min"))
+    """Pending maxima and minima through monotone functions, all that is pending through copies."""
+    if name in _COPIES and call.results[0].dtype is call.specs[0].dtype:
+        return COPIED
     if len(call.specs) == 1 and not any(isinstance(v, Operand) for v in call.args[1:]):
         if name in _UP_FROM:
             return (((0,), "min", "min"),)
