@@ -80,14 +80,17 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         memo = tensor._memo = {}
     found = memo.get(spec)
     if found is None or found[0] != now:
-        base, local = _source(tensor, spec)
+        base, local = _source(tensor, spec, alone=True)
         found = memo[spec] = (now, relaid(base, spec, local))
     done: Locals = found[1]
     return done
 
 
-def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
-    """What a tensor is laid out anew from: if it has been reduced, nothing is summed again."""
+def _source(tensor: Any, target: DTensorSpec, *, alone: bool = False) -> tuple[DTensorSpec, Locals]:
+    """What a tensor is laid out anew from: if it has been reduced, nothing is summed again.
+
+    Unless it moves `alone`, in no batch, nothing is reduced for it here.
+    """
     for spec, (seen, value) in (tensor._memo or {}).items():
         if not spec.sums and seen == stamp(tensor):
             return spec, value
@@ -97,7 +100,7 @@ def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
         memo = tensor._memo = {} if tensor._memo is None else tensor._memo
         memo[spec] = (stamp(tensor), value)
         return spec, value
-    made = _by_origin(tensor, target) if tensor._spec.sums else None
+    made = _by_origin(tensor, target, alone) if tensor._spec.sums else None
     if made is None:
         return tensor._spec, tensor._locals
     memo = tensor._memo = {} if tensor._memo is None else tensor._memo
@@ -105,7 +108,7 @@ def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
     return made._spec, made._locals
 
 
-def _by_origin(tensor: Any, target: DTensorSpec) -> Any:
+def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
     """A view of a pending sum, as a view of what is reduced; None if that would not be less.
 
     It is if the other is reduced already, or if both are as large and the whole is asked for.
@@ -115,7 +118,8 @@ def _by_origin(tensor: Any, target: DTensorSpec) -> Any:
         return None
     spec = origin.before
     if not _is_reduced(origin.base):
-        if prod(spec.meta.shape) > prod(tensor.shape) or target.topology is not spec.topology:
+        larger = prod(spec.meta.shape) > prod(tensor.shape)
+        if larger or not alone or target.topology is not spec.topology:
             return None
         if not all(target.placements[axis].is_replicate() for axis in spec.sums):
             return None
