@@ -14,6 +14,7 @@ from shardwise.__main__ import main
 from shardwise.calibrate import calibrate
 from shardwise.cost import PRESETS, links_of
 from shardwise.engine.buffer import chunks
+from shardwise.engine.native import prefers_own
 from shardwise.errors import CommunicationError, LayoutError, MeshError
 from shardwise.geometry import all_coords, box_numel, box_shape, intersect
 from shardwise.links import read_links, write_links
@@ -194,6 +195,14 @@ def test_chunks_make_up_the_box(most: int) -> None:
     inside = seen[1:3, 0:4, 2:5]
     assert bool((inside == 1).all()) and seen.sum() == inside.sum()
     assert chunks(((0, 0), (0, 3)), most) == []
+
+
+def test_gloo_is_known_however_it_was_asked_for(monkeypatch: Any) -> None:
+    config = {"cpu:gloo": False, "cpu:gloo,cuda:gloo": False, "cpu:mpi,cuda:gloo": True}
+    for text, own in {**config, "cpu:gloo,cuda:nccl": False}.items():
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _, text=text: text)
+        assert prefers_own(None, "cpu") is own
+    assert prefers_own(None, "cuda")
 
 
 def test_a_buffer_has_a_size() -> None:

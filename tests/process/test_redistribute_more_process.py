@@ -60,7 +60,7 @@ def move(
         for ranks, *_ in case[2:]:
             if str(ranks) not in meshes:  # every rank makes the same meshes in the same order
                 meshes[str(ranks)] = DeviceMesh("cpu", ranks)
-    prefers, native.prefers_own = native.prefers_own, lambda group: own or prefers(group)
+    prefers, native.prefers_own = native.prefers_own, lambda *of: own or prefers(*of)
     results: list[list[torch.Tensor]] = []
     try:
         with sw.exchange_buffer(buffer):

@@ -27,7 +27,7 @@ def native_launch(channel: Channel, jobs: Sequence[Job]) -> Launcher | None:
     members = () if here is None else job.task.src.topology.group_coords(here, job.task.axes)
     whole = channel.group is not None and len(members) == len(channel.ranks)
     alike = len({(each.task.kind, each.task.axes) for each in jobs}) == 1
-    if not whole or not alike or not prefers_own(channel.group):
+    if not whole or not alike or not prefers_own(channel.group, job.device.type):
         return None
     if not all(_is_even(channel, each) or _fits(channel, each) for each in jobs):
         return None  # mail goes in rounds
@@ -59,9 +59,14 @@ def _fits(channel: Channel, job: Job) -> bool:
     return 2 * width * len(channel.ranks) <= buffer_size()
 
 
-def prefers_own(group: dist.ProcessGroup | None) -> bool:
-    """Whether a backend is faster at its own collectives: all are but gloo."""
-    return dist.get_backend(group) != "gloo"
+def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Whether the backend of a device is faster at its own collectives: all are but gloo, which
+    also copies what it is given.
+
+    `dist.get_backend` will not do: without a backend in `init_process_group` it says "undefined".
+    """
+    config: str = dist.get_backend_config(group)
+    return f"{device_type}:gloo" not in config.split(",")
 
 
 def _all_gather(channel: Channel, job: Job, out: torch.Tensor) -> Land:
