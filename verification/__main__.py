@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import random
@@ -12,6 +13,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import shardwise
+
 from .entry import check_index, entries, entry_name
 from .page import write_page
 
@@ -19,8 +24,24 @@ from .page import write_page
 def _known(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return {row["name"]: row for row in rows}
+    known = {}
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # it was being written when the run was stopped
+            continue
+        known[row["name"]] = row
+    return known
+
+
+def _sources() -> str:
+    """A digest of what was run: the library, this harness and PyTorch."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for package in (shardwise, sys.modules[check_index.__module__.split(".")[0]]):
+        assert package.__file__ is not None
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _progress(done: int, total: int, start: float, name: str) -> None:
@@ -34,7 +55,7 @@ def _progress(done: int, total: int, start: float, name: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]], sources: str | None = None) -> str:
     """The table at the end."""
     checked = [row for row in rows if not row["left_out"]]
     lines = [f"{len(rows)} entries, {len(checked)} checked, {len(rows) - len(checked)} left out"]
@@ -53,6 +74,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
     fallback = sum("fallback" in row["tiers"] for row in checked)
     share = 100 * fallback / max(len(checked), 1)
     lines.append(f"replicate fallback when dim 0 is sharded: {share:.1f} % of entries")
+    older = sum(row.get("sources") != sources for row in rows) if sources else 0
+    if older:
+        lines.append(f"{older} entries were run before with other sources: --fresh runs them again")
     for row in checked:
         if row["examples"]:
             lines.append(f"  {row['name']}: {row['forward']} {row['backward']}")
@@ -75,6 +99,9 @@ def main() -> int:
     if options.fresh:
         options.out.unlink(missing_ok=True)
     names = [entry_name(entry) for entry in entries()]
+    unknown = sorted(set(options.names) - set(names))
+    if unknown:
+        parser.error(f"no entry is called {', '.join(unknown)}")
     chosen = [i for i, name in enumerate(names) if not options.names or name in options.names]
     if options.sample is not None:
         chosen = sorted(
@@ -84,16 +111,28 @@ def main() -> int:
     tasks = [(i, options.most, options.seconds) for i in chosen if names[i] not in known]
     start = time.time()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context) as pool, options.out.open("a") as file:
+    sources = _sources()
+    cut = options.out.exists() and not options.out.read_text().endswith("\n")
+    file = options.out.open("a")
+    file.write("\n" if cut else "")
+    pool = ProcessPoolExecutor(options.workers, context)
+    try:
         waiting = [pool.submit(check_index, *task) for task in tasks]
         for done, finished in enumerate(as_completed(waiting), 1):
-            row = finished.result()
+            row = {**finished.result(), "sources": sources}
             known[row["name"]] = row
             file.write(json.dumps(row) + "\n")
             file.flush()
             _progress(done, len(tasks), start, row["name"])
+    except KeyboardInterrupt:
+        left = sum(names[i] not in known for i in chosen)
+        print(f"\nstopped; {left} entries are left, the same command goes on", file=sys.stderr)
+        return 130
+    finally:
+        pool.shutdown(cancel_futures=True)
+        file.close()
     rows = [known[names[i]] for i in chosen]
-    text = summary(rows)
+    text = summary(rows, sources)
     print("\n" + text)
     if options.page is not None:
         many = (
