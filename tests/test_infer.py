@@ -43,6 +43,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
         [torch.tensor(1.0, dtype=torch.float64), EMPTY],
     ),
     "log_softmax of a transposed": (lambda x: x.t().log_softmax(0), [numbers(5, 3)]),
+    "logsigmoid of a transposed": (
+        lambda x: torch.nn.functional.logsigmoid(x.t()),
+        [numbers(5, 3)],
+    ),
     "layer_norm of a transposed": (
         lambda x: torch.nn.functional.layer_norm(x.t(), [5]),
         [numbers(5, 3)],

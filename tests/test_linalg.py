@@ -68,6 +68,23 @@ def test_of_one_operand(name: str) -> None:
     check(OF_ONE[name], A, mesh=virtual(2, 3), limit=2)
 
 
+COMPLEX: dict[str, Callable[..., Any]] = {
+    "pinv": lambda a, b: linalg.pinv(a),
+    "pinv, hermitian": lambda a, b: linalg.pinv(a @ a.mH, hermitian=True),
+    "lstsq": lambda a, b: [*linalg.lstsq(a[:, :, :2].detach(), b.detach(), driver="gels")][:2],
+    "solve, adjoint": lambda a, b: linalg.solve(a.mH, b),
+    "lu_solve, adjoint": lambda a, b: linalg.lu_solve(*linalg.lu_factor(a), b, adjoint=True),
+    "inv, in place": lambda a, b: linalg.inv(a).conj().clone().mul_(a),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_of_complex_matrices(name: str) -> None:
+    """Kernels that conjugate on their way: below a subclass PyTorch forgets to."""
+    a, b = torch.complex(A, A.flip(0)), torch.complex(B, -B.flip(1))
+    check(COMPLEX[name], a, b, mesh=virtual(2), limit=4, ops=())
+
+
 @pytest.mark.parametrize("name", OF_TWO)
 def test_of_two_operands(name: str) -> None:
     check(OF_TWO[name], A, B, mesh=virtual(2), limit=4)

@@ -15,6 +15,7 @@ __all__ = [
     "fake_tensors",
     "is_composite",
     "make_wrapper",
+    "reading_lazy_bits",
     "root_mesh",
     "run_composite",
     "shared_store",
@@ -31,6 +32,21 @@ directly."""
 
 make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 """Makes a tensor with a shape and no storage: there is no public constructor of this kind."""
+
+
+_LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+
+
+def reading_lazy_bits() -> Any:
+    """A context in which kernels read tensors that are conjugated or negated lazily.
+
+    Below `__torch_dispatch__` PyTorch reads them as if they were not, also those that a kernel
+    makes on its way, as `linalg_pinv` does.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _LAZY:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:

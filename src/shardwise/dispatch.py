@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import infer, policy
-from ._torch import OpOverload
+from ._torch import OpOverload, reading_lazy_bits
 from .build import Entry, build
 from .engine import tell
 from .errors import LayoutError
@@ -117,6 +117,9 @@ def dispatch(
     elif plain and policy.current().plain == "check_always":
         check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
+        if found.is_complex:
+            with reading_lazy_bits():
+                return _resolved(_run(entry, found, operands, args, kwargs))
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
         if entry.has_views:
@@ -125,6 +128,24 @@ def dispatch(
     except BaseException as error:
         tell(error)  # an error in values is this rank's alone: the others must not wait for it
         raise
+
+
+def _run(
+    entry: Entry, plan: Plan, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    if plan.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+        return plan.quick(operands, args, kwargs)
+    if entry.has_views:
+        return entry.run_view(plan, operands, args, kwargs)
+    return plan.run(operands, args, kwargs)
+
+
+def _resolved(made: Any) -> Any:
+    """Results whose local tensors are what they are, not their conjugates."""
+    for each in made if isinstance(made, (list, tuple)) else (made,):
+        if type(each) is Wrapper.public and any(t.is_conj() or t.is_neg() for t in each._locals):
+            each._locals = tuple([t.resolve_conj().resolve_neg() for t in each._locals])
+    return made
 
 
 def _add(value: Any, by_type: bool, operands: list[Any], key: list[Any]) -> bool:
@@ -201,6 +222,7 @@ def _build(
     plain: bool,
 ) -> Plan:
     made = build(entry, operands, args, kwargs)
+    made.is_complex = any(o._spec.dtype.is_complex for o in operands)
     if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
         made.default = torch.get_default_dtype()  # integers divided, or times a number
     if plain and policy.current().plain in ("check", "check_always"):

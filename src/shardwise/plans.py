@@ -35,10 +35,11 @@ class Plan:
 
     `quick`, if there is one, does the same as `run` for operands that are no deferred views. `tier`
     says who serves the call: rows, form, random, decomposition or fallback. `default` is the
-    default dtype for which it was built, if the results may have it.
+    default dtype for which it was built, if the results may have it. `is_complex` says that some
+    operand is.
     """
 
-    __slots__ = ("default", "quick", "tier")
+    __slots__ = ("default", "is_complex", "quick", "tier")
 
     quick: Callable[..., Any] | None
 
@@ -46,6 +47,7 @@ class Plan:
         self.quick = None
         self.tier = tier
         self.default: torch.dtype | None = None
+        self.is_complex = False
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError

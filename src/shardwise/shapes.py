@@ -49,13 +49,14 @@ def _lstsq(
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: -1 if is_vector else -2])
     width = 1 if is_vector else b.shape[-1]
     solution = a.new_empty((*batch, width, max(rows, columns))).mT[..., :columns, :]
-    none = a.new_empty(0)
+    real = a.dtype.to_real()
+    none = a.new_empty(0, dtype=real)
     asked = rows > columns and chosen == "gels"
     return (
         solution[..., 0] if is_vector else solution,
-        a.new_empty((*batch, width)) if asked else none,
+        a.new_empty((*batch, width), dtype=real) if asked else none,
         a.new_empty(0 if chosen == "gels" else batch, dtype=torch.int64),
-        a.new_empty((*batch, min(rows, columns))) if by_values else none,
+        a.new_empty((*batch, min(rows, columns)), dtype=real) if by_values else none,
     )
 
 
@@ -212,6 +213,7 @@ _CONTIGUOUS = frozenset(
         "any.dims",
         "all.dims",
         "_log_softmax_backward_data.default",
+        "log_sigmoid_forward.default",
         "native_layer_norm_backward.default",
     )
 )
