@@ -138,6 +138,27 @@ def test_what_need_not_move_to_become_partial_does_not() -> None:
     assert received([R, S0, P], [R, P, S0]) == 1024 * 1024 // 2
 
 
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2)], ids=str)
+def test_shards_become_partial_in_kinds_that_do_not_commute(mesh_shape: tuple[int, int]) -> None:
+    mesh = sw.init_device_mesh("cpu", mesh_shape)
+    x = -torch.arange(1, 16, dtype=torch.int32).view(5, 3)  # where identities add up it shows
+    kinds = [Partial(op) for op in ("sum", "max", "min", "product", "avg")]
+    for src in layouts_of(2, [R, S0, S1]):
+        whole = sw.distribute_tensor(x, mesh, src)
+        for dst in itertools.product(kinds[:4], repeat=2):
+            assert torch.equal(whole.redistribute(placements=dst).full_tensor(), x), (src, dst)
+        for dst in itertools.product(kinds, repeat=2):
+            real = sw.distribute_tensor(x.double(), mesh, src).redistribute(placements=dst)
+            assert torch.equal(real.full_tensor(), x.double()), (src, dst)
+
+
+def test_all_that_becomes_partial_does_so_in_one_step() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2, 2))
+    for src in layouts_of(3, [R, S0, S1]):
+        steps = plan(spec_of(mesh, src, (8, 8)), spec_of(mesh, [P, P, P], (8, 8)))
+        assert [step.kind for step in steps] == ["make_partial"]
+
+
 def test_links_are_a_part_of_what_a_mesh_is() -> None:
     a = sw.init_device_mesh("cpu", (2,), links="ethernet")
     b = sw.init_device_mesh("cpu", (2,))

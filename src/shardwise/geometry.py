@@ -28,6 +28,7 @@ __all__ = [
     "is_dense",
     "relative",
     "stride_like",
+    "strided",
 ]
 
 Interval = tuple[int, int]
@@ -128,10 +129,23 @@ def flat_indices(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ..
     for axis in reversed(axes):
         steps[axis] = step
         step *= shape[axis]
+    return tuple(strided(shape, steps))
+
+
+def strided(shape: Iterable[int], steps: Iterable[int]) -> list[int]:
+    """For every coordinate of a grid its index in memory, if axes have these strides.
+
+    >>> strided((2, 3), (10, 1))
+    [0, 1, 2, 10, 11, 12]
+    """
     found = [0]
     for size, step in zip(shape, steps, strict=True):
-        found = [index + step * place for index in found for place in range(size)]
-    return tuple(found)
+        if step:
+            places = range(0, size * step, step)
+            found = [index + place for index in found for place in places]
+        else:
+            found = [index for index in found for _ in range(size)]
+    return found
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

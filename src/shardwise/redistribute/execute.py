@@ -296,7 +296,9 @@ def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
         held, wanted = step.src.box(coord), step.dst.box(coord)
         result = value.new_empty(box_shape(wanted))
         if held != wanted:
-            result.fill_(identity(made[0][1], value.dtype))
+            inner = [op for axis, op in step.dst.partial if axis > made[0][0] and coord[axis]]
+            pad = [made[0][1], *[op for op in inner if op != "avg"]][-1]
+            result.fill_(identity(pad, value.dtype))
         narrow(result, relative(held, wanted)).copy_(value)
         outer_is_identity = False
         for axis, op in step.dst.partial:

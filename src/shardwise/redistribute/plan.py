@@ -1,26 +1,28 @@
 """`plan(src, dst)`: the steps from one layout to another. Pure and cached; no tensor, no rank.
 
 The order is: shrink (local slices), reduce (partials), move (one gather or exchange over just the
-axes that must talk), and last make partial. Adjacent axes that do the same go together. Where the
-links of the axes differ, ways that go axis by axis are priced too, and the cheapest is kept.
+axes that must talk), and last make partial. Adjacent axes that do the same go together. Other ways
+are worked out only if they may be cheaper by what placements say, and the cheapest is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from ..cost import Link
 from ..engine import check_reducible
-from ..geometry import chunk_cuts, contains, intervals
+from ..geometry import chunk_cuts, intervals
 from ..mesh import Topology
-from ..placement import Partial, Placement, Shard
+from ..placement import Partial
 from ..spec import DTensorSpec
 from .between import between_meshes
-from .layout import DimMap, Layout
+from .bound import least_price
+from .layout import DimMap, Layout, grid_of
 from .moves import move
-from .step import Step, coords_of
+from .step import Step
+from .ways import Order, Places, Way, other_ways
 
 __all__ = ["plan"]
 
@@ -35,19 +37,17 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
         return tuple(between_meshes(src, dst, plan))
     now, goal = Layout.of(src), Layout.of(dst)
     best = tuple(_steps(now, goal))
-    ways = dict.fromkeys(_other_ways(src, dst, best))
+    ways = dict.fromkeys(other_ways(src, dst, best))
     if ways:
         itemsize = src.dtype.itemsize
         least = sum([step.price(itemsize) for step in best])
-        for way in ways:
-            best, least = _cheaper(way, now, goal, best, least, itemsize)
+        sizes = (0,) * src.ndim if src.cuts or dst.cuts else tuple(src.meta.shape)
+        bounds = {
+            way: [least_price(src.topology, sizes, itemsize, hop) for hop in way] for way in ways
+        }
+        for way in sorted(ways, key=lambda way: sum(bounds[way])):
+            best, least = _cheaper(way, now, goal, best, least, itemsize, bounds[way])
     return best
-
-
-Places = tuple[Placement, ...]
-Hop = tuple[Places, Places, bool]
-"""A part of a way, and whether it reduces and moves at once."""
-Way = tuple[Hop, ...]
 
 
 def _cheaper(
@@ -57,6 +57,7 @@ def _cheaper(
     best: tuple[Step, ...],
     least: int,
     itemsize: int,
+    bounds: list[int],
 ) -> tuple[tuple[Step, ...], int]:
     """The cheaper of a way and the best so far, with its price.
 
@@ -64,8 +65,7 @@ def _cheaper(
     need to be looked at to the end.
     """
     topology = now.topology
-    starts = [_least_start(topology, a, b) for a, b, _ in way]
-    price = sum(starts)  # of hops that are not looked at yet
+    price = sum(bounds)  # of hops that are not looked at yet
     if price >= least:
         return best, least
     found: list[list[Step]] = [[] for _ in way]
@@ -73,7 +73,7 @@ def _cheaper(
     middle = [now.laid(places) for _, places, _ in way[:-1]]
     layouts = [now, *middle, goal]
     for index in sorted(range(len(way)), key=lambda index: (-slowest[index], -index)):
-        price -= starts[index]
+        price -= bounds[index]
         for step in _steps(layouts[index], layouts[index + 1], way[index][2]):
             found[index].append(step)
             price += step.price(itemsize, least - price)
@@ -82,117 +82,22 @@ def _cheaper(
     return tuple([step for steps in found for step in steps]), price
 
 
-def _least_start(topology: Topology, src: Places, dst: Places) -> int:
-    """What a hop costs at least: some axis must talk, unless shards just become partial or what is
-    whole is sliced."""
-    axes = zip(topology.shape, topology.links, src, dst, strict=True)
-    talking = [
-        link.start
-        for size, link, have, want in axes
-        if size > 1
-        and have is not want
-        and not have.is_replicate()
-        and not (have.is_shard() and want.is_partial())
-    ]
-    return min(talking, default=0)
-
-
 def _slowest(links: tuple[Link, ...], src: Places, dst: Places) -> int:
     """The price of a byte on the slowest axis on which two layouts differ."""
     pairs = zip(links, src, dst, strict=True)
     return max([link.per_byte for link, have, want in pairs if have is not want], default=0)
 
 
-def _other_ways(src: DTensorSpec, dst: DTensorSpec, steps: tuple[Step, ...]) -> Iterator[Way]:
-    """Ways that may be cheaper than the plain order: make partial first or last, reduce and move at
-    once, move before reducing, or go axis by axis."""
-    kinds = {step.kind for step in steps}
-    moving = [step for step in steps if not step.is_local]
-    if not moving:
-        return
-    yield from map(_through, _made_partial(src.placements, dst.placements))
-    if len(moving) == 1 and len(moving[0].axes) == 1:
-        return  # no other way has less to do
-    if {"exchange", "all_gather"} & kinds:
-        if "reduce_scatter" in kinds:
-            yield ((src.placements, dst.placements, True),)
-        if "all_reduce" in kinds:
-            yield from map(_through, _moved_first(src.placements, dst.placements))
-    yield from map(_through, _axis_by_axis(src, dst))
-
-
-def _through(way: list[Places]) -> Way:
-    return tuple([(a, b, False) for a, b in pairwise(way)])
-
-
-def _moved_first(src: Places, dst: Places) -> Iterator[list[Places]]:
-    """The way that moves what is pending, and reduces it where it will be."""
-    places = tuple(
-        [
-            have if have.is_partial() and not want.is_partial() else want
-            for have, want in zip(src, dst, strict=True)
-        ]
-    )
-    if places not in (src, dst):
-        yield [src, places, dst]
-
-
-def _made_partial(src: Places, dst: Places) -> Iterator[list[Places]]:
-    """The ways that make shards partial before all else moves, and after it.
-
-    Inner axes go first: what the members of outer ones hold is in one piece only after them. What
-    is replicated may be sliced last: that costs nothing wherever it comes.
-    """
-    pairs = list(zip(src, dst, strict=True))
-    made = [axis for axis, (a, b) in enumerate(pairs) if a.is_shard() and b.is_partial()]
-    others = [axis for axis, (a, b) in enumerate(pairs) if not a.is_replicate() and a is not b]
-    if not made:
-        return
-    inner_first = [[axis] for axis in reversed(made)]
-    rest = [axis for axis in others if axis not in made]
-    for turns in ([*inner_first, rest], [rest, *inner_first])[: 2 if rest else 1]:
-        way, places = [src], list(src)
-        for axes in turns:
-            for axis in axes:
-                places[axis] = dst[axis]
-            way.append(tuple(places))
-        yield [each for each, after in pairwise([*way, dst]) if each != after] + [dst]
-
-
-def _axis_by_axis(src: DTensorSpec, dst: DTensorSpec) -> Iterator[list[Places]]:
-    """Ways over layouts in between, for a mesh whose axes differ: fast axes first, and last."""
-    links = src.topology.links
-    pairs = list(zip(src.placements, dst.placements, strict=True))
-    axes = [axis for axis, (a, b) in enumerate(pairs) if a is not b and not a.is_replicate()]
-    if len({links[axis].per_byte for axis in axes}) < 2:
-        return
-    by_speed = sorted(axes, key=lambda axis: links[axis].per_byte)
-    for order in (by_speed, by_speed[::-1]):
-        way, places = [src.placements], list(src.placements)
-        for axis in order[:-1]:
-            places[axis] = dst.placements[axis]
-            way.append(tuple(places))
-        yield [*way, dst.placements]
-    reduced = [axis for axis in by_speed if _stays_whole(*pairs[axis])]
-    if len(reduced) > 1 and dst.ndim:
-        # Scatter over the fast axis, reduce what is left over the slow one, gather over the fast.
-        widest = max(range(dst.ndim), key=lambda dim: dst.meta.shape[dim])
-        places = list(dst.placements)
-        places[reduced[0]] = Shard(widest)
-        yield [src.placements, tuple(places), dst.placements]
-
-
-def _stays_whole(have: Placement, want: Placement) -> bool:
-    """Whether an axis is reduced and every rank keeps the whole."""
-    return have.is_partial() and want.is_replicate()
-
-
-def _steps(now: Layout, goal: Layout, at_once: bool = False) -> Iterator[Step]:
+def _steps(now: Layout, goal: Layout, order: Order = Order.PLAIN) -> Iterator[Step]:
     reduced = _axes_to_reduce(now, goal)
+    if order is Order.SPREAD_FIRST:
+        for step in _spread(now, goal):
+            yield step
+            now = step.dst
     for step in _shrink(now, goal):
         yield step
         now = step.dst
-    for step in _reduce(now, goal, reduced, at_once):
+    for step in _reduce(now, goal, reduced, order is Order.AT_ONCE):
         yield step
         now = step.dst
     for step in _spread(now, goal):
@@ -213,6 +118,8 @@ def _commute(a: str, b: str) -> bool:
 
 def _axes_to_reduce(now: Layout, goal: Layout) -> set[int]:
     """The pending axes that `goal` does not keep, with those that must be reduced before them."""
+    if now.partial == goal.partial or not now.partial:
+        return set()
     have, want = dict(now.partial), dict(goal.partial)
     reduced = {axis for axis, op in have.items() if want.get(axis) != op}
     made = {axis: op for axis, op in want.items() if have.get(axis) != op}
@@ -251,13 +158,14 @@ def _part(topology: Topology, have: DimMap, want: DimMap, busy: set[int]) -> Dim
         return None  # the dim also grows along an axis: slicing now would lose what that needs
     part: DimMap | None = want
     for axis in sorted((set(want.axes) - set(have.axes)) & busy):
-        part = None if part is None else _joined(topology, part, axis)
+        part = None if part is None else part.joined(axis, topology.shape)
     if part is None or part == have:
         return None
-    shape = topology.shape
-    coords = coords_of(topology, {*have.axes, *part.axes})
-    inside = all(contains((have.at(c, shape),), (part.at(c, shape),)) for c in coords)
-    return part if inside else None
+    grid = grid_of(topology.shape, have.axes, part.axes)
+    for (a, b), (start, stop) in zip(have.over(grid), part.over(grid), strict=True):
+        if start < stop and not (a <= start and stop <= b):
+            return None
+    return part
 
 
 # --- reducing ------------------------------------------------------------------------------------
@@ -333,30 +241,24 @@ def _reduce_exchange(
 
 
 def _spread(now: Layout, goal: Layout) -> Iterator[Step]:
-    """From a shard to a pending reduction nothing moves: ranks pad with the identity."""
-    have = dict(now.partial)
-    for axis, op in goal.partial:
-        if have.get(axis) == op or op == "avg":
-            continue
-        for dim, held in enumerate(now.dims):
-            whole = _joined(now.topology, held, axis) if axis in held.axes else None
+    """From a shard to a pending reduction nothing moves: ranks pad with the identity.
+
+    Inner axes go first: what the members of outer ones hold is in one piece only after them.
+    Where all is of one kind, one step makes all axes partial.
+    """
+    have, shape = dict(now.partial), now.topology.shape
+    made = [(axis, op) for axis, op in reversed(goal.partial) if have.get(axis) != op != "avg"]
+    together = len({op for _, op in (*now.partial, *goal.partial)}) == 1
+    dims, partial = list(now.dims), now.partial
+    for axis, op in made:
+        for dim, held in enumerate(dims):
+            whole = held.joined(axis, shape) if axis in held.axes else None
             if whole is not None:
-                dims = (*now.dims[:dim], whole, *now.dims[dim + 1 :])
-                partial = tuple(sorted((*now.partial, (axis, op))))
-                step = Step("make_partial", now, Layout(now.topology, dims, partial))
-                yield step
-                now = step.dst
-
-
-def _joined(topology: Topology, held: DimMap, axis: int) -> DimMap | None:
-    """The map in which each member along `axis` holds what all hold, if one interval."""
-    rest = tuple(a for a in held.axes if a != axis)
-    table = []
-    for coord in topology.group_coords((0,) * topology.ndim, rest):
-        parts = [held.at(c, topology.shape) for c in topology.group_coords(coord, (axis,))]
-        filled = [part for part in parts if part[0] < part[1]] or parts[:1]
-        start, stop = min(a for a, _ in filled), max(b for _, b in filled)
-        if sum(b - a for a, b in filled) != stop - start:
-            return None
-        table.append((start, stop))
-    return DimMap(rest, tuple(table))
+                dims[dim] = whole
+                partial = tuple(sorted((*partial, (axis, op))))
+        if partial != now.partial and (not together or axis == made[-1][0]):
+            done = Layout(now.topology, tuple(dims), partial)
+            if together and done.dims == goal.dims and set(now.partial) <= set(goal.partial):
+                done = goal  # what is whole already is made partial as well
+            yield Step("make_partial", now, done)
+            now = done

@@ -6,13 +6,15 @@ a rank lacks, and who is nearest to have it, is found dim by dim.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
 
 from ..geometry import Box, Interval, all_coords, flat_index, flat_indices
 from ..mesh import Coord
-from .layout import DimMap, Grid, Layout
+from .layout import DimMap, Layout, grid_of
 
 __all__ = ["DimMove", "Routes", "between_routes", "dim_move", "dim_moves", "routes"]
 
@@ -36,67 +38,77 @@ def dim_move(have: DimMap, want: DimMap, shape: tuple[int, ...]) -> DimMove:
 
 class DimMove:
     """One dim that changes: `group` are the fewest axes along which ranks must be asked, and if it
-    `gathers` every member needs exactly all that the members hold."""
+    `gathers` every member needs exactly all that the members hold.
 
-    __slots__ = ("_pools", "_shape", "gathers", "grid", "group", "have", "needs")
+    At every place on the grid of the axes that matter, `needs` is what will be needed there,
+    `sizes` how much that is, and `kept` how much of it is there already.
+    """
+
+    __slots__ = ("_order", "_shape", "gathers", "grid", "group", "have", "kept", "needs", "sizes")
 
     def __init__(self, have: DimMap, want: DimMap, shape: tuple[int, ...]) -> None:
         self.have, self._shape = have, shape
-        self.grid = Grid(shape, {*have.axes, *want.axes})
+        self.grid = grid_of(shape, have.axes, want.axes)
         self.needs = want.over(self.grid)
-        self._pools: dict[Axes, list[list[Interval]]] = {}
-        self.group = have.axes
-        for axis in have.axes:
-            fewer = tuple([a for a in self.group if a != axis])
-            if self._covered(fewer):
-                self.group = fewer
+        self.sizes = [stop - start for start, stop in self.needs]
+        held = have.over(self.grid)
+        self.kept = [_shared(*both) for both in zip(self.needs, held, strict=True)]
+        table = have.table
+        filled = [place for place, (start, stop) in enumerate(table) if start < stop]
+        self._order = sorted(filled, key=table.__getitem__)
+        self.group = self._asked()
         self.gathers = self._is_gather()
+
+    def _asked(self) -> Axes:
+        """The axes on which a rank and one that has a part of what it needs are apart."""
+        axes, table = self.have.axes, self.have.table
+        coords = all_coords(tuple([self._shape[axis] for axis in axes]))
+        starts = [table[place][0] for place in self._order]
+        stops = [table[place][1] for place in self._order]
+        asked: set[int] = set()
+        for (start, stop), kept, own in zip(
+            self.needs, self.kept, self.grid.indices(axes), strict=True
+        ):
+            if kept == stop - start:
+                continue
+            first, last = bisect_right(stops, start), bisect_left(starts, stop)
+            for place in self._order[first:last]:
+                for axis, here, there in zip(axes, coords[own], coords[place], strict=True):
+                    if here != there:
+                        asked.add(axis)
+            if len(asked) == len(axes):
+                break
+        return tuple([axis for axis in axes if axis in asked])
 
     def _held(self, group: Axes) -> list[list[Interval]]:
         """What the members of a group hold, in order, for every place on the grid."""
-        found = self._pools.get(group)
-        if found is None:
-            axes, shape = self.have.axes, self._shape
-            rest = tuple([index for index, axis in enumerate(axes) if axis not in group])
-            places = flat_indices(tuple([shape[axis] for axis in axes]), rest)
-            pools: list[list[Interval]] = [[] for _ in range(places[-1] + 1)]
-            for place, interval in zip(places, self.have.table, strict=True):
-                pools[place].append(interval)
-            if group:
-                for pool in pools:
-                    pool.sort()
-            where = self.grid.indices(tuple([axes[index] for index in rest]))
-            found = self._pools[group] = [pools[place] for place in where]
-        return found
-
-    def _covered(self, group: Axes) -> bool:
-        for (start, stop), pool in zip(self.needs, self._held(group), strict=True):
-            for a, b in pool:
-                if a <= start < b:
-                    start = b
-            if start < stop:
-                return False
-        return True
+        axes, table = self.have.axes, self.have.table
+        rest = tuple([axis for axis in axes if axis not in group])
+        sizes = tuple([self._shape[axis] for axis in axes])
+        among = flat_indices(sizes, tuple([axes.index(axis) for axis in rest]))
+        pools: dict[int, list[Interval]] = {}
+        for place in self._order:
+            pools.setdefault(among[place], []).append(table[place])
+        return [pools.get(index, []) for index in self.grid.indices(rest)]
 
     def _is_gather(self) -> bool:
         for (start, stop), pool in zip(self.needs, self._held(self.group), strict=True):
-            total = 0
-            for a, b in pool:
-                if a != b and not (start <= a and b <= stop):
+            if not pool:
+                if start < stop:
                     return False
-                total += b - a
-            if total != stop - start:
+            elif (pool[0][0], pool[-1][1]) != (start, stop) or sum(
+                [b - a for a, b in pool]
+            ) != stop - start:
                 return False
         return True
 
-    def staying(self, slow: set[int]) -> list[int]:
+    def staying(self, slow: set[int]) -> Sequence[int]:
         """At every place how much comes from ranks that stand at the same place on some axes."""
         group = tuple([axis for axis in self.group if axis not in slow])
-        if group == self.group:
-            return [stop - start for start, stop in self.needs]
         if not group:
-            both = zip(self.needs, self.have.over(self.grid), strict=True)
-            return [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in both]
+            return self.kept
+        if group == self.group:
+            return self.sizes
         found = []
         for (start, stop), pool in zip(self.needs, self._held(group), strict=True):
             total = 0
@@ -169,6 +181,16 @@ def between_routes(have: Layout, want: Layout) -> Routes:
                 givers.append(here[0] if here else same[turn % len(same)])
         found[coord] = tuple(givers)
     return found
+
+
+def _total(pool: list[Interval]) -> int:
+    return sum([stop - start for start, stop in pool])
+
+
+def _shared(a: Interval, b: Interval) -> int:
+    start = a[0] if a[0] > b[0] else b[0]
+    stop = a[1] if a[1] < b[1] else b[1]
+    return stop - start if start < stop else 0
 
 
 def _meet(a: Box, b: Box) -> bool:

@@ -10,8 +10,8 @@ from ..engine import Parcel
 from ..geometry import Box, box_numel, flat_index, intersect
 from ..lazy import lazy
 from ..mesh import Coord, Topology
-from .layout import DimMap, Grid, Layout
-from .routes import Routes, between_routes, dim_moves, routes
+from .layout import DimMap, Grid, Layout, grid_of, largest
+from .routes import DimMove, Routes, between_routes, dim_moves, routes
 
 __all__ = ["Step", "coords_of"]
 
@@ -42,11 +42,10 @@ class Step:
         for those on the axes of `span`, the other axes at 0."""
         return (between_routes if self.kind == "transfer" else routes)(self.src, self.dst)
 
-    @lazy
+    @property
     def span(self) -> tuple[int, ...]:
         """The axes of the dims that change."""
-        moves = dim_moves(self.src, self.dst)
-        return tuple(sorted({axis for each in moves for axis in each.grid.axes}))
+        return self._grid.axes
 
     @property
     def _is_whole(self) -> bool:
@@ -126,33 +125,58 @@ class Step:
             return 0
         if self.kind == "transfer":
             return self._transferred(coord)
-        return self._received[flat_index(coord, self.src.topology.shape, self._grid.axes)]
+        if self._sums:
+            return self._of_sum(box_numel(self.dst.box(coord)))
+        shape = self.src.topology.shape
+        others = prod([b - a for a, b in [dim.at(coord, shape) for dim in self._same]])
+        return others * self._received[flat_index(coord, shape, self.span)]
+
+    @property
+    def _sums(self) -> bool:
+        return self.kind in ("all_reduce", "reduce_scatter")
+
+    def _of_sum(self, size: int) -> int:
+        """How many elements a rank receives that has `size` elements of a sum in the end."""
+        once = (self.count - 1) * size
+        return 2 * once // self.count if self.kind == "all_reduce" else once
+
+    @lazy
+    def _moves(self) -> list[DimMove]:
+        """The dims that change."""
+        return dim_moves(self.src, self.dst)
+
+    @lazy
+    def _same(self) -> list[DimMap]:
+        """The dims that stay as they are."""
+        pairs = zip(self.src.dims, self.dst.dims, strict=True)
+        return [have for have, want in pairs if have == want]
 
     @lazy
     def _grid(self) -> Grid:
-        """The axes over which anything varies."""
-        return Grid(self.src.topology.shape, {*self.src.axes, *self.dst.axes, *self.axes})
+        return grid_of(self.src.topology.shape, *[each.grid.axes for each in self._moves])
 
     @lazy
     def _received(self) -> list[int]:
-        """How many elements is received at every coordinate of the grid."""
-        count, new = self.count, self._new
-        if self.kind == "all_reduce":
-            return [2 * (count - 1) * size // count for size in new]
-        if self.kind == "reduce_scatter":
-            return [(count - 1) * size for size in new]
-        # All of the new box comes from somewhere, but for what the rank itself has of it.
-        kept = [1] * len(new)
-        for have, want in zip(self.src.dims, self.dst.dims, strict=True):
-            both = zip(kept, have.over(self._grid), want.over(self._grid), strict=True)
-            kept = [n * max(0, min(b, d) - max(a, c)) for n, (a, b), (c, d) in both]
+        """How many elements are received at every place of the span, for each place of the dims
+        that stay: all of the new box, but for what the rank itself has of it."""
         copies = prod([self.src.topology.shape[axis] for axis in self.reduced])
+        new = self._product([each.sizes for each in self._moves])
+        kept = self._product([each.kept for each in self._moves])
         return [copies * size - own for size, own in zip(new, kept, strict=True)]
 
-    @lazy
-    def _new(self) -> list[int]:
-        """How many elements each rank will hold."""
-        return _numels(self.dst.dims, self._grid)
+    def _product(self, numbers: Sequence[Sequence[int]]) -> Sequence[int]:
+        """Numbers for each dim that changes, multiplied at every place of the span."""
+        if len(numbers) == 1:
+            return numbers[0]
+        found = [1] * prod(self._grid.sizes)
+        for each, own in zip(self._moves, numbers, strict=True):
+            places = self._grid.indices(each.grid.axes)
+            found = [n * own[place] for n, place in zip(found, places, strict=True)]
+        return found
+
+    def _largest(self, values: Sequence[int]) -> int:
+        """The largest of some values on the span, for all places of the dims that stay."""
+        return largest(self.src.topology.shape, self.span, values, self._same)
 
     def _transferred(self, coord: Coord) -> int:
         others = (source for source in self.sources(coord) if not self._is_one(source, coord))
@@ -182,14 +206,14 @@ class Step:
         """How many elements a rank receives, for the rank that receives most."""
         if self.is_local:
             return 0
-        return max(map(self.received, self.routes) if self.kind == "transfer" else self._received)
+        if self.kind == "transfer":
+            return max(map(self.received, self.routes))
+        return self._of_sum(self.dst.most) if self._sums else self._largest(self._received)
 
-    @lazy
+    @property
     def elements_made(self) -> int:
         """How many elements a rank holds after the step, for the rank that holds most."""
-        if self.kind == "transfer":
-            return max([box_numel(self.dst.box(coord)) for coord in self.routes])
-        return max(self._new)
+        return self.dst.most
 
     def price(self, itemsize: int, enough: int | None = None) -> int:
         """What the step costs by the links of its mesh; each piece by the slowest that it takes.
@@ -206,7 +230,7 @@ class Step:
         if self.kind in ("all_reduce", "transfer") or len(speeds) == 1:
             return start + self.elements_received * itemsize * max(speeds)
         if self.kind == "reduce_scatter":
-            return start + max(self._new) * self._paid(0) * itemsize
+            return start + self.dst.most * self._paid(0) * itemsize
         for most in self._weighted(sorted(speeds, reverse=True)):
             if enough is not None and start + most * itemsize >= enough:
                 break
@@ -218,24 +242,19 @@ class Step:
 
         What comes from ranks at the same place on the slow axes has not crossed them.
         """
-        links, grid = self.src.topology.links, self._grid
-        moves = dim_moves(self.src, self.dst)
-        pairs = zip(self.src.dims, self.dst.dims, strict=True)
-        same = _numels([want for have, want in pairs if have == want], grid)
-        left, total = self._new, [0] * len(same)
-        where = [grid.indices(each.grid.axes) for each in moves]
+        links = self.src.topology.links
+        left = self._product([each.sizes for each in self._moves])
+        total = [0] * len(left)
         for speed in speeds:
             slow = {axis for axis in self.axes if links[axis].per_byte >= speed}
-            price, kept = self._paid(speed), same
-            for each, places in zip(moves, where, strict=True):
-                staying = each.staying(slow)
-                kept = [n * staying[place] for n, place in zip(kept, places, strict=True)]
+            kept = self._product([each.staying(slow) for each in self._moves])
+            price = self._paid(speed)
             total = [t + price * (a - b) for t, a, b in zip(total, left, kept, strict=True)]
             left = kept
-            yield max(total)
+            yield self._largest(total)
         if self.reduced:
             free = self._paid(0)
-            yield max([t + free * n for t, n in zip(total, left, strict=True)])
+            yield self._largest([t + free * n for t, n in zip(total, left, strict=True)])
 
     def _paid(self, per_byte: int) -> int:
         """What an element costs that crosses a link of this price; if it is summed on its way, one
@@ -247,14 +266,6 @@ class Step:
             crossed = [links[axis].per_byte for axis in summed if member[axis]]
             total += max([per_byte, *crossed])
         return total
-
-
-def _numels(dims: Sequence[DimMap], grid: Grid) -> list[int]:
-    """The elements of the box at every coordinate of a grid."""
-    sizes = [1] * prod(grid.sizes)
-    for dim in dims:
-        sizes = [n * (b - a) for n, (a, b) in zip(sizes, dim.over(grid), strict=True)]
-    return sizes
 
 
 def coords_of(topology: Topology, axes: set[int]) -> tuple[Coord, ...]:

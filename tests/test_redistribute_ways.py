@@ -1,0 +1,78 @@
+"""Which ways the planner looks at: the bound that spares it most of them never lies."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+from math import prod
+
+import pytest
+import torch
+
+from shardwise import DTensorSpec, Partial, Placement, Replicate, Shard, TensorMeta
+from shardwise.mesh import VirtualMesh, topology
+from shardwise.redistribute import Layout, Step
+from shardwise.redistribute.bound import least_price
+from shardwise.redistribute.ways import Order, Places
+
+planner = importlib.import_module("shardwise.redistribute.plan")
+
+KINDS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
+LINKS = {"equal": None, "unequal": ["infiniband", "pcie", "nvlink"]}
+
+
+def pairs_of(kinds: list[Placement], axes: int, count: int) -> list[tuple[Places, Places]]:
+    every = list(itertools.product(kinds, repeat=axes))
+    rng = random.Random(7)
+    found = [(rng.choice(every), rng.choice(every)) for _ in range(count)]
+    return [(src, dst) for src, dst in found if src != dst]
+
+
+def spec_of(mesh: VirtualMesh, places: Places, size: tuple[int, ...]) -> DTensorSpec:
+    return DTensorSpec(mesh, places, TensorMeta(size, (size[1], 1), torch.float32))
+
+
+@pytest.mark.parametrize("links", LINKS)
+@pytest.mark.parametrize("size", [(64, 64), (7, 5), (1, 3), (30, 8), (0, 4)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 3, 2), (2, 1, 4)], ids=str)
+def test_no_hop_costs_less_than_its_bound(
+    mesh_shape: tuple[int, ...], size: tuple[int, int], links: str
+) -> None:
+    ranks = torch.arange(prod(mesh_shape)).view(mesh_shape)
+    mesh = VirtualMesh("cpu", ranks, links=LINKS[links])
+    kinds = [*KINDS, Partial("max"), Partial("avg")]
+    for src, dst in pairs_of(KINDS, 3, 120) + pairs_of(kinds, 3, 120):
+        now, goal = (Layout.of(spec_of(mesh, places, size)) for places in (src, dst))
+        one_kind = len({p for p in (*src, *dst) if p.is_partial()}) < 2
+        for order in Order:
+            if order is Order.SPREAD_FIRST and not one_kind:
+                continue
+            steps = list(planner._steps(now, goal, order))
+            if order is Order.AT_ONCE and all(step.kind != "reduce_exchange" for step in steps):
+                continue  # that is the plain order again
+            price = sum(step.price(4) for step in steps)
+            least = least_price(topology(mesh), size, 4, (src, dst, order))
+            assert least <= price, (src, dst, order)
+
+
+@pytest.mark.parametrize(("links", "most", "mean"), [("equal", 4, 1.4), ("unequal", 7, 1.9)])
+def test_few_hops_are_worked_out(
+    links: str, most: int, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = VirtualMesh("cpu", torch.arange(8).view(2, 2, 2), links=LINKS[links])
+    plain, calls = planner._steps, 0
+
+    def counted(now: Layout, goal: Layout, order: Order = Order.PLAIN) -> list[Step]:
+        nonlocal calls
+        calls += 1
+        return plain(now, goal, order)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(planner, "_steps", counted)
+    found = []
+    for src, dst in pairs_of(KINDS, 3, 400):
+        calls = 0
+        planner.plan.__wrapped__(*[spec_of(mesh, places, (1024, 1024)) for places in (src, dst)])
+        found.append(calls)
+    assert max(found) <= most
+    assert sum(found) / len(found) <= mean
