@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Partial, Shard, distribute_tensor
+from shardwise import CommDebugMode, Partial, Shard, distribute_tensor, ragged_results
 
 from .compare import check, ints, numbers, virtual
 
@@ -81,6 +81,32 @@ def test_counts_are_left_pending() -> None:
     assert received(lambda: torch.histc(x, 5)) <= statistics
     assert received(lambda: torch.bincount(i)) <= statistics
     assert received(lambda: torch.unique(i)) <= 4 * (9 + 9 + 1) * 8
+
+
+def assert_divided(mesh: Any) -> None:
+    whole = ints(37, high=11)
+    i = distribute_tensor(whole, mesh, [Shard(0)])
+    calls: dict[str, Callable[[Any], Any]] = {
+        "unique": lambda x: x.unique(return_counts=True),
+        "unique_consecutive": lambda x: x.unique_consecutive(return_counts=True),
+        "bincount": lambda x: (x.bincount(minlength=13), x.bincount(x.double())),
+    }
+    for call in calls.values():
+        with ragged_results():
+            made = call(i)
+        for got, want in zip(made, call(whole), strict=True):
+            assert got.placements == (Shard(0),)
+            assert torch.equal(got.full_tensor(), want)
+
+
+def test_what_is_counted_is_divided_on_request() -> None:
+    assert_divided(virtual(4))
+    assert_divided(virtual(1))
+
+
+def test_unique_sends_counts_only_if_they_are_asked_for() -> None:
+    x = distribute_tensor(torch.arange(4096), virtual(4), [Shard(0)])
+    assert received(x.unique) <= 3 * 1024 * 8 + 4 * 8
 
 
 def test_other_arguments_are_other_calls() -> None:

@@ -27,6 +27,7 @@ from .wrapper import Wrapper, wrap
 __all__ = [
     "as_dtensor",
     "counted",
+    "divided",
     "joined",
     "laid",
     "ragged_results",
@@ -48,7 +49,8 @@ def ragged_results() -> Iterator[None]:
     """Leave results whose size depends on values where they were found, sharded with ragged cuts.
 
     `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 then move counts
-    only. Other calls give what they give without it.
+    only. What `unique` and `bincount` find is put together before its size is known; each rank
+    then keeps its share. Other calls give what they give without it.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -157,3 +159,13 @@ def requested(op: object, x: Any) -> Any:
     places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
     cuts = None if spec.cuts is None else [None, *spec.cuts[1:]]
     return laid(op, x, spec.with_placements(places, cuts))
+
+
+def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
+    """A result that was put together on all ranks as it is, or if the user asked for it in shards
+    over `axes`."""
+    if not _state.ragged:
+        return x
+    spec = x._spec
+    places = [Shard(dim) if axis in axes else place for axis, place in enumerate(spec.placements)]
+    return laid(op, x, spec.with_placements(places))

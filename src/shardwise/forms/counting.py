@@ -11,7 +11,7 @@ import torch
 from ..build import register_form
 from ..geometry import contiguous_stride, flat_index
 from ..placement import Partial, Placement, Replicate, Shard
-from ..ragged import as_dtensor, joined, laid, requested, settled, whole
+from ..ragged import as_dtensor, divided, joined, laid, requested, settled, whole
 from ..replicated import fallback_form, mesh_of
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
@@ -53,9 +53,11 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
         )
     size = max(int(x.max()) + 1, minlength)
     if weights is None:
-        return _summed(x, lambda part: op(part, None, size))
-    dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
-    return _summed(x, lambda part, own: op(part, own, size).to(dtype), weights)
+        made = _summed(x, lambda part: op(part, None, size))
+    else:
+        dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
+        made = _summed(x, lambda part, own: op(part, own, size).to(dtype), weights)
+    return divided(op, made, x._spec.slot_axes)
 
 
 # --- histograms --------------------------------------------------------------------------------
@@ -211,10 +213,13 @@ def unique(
     rest = [] if dim is None else [size for d, size in enumerate(x.shape) if d != cut]
     rows = joined(op, mesh, places, [f[0].movedim(cut, 0).contiguous() for f in found], rest)
     sizes = rows._spec.dim_cuts[0]
-    counts = whole(op, joined(op, mesh, places, [f[2] for f in found], cuts=sizes))
     values, where, _ = run(whole(op, rows).movedim(0, cut))
-    total = torch.zeros(values.shape[cut], dtype=counts.dtype, device=counts.device)
-    total.index_add_(0, where, counts)
+    none = where.new_empty(0)
+    total = as_dtensor(none, mesh)
+    if wants[1]:
+        counts = whole(op, joined(op, mesh, places, [f[2] for f in found], cuts=sizes))
+        sums = where.new_zeros(values.shape[cut]).index_add_(0, where, counts)
+        total = divided(op, as_dtensor(sums, mesh), axes)
     inverse = None
     if wants[0]:
         starts = [sum(sizes[:at]) for at in range(len(sizes))]
@@ -223,11 +228,10 @@ def unique(
             for coord, own in zip(spec.slots, found, strict=True)
         ]
         inverse = _inverse(spec, dim, parts)
-    none = total.new_empty(0)
     return (
-        as_dtensor(values, mesh),
+        divided(op, as_dtensor(values, mesh), axes, cut),
         as_dtensor(none, mesh) if inverse is None else inverse,
-        as_dtensor(total if wants[1] else none, mesh),
+        total,
     )
 
 
