@@ -277,3 +277,35 @@ def test_writes_into_expanded_tensors(name: str, base: torch.Tensor) -> None:
     for place in (Shard(0), Shard(1), Partial()) if not name.startswith("x[") else ():
         have = outcome(spread(base.clone(), mesh, [Replicate()]), place)
         assert same(have[0], wanted[0]), (place, have, wanted)
+
+
+# --- out= -----------------------------------------------------------------------------------------
+
+INTO: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "kron": (lambda x, out: torch.kron(x, x, out=out), (36, 16)),
+    "matmul of a vector": (lambda x, out: torch.matmul(x[:, 0], x, out=out), (4,)),
+    "matmul of a batch": (lambda x, out: torch.matmul(x.view(2, 3, 4), x.t(), out=out), (2, 3, 6)),
+    "matrix_rank": (lambda x, out: torch.linalg.matrix_rank(x.view(2, 3, 4), out=out), (2,)),
+    "linspace": (lambda x, out: torch.linspace(x[0, 0], x[5, 3], 7, out=out), (7,)),
+    "logspace": (lambda x, out: torch.logspace(x[0, 0], 1, 7, out=out), (7,)),
+    "unbind_copy": (lambda x, out: torch.unbind_copy(x, 1, out=[*out]), (4, 6)),
+    "split_with_sizes_copy": (
+        lambda x, out: torch.split_with_sizes_copy(x, [1, 5], 0, out=[out[:1], out[1:]]),
+        (6, 4),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", INTO)
+def test_what_is_written_into_out(name: str) -> None:
+    f, shape = INTO[name]
+    dtype = torch.int64 if name == "matrix_rank" else X.dtype
+    wanted, mesh = torch.zeros(shape, dtype=dtype), virtual(3)
+    f(X, wanted)
+    for place in (Replicate(), Shard(0), Shard(1)):
+        for at in (Replicate(), *map(Shard, range(len(shape)))):
+            out = spread(torch.zeros(shape, dtype=dtype), mesh, [at])
+            f(spread(X, mesh, [place]), out)
+            torch.testing.assert_close(out.full_tensor(), wanted)
+            assert out.placements == (at,)

@@ -10,6 +10,7 @@ import torch
 from ._torch import OpOverload
 from .errors import LayoutError
 from .placement import Replicate
+from .plain import full_local
 from .random import permuted
 from .spec import DTensorSpec, TensorMeta
 from .wrapper import wrap
@@ -55,9 +56,11 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
         return _factory_form(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        targets = [kwargs.pop(name) for name in outs]
+        given = [kwargs.pop(name) for name in outs]
         made = functional(*args, **kwargs)
         results = [made] if isinstance(made, torch.Tensor) else list(made)
+        several = isinstance(given[0], (list, tuple))  # `unbind_copy` writes into a list
+        targets = given[0] if several else given
         for target, result in zip(targets, results, strict=True):
             give_shape(op, target, result)
             if not torch.can_cast(result.dtype, target.dtype):
@@ -66,7 +69,7 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
                     f"{target.dtype}"
                 )
             target.copy_(result)
-        return targets[0] if len(targets) == 1 else tuple(targets)
+        return given[0] if len(given) == 1 else tuple(given)
 
     return run
 
@@ -79,7 +82,8 @@ _RANDOM = {
 
 
 def _factory_form(op: OpOverload) -> Callable[..., Any]:
-    """`torch.eye(4, out=x)` and its like, which take no tensor but the one that they write into."""
+    """`torch.eye(4, out=x)` and its like, which take no tensor but the one that they write into;
+    ends of a `linspace` may be numbers on a mesh."""
     name = op._schema.name
     names = [argument.name for argument in op._schema.arguments]
 
@@ -93,7 +97,8 @@ def _factory_form(op: OpOverload) -> Callable[..., Any]:
         if name == "aten::randperm":
             made = _randperm(op, given, out)
         else:
-            made = op(*args, **kwargs, out=torch.empty(0, dtype=out.dtype, device=out.device))
+            ends = [full_local(v) if isinstance(v, torch.Tensor) else v for v in args]
+            made = op(*ends, **kwargs, out=torch.empty(0, dtype=out.dtype, device=out.device))
         give_shape(op, out, made)
         return out.copy_(made)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._torch import take_composite
+from ..outs import out_form
 from ..ragged import settled
 from ..wrapper import Wrapper
 
@@ -36,5 +37,26 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     return aten.one_hot.default.decompose(x, num_classes)
 
 
+def _into_out(op: Any) -> Any:
+    """`op` computed without `out` and copied into it: parts of it write into memory that they take
+    for a view of `out`."""
+    write = out_form(op, ("out",))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ours = any(isinstance(value, Wrapper) for value in (*args, *kwargs.values()))
+        return write(*args, **kwargs) if ours else op.decompose(*args, **kwargs)
+
+    return run
+
+
+for _op in (
+    aten.kron.out,
+    aten.matmul.out,
+    aten.linalg_matrix_rank.atol_rtol_float_out,
+    aten.linalg_matrix_rank.atol_rtol_tensor_out,
+    aten.linalg_matrix_rank.out,
+    aten.linalg_matrix_rank.out_tol_tensor,
+):
+    take_composite(_op, _into_out(_op))
 take_composite(aten.tensor_split.tensor_indices_or_sections, tensor_split)
 take_composite(aten.one_hot.default, one_hot)
