@@ -18,7 +18,7 @@ from ..mesh import Topology
 from ..placement import Partial
 from ..spec import DTensorSpec
 from .between import between_meshes
-from .bound import least_price
+from .bound import Bound
 from .layout import DimMap, Layout, grid_of
 from .moves import move
 from .step import Step
@@ -42,9 +42,8 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
         itemsize = src.dtype.itemsize
         least = sum([step.price(itemsize) for step in best])
         sizes = (0,) * src.ndim if src.cuts or dst.cuts else tuple(src.meta.shape)
-        bounds = {
-            way: [least_price(src.topology, sizes, itemsize, hop) for hop in way] for way in ways
-        }
+        bound = Bound(src.topology, sizes, itemsize)
+        bounds = {way: [bound.of(hop) for hop in way] for way in ways}
         for way in sorted(ways, key=lambda way: sum(bounds[way])):
             best, least = _cheaper(way, now, goal, best, least, itemsize, bounds[way])
     return best
