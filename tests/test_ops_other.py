@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from .compare import MESHES, check, ints, numbers, virtual
 
+aten = torch.ops.aten
+
 X, SQUARE = numbers(7, 5), numbers(4, 4)
 POSITIVE = SQUARE @ SQUARE.t() + torch.eye(4, dtype=torch.float64)
 
@@ -70,7 +72,18 @@ FACTORIES = {
     "new_tensor": (lambda x: x * x.new_tensor([1.0, 2, 3, 4, 5]), X),
     "plain arange": (lambda x: x + torch.arange(5, device=x.device), X),
 }
+OUTS = {
+    "zeros_like, out": (lambda x: aten.zeros_like.out(x, out=x.detach() * 1), X),
+    "full_like, out": (lambda x: aten.full_like.out(x, 2, out=(x > 0).to(torch.int32)), X),
+    "new_ones, out": (lambda x: aten.new_ones.out(x, [2], out=x.detach().new_empty(0)), X),
+    "randn_like, out": (lambda x: aten.randn_like.out(x, out=x.detach().float()), X),
+    "randint_like, low, out": (
+        lambda x: aten.randint_like.low_dtype_out(x.detach(), -3, 9, out=x.detach() * 1),
+        X,
+    ),
+}
 RANDOM = {
+    "randint_like of a tensor": (lambda x: torch.randint_like(x, (x > -9).sum()), X),
     "bernoulli": (lambda x: torch.bernoulli(x.sigmoid()), X),
     "bernoulli with p": (lambda x: torch.bernoulli(x.detach(), 0.3), X),
     "dropout": (lambda x: F.dropout(x, 0.5), X),
@@ -96,7 +109,7 @@ VALUES = {
     "sizes": (lambda x: [x.numel(), len(x), x.is_contiguous(), x.t().is_contiguous()], X),
     "numbers": (lambda x: [x.argmax().item(), bool((x > 9).any()), int((x > 0).sum())], X),
 }
-ALL = INDEXING | SHAPES | LINALG | FACTORIES | RANDOM | VALUES
+ALL = INDEXING | SHAPES | LINALG | FACTORIES | OUTS | RANDOM | VALUES
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

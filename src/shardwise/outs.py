@@ -18,14 +18,17 @@ from .wrapper import wrap
 __all__ = ["functional_of", "give_shape", "out_form", "reshape_form"]
 
 
-def functional_of(op: OpOverload) -> OpOverload | None:
-    """The overload with the same arguments but the `out` ones."""
+_OPTIONS = ("dtype", "layout", "device", "pin_memory")
+
+
+def functional_of(op: OpOverload, but: Sequence[str] = ()) -> OpOverload | None:
+    """The overload with the same arguments but the `out` ones, and those named in `but`."""
 
     def signature(overload: OpOverload) -> list[tuple[str, str]]:
         return [
             (argument.name, str(argument.type))
             for argument in overload._schema.arguments
-            if not argument.is_out
+            if not argument.is_out and argument.name not in but
         ]
 
     packet = op._overloadpacket
@@ -51,13 +54,18 @@ def give_shape(op: OpOverload, target: Any, result: Any) -> None:
 def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
     """Compute without `out`, then write into it; it keeps its layout."""
     functional = functional_of(op)
-
+    options: tuple[str, ...] = ()
+    if functional is None and any(
+        "Tensor" in str(a.type) for a in op._schema.arguments if not a.is_out
+    ):
+        functional, options = functional_of(op, _OPTIONS), _OPTIONS[:1]  # `zeros_like` and its like
     if functional is None:
         return _factory_form(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [kwargs.pop(name) for name in outs]
-        made = functional(*args, **kwargs)
+        chosen = {name: getattr(given[0], name) for name in options}
+        made = functional(*args, **chosen, **kwargs)
         results = [made] if isinstance(made, torch.Tensor) else list(made)
         several = isinstance(given[0], (list, tuple))  # `unbind_copy` writes into a list
         targets = given[0] if several else given

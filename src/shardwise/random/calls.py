@@ -61,6 +61,9 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
         return full.clone() if written else full
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if by_example and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            example, high, *rest = args  # the bound alone is read: the call is that with a number
+            return torch.ops.aten.randint_like(example, int(high), *rest, **kwargs)
         tensors: list[Any] = list(tensors_in(args, kwargs))
         mesh = mesh_of(op, tensors)
         mode = begin(op, mesh, kwargs.get("generator"))
