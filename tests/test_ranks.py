@@ -61,6 +61,26 @@ def test_medians(name: str) -> None:
     assert ranks.nanmedian(empty).full_tensor().isnan()
 
 
+@pytest.mark.parametrize("name", VECTORS)
+def test_one_of_a_rank_and_its_place(name: str) -> None:
+    """Which of equal elements is told is PyTorch's choice: the element at the place is compared."""
+    x = VECTORS[name]
+    for shape, where, how in LAYOUTS:
+        cuts = [(0, x.numel() - 1, 1)] if how else None
+        ours = spread(x, virtual(*shape), where, cuts)
+        middle, last = (x.numel() + 1) // 2, x.numel()
+        for got, want in (
+            (ranks.kthvalue(ours, middle), x.kthvalue(middle)),
+            (ranks.kthvalue(ours, last, keepdim=True), x.kthvalue(last, keepdim=True)),
+            (ranks.median_of_dim(ours, 0), x.median(0)),
+            (ranks.nanmedian_of_dim(ours, 0, True), x.nanmedian(0, keepdim=True)),
+        ):
+            value, place = (each.full_tensor() for each in got)
+            torch.testing.assert_close(value, want.values, equal_nan=True)
+            torch.testing.assert_close(x[place], want.values, equal_nan=True)
+            assert place.dtype is torch.int64 and place.shape == want.indices.shape
+
+
 @pytest.mark.parametrize("way", ["linear", "lower", "higher", "midpoint", "nearest"])
 def test_quantiles(way: str) -> None:
     q: Any
@@ -78,6 +98,8 @@ LARGE = numbers(60_000)
 CALLS: dict[str, Any] = {
     "median": torch.median,
     "nanmedian": torch.nanmedian,
+    "median of a dim": lambda x: x.median(0).values,
+    "kthvalue": lambda x: x.kthvalue(7000).indices,
     "quantile": lambda x: torch.quantile(x, 0.25),
     "quantiles": lambda x: torch.quantile(x, torch.tensor([0.1, 0.9], dtype=torch.float64)),
     "nanquantile": lambda x: torch.nanquantile(x, 0.25, dim=0, keepdim=True),
@@ -106,10 +128,10 @@ def test_a_sorted_vector_is_moved_once() -> None:
 
 def test_gradients() -> None:
     def run(x: Any) -> Any:
-        return [torch.sort(x, stable=True)[0], x.median(), x.quantile(0.3)]
+        return [torch.sort(x, stable=True)[0], x.median(), x.quantile(0.3), *x.kthvalue(9)]
 
     assert_same(run, [LARGE[:50]], [(Shard(0),)], virtual(4))
-    assert_same(torch.median, [LARGE], [(Shard(0),)], virtual(4))
+    assert_same(lambda x: [x.median(), *x.kthvalue(9)], [LARGE], [(Shard(0),)], virtual(4))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

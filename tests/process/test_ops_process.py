@@ -61,6 +61,8 @@ def sorted_vectors() -> None:
         torch.testing.assert_close(values.full_tensor(), want.values, equal_nan=True)
         assert places.full_tensor().equal(want.indices)
         torch.testing.assert_close(ranks.median(ours).full_tensor(), x.median(), equal_nan=True)
+        _, place = ranks.median_of_dim(ours, 0)
+        torch.testing.assert_close(x[place.full_tensor()], x.median(), equal_nan=True)
 
 
 def test_sorted_vectors(processes: Pools) -> None:

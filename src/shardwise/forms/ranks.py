@@ -26,7 +26,7 @@ from ..spec import DTensorSpec, TensorMeta
 from ..windows import fetch_all
 from ..wrapper import Wrapper, wrap
 
-__all__ = ["median", "nanmedian", "quantile", "sort"]
+__all__ = ["kthvalue", "median", "nanmedian", "quantile", "sort"]
 
 aten = torch.ops.aten
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -138,6 +138,51 @@ def median(x: Any) -> Any:
 def nanmedian(x: Any) -> Any:
     """As `median`, of what is not NaN."""
     return _middle(aten.nanmedian.default, x, True)
+
+
+def _line(call: Call) -> bool:
+    """Whether the only dim of a tensor is asked for, and counts are less than the tensor."""
+    return len(call.specs[0].shape) == 1 and _pays(call)
+
+
+def _found(op: Any, x: Any, rank: int | None, keepdim: bool, ignore_nan: bool = False) -> Any:
+    """The element of a rank in a tensor of one dim and where it is first; the median if the rank is
+    None."""
+    mesh_of(op, [x])
+    x = settled(op, x)
+    spec, rows = x._spec, _rows(x)
+    if rank is None:
+        missing = _nans(op, x, rows)
+        all_nan = missing == x.numel()
+        count = x.numel() - missing if ignore_nan and not all_nan else x.numel()
+        nan = missing and (not ignore_nan or all_nan)
+        rank = x.numel() - 1 if nan else (count - 1) // 2  # NaN is the largest
+    (key,) = _ranked(op, spec, rows, [rank], _width(x.dtype))
+    firsts = [(_keys(part) == key).nonzero()[:1] for part in x._locals]
+    own = [torch.cat([first, first.new_full((1, 1), -1)])[:1] for first in firsts]
+    pairs = zip(spec.pieces(0), _gathered(op, spec, own), strict=True)
+    where = next(start + row[0][0] for (start, _), row in pairs if row[0][0] >= 0)
+    value = _value(key, x.dtype, x.device).reshape([1] * keepdim)
+    index = torch.tensor(where, device=x.device).reshape([1] * keepdim)
+    return as_dtensor(value, spec.topology), as_dtensor(index, spec.topology)
+
+
+@register_form("kthvalue", when=_line)
+def kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The element of a rank, and where it is first."""
+    return _found(aten.kthvalue.default, x, k - 1, keepdim)
+
+
+@register_form("median.dim", when=_line)
+def median_of_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    """As `median`, and where it is first."""
+    return _found(aten.median.dim, x, None, keepdim)
+
+
+@register_form("nanmedian.dim", when=_line)
+def nanmedian_of_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    """As `nanmedian`, and where it is first."""
+    return _found(aten.nanmedian.dim, x, None, keepdim, True)
 
 
 def quantile(
