@@ -18,6 +18,12 @@ def turned(x):
     return [x.flip(0), x.flip(0, 1), x.flip(-1), x.flip(()), x.t().flip(0), x.rot90(), x.fliplr()]
 
 
+def turned_repeats(x):
+    """What kernels make of a tensor that repeats itself is contiguous: it can be viewed."""
+    wide = x.expand(3, *x.shape)
+    return [wide.flip(1).view(-1), wide.flip(0, 2).view(-1), wide.transpose(1, 2).roll(1, 1)]
+
+
 def rolled(x):
     some = [x.roll(1, 0), x.roll(-3, 0), x.roll((2, 1), (0, 1)), x.roll(2), x.roll(9, 1)]
     return [*some, x.t().roll(2, 0), x.roll((1, 2), (0, 0)), x.roll(0, 0), torch.fft.fftshift(x)]
@@ -38,6 +44,7 @@ def write_diagonals(x):
 
 
 CASES = {
+    "turned repeats": (turned_repeats, X),
     "turned": (turned, X),
     "turned integers": (turned, I64),
     "rolled": (rolled, X),

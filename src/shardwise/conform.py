@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .geometry import memory_order
 from .redistribute import ordered
 from .spec import TensorMeta
 from .wrapper import Wrapper, wrap
@@ -34,5 +35,5 @@ def _as(made: Any, metas: Iterator[TensorMeta]) -> Any:
         made = torch.ops.aten._to_copy.default(made, dtype=meta.dtype)
     if tuple(made.stride()) == tuple(meta.stride):
         return made
-    order = sorted(range(len(meta.stride)), key=lambda dim: -meta.stride[dim])
+    order = memory_order(meta.stride)
     return wrap(made._spec.with_meta(meta), tuple(ordered(part, order) for part in made._locals))

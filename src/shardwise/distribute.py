@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .autograd import FromLocal, Replaced, ToLocal, not_partial
 from .engine import as_bytes, engine_of
 from .errors import LayoutError, MeshError
-from .geometry import contiguous_stride, stride_like
+from .geometry import contiguous_stride, memory_order, stride_like
 from .mesh import AnyMesh, Coord, Topology, topology
 from .moving import moved
 from .per_rank import PerRank
@@ -286,8 +286,7 @@ def _global_stride(sample: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...
     """Strides of the global tensor with the local one's order of dims."""
     if sample.is_contiguous():
         return contiguous_stride(sizes)
-    order = sorted(range(sample.ndim), key=lambda dim: -sample.stride()[dim])
-    return stride_like(sizes, order)
+    return stride_like(sizes, memory_order(sample.stride()))
 
 
 def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -324,8 +323,8 @@ def distribute(
     mesh = topology(device_mesh)
     places = checked_placements("distribute_tensor", mesh, placements, tensor.ndim)
     value = tensor.detach().resolve_conj().resolve_neg().to(mesh.device_type)
-    order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
-    meta = TensorMeta(tuple(value.shape), stride_like(value.shape, order), value.dtype)
+    stride = stride_like(value.shape, memory_order(value.stride()))
+    meta = TensorMeta(tuple(value.shape), stride, value.dtype)
     whole = DTensorSpec(mesh, default_placements(mesh), meta)
     target = DTensorSpec(mesh, places, meta, cuts=cuts)
     parts: tuple[torch.Tensor, ...] = (value,) if whole.slots else ()

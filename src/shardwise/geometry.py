@@ -148,6 +148,28 @@ def strided(shape: Iterable[int], steps: Iterable[int]) -> list[int]:
     return found
 
 
+def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
+    """The dims in their order in memory, outermost first.
+
+    Dims that repeat themselves, with a stride of 0, stay where they are among the others, as they
+    do in the results of PyTorch's kernels.
+
+    >>> memory_order((0, 1, 6))
+    (0, 2, 1)
+    """
+    order = list(range(len(stride)))[::-1]  # innermost first; a dim sinks below larger strides
+    for dim in range(1, len(order)):
+        here = dim
+        for there in reversed(range(dim)):
+            inner, outer = stride[order[there]], stride[order[here]]
+            if inner and outer and inner < outer:
+                break
+            if inner and outer and inner > outer:
+                order[here], order[there] = order[there], order[here]
+                here = there
+    return tuple(reversed(order))
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, as PyTorch computes them (a size of 0 counts as 1)."""
     return stride_like(shape, range(len(shape)))

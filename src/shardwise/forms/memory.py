@@ -15,7 +15,7 @@ import torch
 
 from ..build import register_form
 from ..errors import LayoutError
-from ..geometry import is_dense
+from ..geometry import is_dense, memory_order
 from ..placement import Replicate, Shard
 from ..redistribute import in_order
 from ..replicated import laid_out
@@ -133,19 +133,15 @@ def resize(x: Any, size: Sequence[int], *, memory_format: torch.memory_format | 
             f"{op}: {x._spec!r} is a view, and its base would not see the new elements. Resize the "
             "base, or make a new tensor."
         )
-    flat = x.permute(_order(x.stride())).reshape(-1)
+    flat = x.permute(memory_order(x.stride())).reshape(-1)
     count, have = prod(size), x.numel()
     if count > have:
         flat = torch.cat([flat, flat.new_empty(count - have)])
     stride = torch.empty(size, device="meta").to(memory_format=memory_format).stride()
-    order = _order(stride)
+    order = memory_order(stride)
     made = flat[:count].reshape([size[dim] for dim in order])
     back = sorted(range(len(order)), key=order.__getitem__)
     return _become(op, x, made.permute(back).clone())
-
-
-def _order(stride: Sequence[int]) -> list[int]:
-    return sorted(range(len(stride)), key=lambda dim: -stride[dim])
 
 
 @register_form("resize_as_", always=True)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from ..engine import Finish, Job, Locals, buffer_size, engine_of, identity, narrow
-from ..geometry import box_numel, box_shape, is_dense, relative, stride_like
+from ..geometry import box_numel, box_shape, is_dense, memory_order, relative, stride_like
 from ..trace import is_heard, record
 from .layout import Layout
 from .portions import Portion, portions
@@ -164,7 +164,7 @@ class _State:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._order = tuple(sorted(range(len(run.stride)), key=lambda dim: -run.stride[dim]))
+        self._order = memory_order(run.stride)
         self._now: tuple[torch.Tensor, ...] = tuple(run.local)
         self._landing: _Landing | None = None
         self._index = 0
@@ -313,7 +313,7 @@ def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
 
 def in_order(parts: Sequence[torch.Tensor], stride: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Local tensors with their dims in the order of a global tensor with these strides."""
-    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    order = memory_order(stride)
     return tuple(ordered(part, order) for part in parts)
 
 

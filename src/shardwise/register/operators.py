@@ -10,7 +10,7 @@ import torch
 from .. import dispatch
 from .._torch import OpOverload
 from ..errors import RuleError
-from ..geometry import all_coords, stride_like
+from ..geometry import all_coords, memory_order, stride_like
 from ..mesh import Coord
 from ..outs import functional_of
 from ..propagate import Decision
@@ -159,7 +159,7 @@ def _text(shape: Any) -> str:
 
 def _local_meta(spec: DTensorSpec, coord: Coord) -> torch.Tensor:
     shape = spec.local_shape(coord)
-    order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
+    order = memory_order(spec.stride)
     return torch.empty_strided(shape, stride_like(shape, order), dtype=spec.dtype, device="meta")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..geometry import stride_like
+from ..geometry import memory_order, stride_like
 from .call import Call
 from .rule import Rule, Site, along
 
@@ -41,5 +41,4 @@ def new(call: Call) -> Rule:
 def _new_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """Local strides with the order of dims that was asked for."""
     shape, stride = site.out_shapes[0], args[2]
-    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
-    return op(args[0], shape, stride_like(shape, order), **kwargs)
+    return op(args[0], shape, stride_like(shape, memory_order(stride)), **kwargs)

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from ..geometry import Cuts, Interval, chunk_cuts, intervals
+from ..geometry import Cuts, Interval, chunk_cuts, intervals, memory_order
 from ..redistribute import ordered
 from ..spec import DTensorSpec
 from .rule import Along
@@ -165,5 +165,4 @@ def narrowed(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> t
 
 def in_order(value: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """A local result with its dims in memory as the global result has them."""
-    stride = spec.meta.stride
-    return ordered(value, sorted(range(len(stride)), key=lambda dim: -stride[dim]))
+    return ordered(value, memory_order(spec.meta.stride))
