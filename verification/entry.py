@@ -24,6 +24,8 @@ from .rounding import ROUNDING, Differs, widened
 __all__ = ["Finding", "check_entry", "check_index", "entries", "entry_name"]
 
 MESHES = [(2,), (2, 2)]
+MOST_ALONE = 4
+"""So many inputs of a call are sharded alone, the others replicated."""
 
 SHAPELESS = (
     "empty",
@@ -48,6 +50,7 @@ class Finding:
     tiers: list[str] = field(default_factory=list)
     nbytes: int = 0
     held: int = 0
+    alone: dict[str, list[int]] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
     left_out: str = ""
     refused: str = ""
@@ -79,7 +82,7 @@ def _dtype(entry: Any) -> torch.dtype | None:
 
 def layouts(mesh_ndim: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, ...]]:
     """The layouts to try: one word per mesh axis. `S1` is the dim, or the last one there is; `B1`
-    is the dim sharded block by block, if it is several blocks."""
+    is the dim sharded block by block, if it is several blocks; `S0@1` is input 1 alone."""
     most_dims = max(t.ndim for t in tensors)
     words = ["R", *(f"S{dim}" for dim in range(max(most_dims, 1))), "P"]
     if mesh_ndim == 1:
@@ -87,6 +90,10 @@ def layouts(mesh_ndim: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[s
         for dim in range(min(most_dims, 2)):
             if any(t.ndim > dim and _blocks(t.shape[dim]) > 1 for t in tensors):
                 yield (f"B{dim}",)
+        alone = (
+            [i for i, t in enumerate(tensors) if t.ndim][:MOST_ALONE] if len(tensors) > 1 else []
+        )
+        yield from ((f"S0@{index}",) for index in alone)
         return
     first = [("S0", "S0"), ("S0", "P"), ("R", "S0"), ("P", "R")]
     yield from first
@@ -236,9 +243,20 @@ def _case(
     return _Case(entry, given, results, cotangents, grads)
 
 
+def _for_input(word: str, index: int) -> str:
+    """The word of one input, counted among the dense ones."""
+    word, _, alone = word.partition("@")
+    return word if alone in ("", str(index)) else "R"
+
+
 def _forward(entry: Any, given: Any, mesh: Any, words: tuple[str, ...], grad: bool) -> Any:
+    order = itertools.count()
+
     def own(value: Any) -> Any:
-        return _distributed(value, mesh, words, grad) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return value
+        index = next(order)
+        return _distributed(value, mesh, tuple(_for_input(w, index) for w in words), grad)
 
     args, kwargs = tree_map(own, given)
     leaves = _needs_grad((args, kwargs))
@@ -359,6 +377,8 @@ def _call(
         if finding is not None and words == ("S0",):
             finding.nbytes += nbytes
             finding.held += sum(t.numel() * t.element_size() for t in _tensors(case.given))
+        if finding is not None and "@" in words[0]:
+            _note_alone(finding, case, words[0].partition("@")[2], nbytes)
         _same(results, case.results, case.entry.name not in SHAPELESS, slack)
         if grad:
             stage = "backward"
@@ -368,6 +388,14 @@ def _call(
     except BaseException as error:
         return stage, error
     return stage, None
+
+
+def _note_alone(finding: Finding, case: _Case, index: str, nbytes: int) -> None:
+    """Add up the bytes received, and those of the input, when it alone is sharded."""
+    dense = [t for t in _tensors(case.given) if t.layout is torch.strided]
+    own = dense[int(index)]
+    before = finding.alone.get(index, [0, 0])
+    finding.alone[index] = [before[0] + nbytes, before[1] + own.numel() * own.element_size()]
 
 
 def _is_rounding(case: _Case, mesh: Any, words: tuple[str, ...]) -> bool:
