@@ -376,3 +376,46 @@ def test_a_loss_of_merged_rows_moves_statistics_only() -> None:
     with sw.CommDebugMode() as comm:
         nn.functional.cross_entropy(x.view(-1, 10), t.view(-1)).backward()
     assert comm.bytes == {"all_reduce": 16}
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+APART = {
+    "blocks to pieces": ((96,), [Shard(0, split=3)], [S0]),
+    "pieces to blocks": ((96, 2), [S0], [Shard(0, split=8)]),
+    "few blocks to many": ((96,), [Shard(0, split=2)], [Shard(0, split=24)]),
+    "blocks that share no end": ((60,), [Shard(0, split=4)], [Shard(0, split=15)]),
+    "another dim": ((12, 50), [Shard(0, split=3)], [Shard(0, split=2)]),
+    "a dim that is sharded too": ((12, 50), [Shard(0, split=3)], [S1]),
+    "ends whole": ((96,), [Shard(0, split=8)], [Shard(0, split=6)]),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_what_is_taken_apart_stays_within_the_buffer(name: str, ranks: int) -> None:
+    shape, src, dst = APART[name]
+    mesh, full = virtual(ranks), torch.arange(float(torch.Size(shape).numel())).view(shape)
+    x = distribute_tensor(full, mesh, src)
+    goal = spec_of(mesh, dst, shape)
+    most = sum(
+        max(torch.Size(spec.local_shape(at)).numel() for at in spec.slots) * 4
+        for spec in (x._spec, goal)
+    )
+    for room in (100, 300, 10**6):
+        with sw.exchange_buffer(room):
+            told = sw.explain_redistribute(x, placements=dst)
+            assert told.held <= most + room, told
+            assert_holds(goal, by_coord(goal, x.redistribute(placements=dst)._locals), full)
+            later = x.redistribute(placements=dst, async_op=True)
+            assert torch.equal(later.full_tensor(), full)
+
+
+def test_what_is_moved_in_stretches_is_told_as_one() -> None:
+    x = sharded(torch.arange(96.0), Shard(0, split=3))
+    whole = sw.explain_redistribute(x, placements=[S0])
+    with sw.exchange_buffer(64):
+        parts = sw.explain_redistribute(x, placements=[S0])
+    assert {step.kind for step in parts.steps} == {step.kind for step in whole.steps}
+    assert parts.received <= whole.received
+    assert parts.held < whole.held

@@ -11,8 +11,9 @@ from ..errors import LayoutError
 from ..geometry import all_coords
 from ..placement import Placement
 from ..spec import DTensorSpec
+from .layout import Layout
 from .portions import held_beside, portions, sizes
-from .repeated import steps_between
+from .repeated import parts_between, steps_between
 from .step import Step
 
 __all__ = ["Explanation", "StepCost", "explain_redistribute"]
@@ -116,8 +117,12 @@ def explain_redistribute(
         b = _spec_of("dst", dst)
     else:
         b = DTensorSpec(a.topology if dst is None else dst, placements, a.meta)
-    steps = () if a is b else steps_between(a, b)
-    return Explanation(a, b, tuple(_costs(steps, a.dtype.itemsize)))
+    if a is b:
+        return Explanation(a, b, ())
+    if parts := parts_between(a, b):
+        plans = [steps_between(part.of_spec(a), part.of_spec(b)) for part in parts]
+        return Explanation(a, b, tuple(_costs_of_parts(a, b, plans)))
+    return Explanation(a, b, tuple(_costs(steps_between(a, b), a.dtype.itemsize)))
 
 
 def _spec_of(name: str, value: Any) -> DTensorSpec:
@@ -142,6 +147,35 @@ def _costs(steps: tuple[Step, ...], itemsize: int) -> list[StepCost]:
     return costs
 
 
+def _costs_of_parts(
+    src: DTensorSpec, dst: DTensorSpec, plans: Sequence[tuple[Step, ...]]
+) -> list[StepCost]:
+    """What steps cost that are taken for one part of a tensor after another: those that are alike
+    are told as one."""
+    itemsize = src.dtype.itemsize
+    layouts = [Layout.of(spec.fine or spec) for spec in (src, dst)]
+    always = _sum(*[sizes(layout, itemsize) for layout in layouts])
+    found: dict[tuple[str, tuple[str, ...]], StepCost] = {}
+    for steps in plans:
+        beside = held_beside(steps, itemsize, buffer_size())
+        for cost, extra in zip(_costs(steps, itemsize), beside, strict=True):
+            key = cost.kind, cost.axes
+            held = _sum(always, extra)
+            if key in found:
+                old = found[key]
+                sent, received = _sum(old.sent, cost.sent), _sum(old.received, cost.received)
+                held = {rank: max(n, old.held[rank]) for rank, n in held.items()}
+            else:
+                sent, received = cost.sent, cost.received
+            found[key] = StepCost(*key, sent, received, held)
+    return list(found.values())
+
+
+def _sum(*by_rank: dict[int, int]) -> dict[int, int]:
+    ranks = sorted({rank for each in by_rank for rank in each})
+    return {rank: sum([each.get(rank, 0) for each in by_rank]) for rank in ranks}
+
+
 def _held(steps: tuple[Step, ...], itemsize: int) -> list[dict[int, int]]:
     """What each rank holds at each step; the first portion of a kind is the largest."""
     if not steps:
@@ -152,8 +186,7 @@ def _held(steps: tuple[Step, ...], itemsize: int) -> list[dict[int, int]]:
     cut = {bool(portion.block): portion for portion in reversed(portions(steps, itemsize, room))}
     if cut:
         plans = [[portion.of_step(step) for step in steps] for portion in cut.values()]
-        target = sizes(steps[-1].dst, itemsize)
-        always = {rank: always.get(rank, 0) + target.get(rank, 0) for rank in {*always, *target}}
+        always = _sum(always, sizes(steps[-1].dst, itemsize))
     beside = [held_beside(each, itemsize, room) for each in plans]
     ranks = sorted({*always, *[rank for each in beside[0] for rank in each]})
     return [

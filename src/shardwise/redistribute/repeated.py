@@ -6,20 +6,23 @@ sharded block by block are taken apart: then every rank holds a box.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
+from ..engine import buffer_size
 from ..finer import seen_alike
-from ..geometry import Cuts
+from ..geometry import Cuts, stride_like
 from ..placement import Replicate, Shard
 from ..spec import DTensorSpec
+from .blocks import Stretch, stretches
 from .execute import Run, run_all
 from .plan import plan
 from .step import Step
 
-__all__ = ["relaid", "run_between", "steps_between"]
+__all__ = ["parts_between", "relaid", "run_between", "steps_between"]
 
 Locals = tuple[torch.Tensor, ...]
 
@@ -62,8 +65,15 @@ def run_between(
     return Run(plan(have, want), tuple(parts), want.stride, False, dst.dtype, widened, later)
 
 
+def parts_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Stretch, ...]:
+    """The parts that `relaid` moves one after another; none if it moves all at once."""
+    if src.fine is None and dst.fine is None:
+        return ()
+    return stretches(src, dst, buffer_size())
+
+
 def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
-    """The steps that `relaid` takes."""
+    """The steps that `relaid` takes, if it moves all at once."""
     if src.fine is not None or dst.fine is not None:
         way = seen_alike(src, dst)
         if isinstance(way, DTensorSpec):
@@ -76,6 +86,8 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
     """What `relaid` runs for dims that are sharded block by block."""
     way = seen_alike(src, dst)
     if isinstance(way, DTensorSpec):  # nearly there, then the elements that are over
+        if found := stretches(src, dst, buffer_size()):
+            return Run((), _by_stretches(src, dst, local, found), dst.stride, dtype=dst.dtype)
         return run_between(way, dst, relaid(src, way, local), fresh=fresh, later=later)
     have, want = way
     parts = [part.reshape(have.local_shape(at)) for at, part in zip(have.slots, local, strict=True)]
@@ -89,6 +101,25 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
         return tuple([part.clone() for part in whole]) if shares else whole
 
     return replace(run, then=together)
+
+
+def _by_stretches(
+    src: DTensorSpec, dst: DTensorSpec, local: Locals, parts: Sequence[Stretch]
+) -> Locals:
+    """The local tensors, made one part of the tensor after another."""
+    order = sorted(range(dst.ndim), key=lambda dim: -dst.stride[dim])
+    device = local[0].device if local else torch.device(dst.topology.device_type)
+    made = []
+    for coord in dst.slots:
+        shape = dst.local_shape(coord)
+        stride = stride_like(shape, order)
+        made.append(torch.empty_strided(shape, stride, dtype=dst.dtype, device=device))
+    for part in parts:
+        given = [part.of_local(src, at, own) for at, own in zip(src.slots, local, strict=True)]
+        came = relaid(part.of_spec(src), part.of_spec(dst), tuple(given))
+        for coord, whole, piece in zip(dst.slots, made, came, strict=True):
+            part.of_local(dst, coord, whole).copy_(piece)
+    return tuple(made)
 
 
 @lru_cache(maxsize=16384)
