@@ -222,6 +222,11 @@ _ITERATED = frozenset(
     (
         "copysign.Tensor",
         "div.Tensor_mode",
+        "floor_divide.default",
+        "heaviside.default",
+        "logical_and.default",
+        "logical_or.default",
+        "logical_xor.default",
         "logit_backward.default",
         "native_dropout_backward.default",
         "special_xlog1py.default",
@@ -243,6 +248,11 @@ def as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
     if name in _ITERATED:
         tensors = [t.real if t.is_complex() else t for t in given if isinstance(t, torch.Tensor)]
         return reduce(torch.add, tensors).to(made.dtype)
+    if name == "ldexp.Tensor":
+        kind = torch.result_type(given[0], given[1])
+        return (given[0] + given[1]).to(kind if kind.is_floating_point else made.dtype)
+    if name == "pow.Tensor_Scalar" and isinstance(given[1], bool):
+        return made.to(torch.result_type(given[0], True))
     if name == "threshold_backward.default":
         return made.to(torch.result_type(given[0], given[1]))
     return made
