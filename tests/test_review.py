@@ -18,6 +18,7 @@ from shardwise import (
     Replicate,
     Shard,
     distribute_tensor,
+    per_rank,
     redistribute_all,
 )
 from shardwise import init_device_mesh as make_mesh
@@ -299,3 +300,18 @@ def test_no_plan_is_built_for_another_nan(f: Callable[[Any, float], Any]) -> Non
         torch.testing.assert_close(made.full_tensor(), f(numbers(4, 3), value), equal_nan=True)
         f(x, float("nan") - 1)
         assert stats() == plans
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("how", ["to", "mul", "sum"])
+def test_pending_sums_of_integers_become_fractions(dtype: torch.dtype, how: str) -> None:
+    """Parts that half precision cannot hold make up a sum that it can."""
+    parts = [torch.tensor([70001, -300]), torch.tensor([-70000, 301])]
+    x = DTensor.from_local(per_rank(MESH, lambda coord: parts[coord[0]]), MESH, [Partial()])
+
+    def f(x: Any) -> Any:
+        if how == "to":
+            return x.to(dtype)
+        return x * torch.ones(2, dtype=dtype) if how == "mul" else x.sum(dtype=dtype)
+
+    torch.testing.assert_close(f(x).full_tensor(), f(parts[0] + parts[1]))

@@ -10,7 +10,7 @@ from math import prod
 
 from ..mesh import Topology
 from ..placement import Partial, Shard
-from .ways import Hop, Order, Places
+from .ways import Hop, Order, Places, Way
 
 __all__ = ["Bound"]
 
@@ -30,6 +30,16 @@ class Bound:
         self._speeds = [link.per_byte for link in topology.links]
         self._slowest, self._fastest = max(self._speeds), min(self._speeds)
         self._axes = [axis for axis, size in enumerate(self._shape) if size > 1]
+
+    def of_way(self, way: Way, enough: int) -> list[int]:
+        """The least that each hop of a way costs, up to the one with which it is `enough`."""
+        found, total = [], 0
+        for hop in way:
+            found.append(self.of(hop))
+            total += found[-1]
+            if total >= enough:
+                break
+        return found
 
     def of(self, hop: Hop) -> int:
         """The least that a hop costs."""

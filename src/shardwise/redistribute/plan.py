@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
 
-from ..cost import Link
 from ..engine import check_reducible
 from ..geometry import chunk_cuts, intervals
 from ..mesh import Topology
@@ -22,7 +21,7 @@ from .bound import Bound
 from .layout import DimMap, Layout, grid_of
 from .moves import move
 from .step import Step
-from .ways import Order, Places, Way, other_ways
+from .ways import Order, Way, other_ways
 
 __all__ = ["plan"]
 
@@ -43,7 +42,7 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
         least = sum([step.price(itemsize) for step in best])
         sizes = (0,) * src.ndim if src.cuts or dst.cuts else tuple(src.meta.shape)
         bound = Bound(src.topology, sizes, itemsize)
-        bounds = {way: [bound.of(hop) for hop in way] for way in ways}
+        bounds = {way: bound.of_way(way, least) for way in ways}
         for way in sorted(ways, key=lambda way: sum(bounds[way])):
             best, least = _cheaper(way, now, goal, best, least, itemsize, bounds[way])
     return best
@@ -60,18 +59,16 @@ def _cheaper(
 ) -> tuple[tuple[Step, ...], int]:
     """The cheaper of a way and the best so far, with its price.
 
-    The hop with the slowest links, or else the last, is looked at first: it costs most, so few ways
-    need to be looked at to the end.
+    The hop that costs most by its bound, or else the last, is looked at first: so few ways need to
+    be looked at to the end.
     """
-    topology = now.topology
     price = sum(bounds)  # of hops that are not looked at yet
     if price >= least:
         return best, least
     found: list[list[Step]] = [[] for _ in way]
-    slowest = [_slowest(topology.links, a, b) for a, b, _ in way]
     middle = [now.laid(places) for _, places, _ in way[:-1]]
     layouts = [now, *middle, goal]
-    for index in sorted(range(len(way)), key=lambda index: (-slowest[index], -index)):
+    for index in sorted(range(len(way)), key=lambda index: (-bounds[index], -index)):
         price -= bounds[index]
         for step in _steps(layouts[index], layouts[index + 1], way[index][2]):
             found[index].append(step)
@@ -79,12 +76,6 @@ def _cheaper(
             if price >= least:
                 return best, least
     return tuple([step for steps in found for step in steps]), price
-
-
-def _slowest(links: tuple[Link, ...], src: Places, dst: Places) -> int:
-    """The price of a byte on the slowest axis on which two layouts differ."""
-    pairs = zip(links, src, dst, strict=True)
-    return max([link.per_byte for link, have, want in pairs if have is not want], default=0)
 
 
 def _steps(now: Layout, goal: Layout, order: Order = Order.PLAIN) -> Iterator[Step]:
