@@ -11,7 +11,7 @@ import torch
 from ..geometry import Interval
 from .call import Call, has_fractions, keeps_sums
 from .rule import COPIED, Along, Dims, Rule, Site, along
-from .views import Spread, Window
+from .slices import Spread, Window
 
 __all__ = [
     "diag_embed",

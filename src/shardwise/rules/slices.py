@@ -1,0 +1,295 @@
+"""Parts of a dim and dims made of parts: slices, places, their backwards, and joins. The cuts
+follow by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..geometry import Cuts, Interval, chunk_cuts, intervals
+from .call import Call, has_fractions, keeps_sums
+from .rule import COPIED, Along, Dims, Rule, Site, along
+from .views import each_dim, form_of, reordered, sizes_of
+
+__all__ = [
+    "Spread",
+    "Window",
+    "cat",
+    "select",
+    "select_backward",
+    "select_scatter",
+    "slice_backward",
+    "slice_scatter",
+    "slice_tensor",
+    "split",
+    "stack",
+    "unbind",
+]
+
+aten = torch.ops.aten
+
+# --- slices ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Window:
+    """The positions start, start+step, ... below stop of a dim: what a slice keeps."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def to_factor(self, cuts: Cuts) -> Cuts | None:
+        return None
+
+    def from_factor(self, cuts: Cuts, counts: tuple[int, ...]) -> Cuts:
+        return tuple(self._count(piece) for piece in intervals(cuts))
+
+    def _count(self, piece: Interval) -> int:
+        first, last = self.within(piece)
+        return len(range(first, last, self.step))
+
+    def within(self, piece: Interval) -> Interval:
+        """The first position of the window in `piece`, and where the window or the piece ends."""
+        behind = max(0, piece[0] - self.start)
+        first = self.start + -(-behind // self.step) * self.step
+        last = min(piece[1], self.stop)
+        return (first, last) if first < last else (piece[0], piece[0])
+
+    def local(self, piece: Interval) -> Interval:
+        """Start and end of the local slice of a rank that holds `piece`."""
+        first, last = self.within(piece)
+        return first - piece[0], last - piece[0]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The inverse of a window: a dim of `size` in which the factor's elements are spread out.
+
+    It is cut where `torch.chunk` would cut it if that leaves every element with its rank.
+    """
+
+    window: Window
+    size: int
+
+    def to_factor(self, cuts: Cuts) -> Cuts | None:
+        return None
+
+    def from_factor(self, cuts: Cuts, counts: tuple[int, ...]) -> Cuts:
+        window, total = self.window, sum(cuts)
+        wanted = [start for start, _ in intervals(chunk_cuts(self.size, counts))]
+        ends = []
+        for want, (start, _) in zip(wanted, intervals(cuts), strict=True):
+            low = window.start + (start - 1) * window.step + 1 if start else 0
+            high = window.start + start * window.step if start < total else self.size
+            ends.append(min(max(want, low), high))
+        ends = [0, *ends[1:], self.size]
+        return tuple(b - a for a, b in pairwise(ends))
+
+
+def _window(call: Call, size: int) -> Window:
+    start, stop = call.get("start"), call.get("end")
+    first, last, _ = slice(start, stop).indices(size)
+    return Window(first, max(first, last), call.get("step", 1))
+
+
+def slice_tensor(call: Call) -> Rule:
+    """A slice: on a sharded dim each rank keeps what it has of it, in place."""
+    shape = call.shape(0)
+    dim = call.get("dim", 0) % len(shape)
+    window = _window(call, shape[dim])
+    rule = reordered(call, each_dim(len(shape)))
+
+    def tail(site: Site) -> tuple[int, ...]:
+        return (dim, *window.local(site.box(0)[dim]), window.step)
+
+    placed = frozenset([f"i{dim}"])
+    return replace(rule, outputs=(_linked(shape, dim, window),), tail=tail, placed=placed)
+
+
+def _linked(shape: Sequence[int], dim: int, link: Window | Spread) -> Dims:
+    return tuple(Along(f"i{d}", link if d == dim else None) for d in range(len(shape)))
+
+
+def split(call: Call) -> Rule:
+    """Consecutive slices of one dim, as many as there are results."""
+    shape = call.shape(0)
+    dim = call.get("dim", 0) % len(shape)
+    windows, start = [], 0
+    for result in call.results:
+        windows.append(Window(start, start + result.shape[dim]))
+        start += result.shape[dim]
+    rule = reordered(call, each_dim(len(shape)))
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        piece = site.box(0)[dim]
+        cut = form_of(op, aten.slice.Tensor, aten.slice_copy.Tensor)
+        return [cut(args[0], dim, *window.local(piece)) for window in windows]
+
+    def has_all(site: Site) -> bool:
+        return site.box(0)[dim] == (0, shape[dim])
+
+    outputs = tuple(_linked(shape, dim, window) for window in windows)
+    reads = frozenset([f"i{dim}"])
+    return replace(rule, outputs=outputs, local=local, placed=reads, unless=has_all)
+
+
+def slice_scatter(call: Call) -> Rule:
+    """A copy with a slice replaced; the source is cut as the slice is."""
+    shape = call.shape(0)
+    dim = call.get("dim", 0) % len(shape)
+    window = _window(call, shape[dim])
+
+    def tail(site: Site) -> tuple[int, ...]:
+        return (dim, *window.local(site.box(0)[dim]), window.step)
+
+    whole = along(each_dim(len(shape)))
+    return Rule(
+        (whole, _linked(shape, dim, window)),
+        (whole,),
+        sizes_of(shape),
+        reduce=None,
+        linear=((0, 1),),
+        tail=tail,
+        placed=frozenset([f"i{dim}"]),
+    )
+
+
+def slice_backward(call: Call) -> Rule:
+    """Zeros with the gradient in the place of the slice."""
+    shape = call.shape(0)
+    sizes = call.get("input_sizes")
+    dim = call.get("dim") % len(shape)
+    window = _window(call, sizes[dim])
+
+    def tail(site: Site) -> tuple[Any, ...]:
+        return (site.out_shapes[0], dim, *window.local(site.out_boxes[0][dim]), window.step)
+
+    return Rule(
+        (along(each_dim(len(shape))),),
+        (_linked(shape, dim, Spread(window, sizes[dim])),),
+        sizes_of(shape),
+        reduce=None,
+        linear=((0,),),
+        tail=tail,
+        placed=frozenset([f"i{dim}"]),
+    )
+
+
+def select(call: Call) -> Rule:
+    """One place of a dim that must be whole, without the dim."""
+    shape = call.shape(0)
+    dim = call.get("dim") % len(shape)
+    return _dropped(call, dim)
+
+
+def unbind(call: Call) -> Rule:
+    """Every place of a dim that must be whole."""
+    return _dropped(call, call.get("dim", 0) % len(call.shape(0)))
+
+
+def _dropped(call: Call, dim: int) -> Rule:
+    shape = call.shape(0)
+    names = each_dim(len(shape))
+    names[dim] = None
+    return Rule(
+        (along(names),),
+        (along(_without(names, dim)),) * len(call.results),
+        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
+        reduce=None,
+        linear=((0,),),
+        passes=COPIED,
+    )
+
+
+def _without(names: Sequence[str | None], dim: int) -> list[str | None]:
+    return [name for d, name in enumerate(names) if d != dim]
+
+
+def select_backward(call: Call) -> Rule:
+    """Zeros with the gradient in one place of a dim that the result has whole."""
+    ndim = len(call.get("input_sizes"))
+    dim = call.get("dim") % ndim
+    names = each_dim(ndim)
+    names[dim] = None
+    shape = call.results[0].shape
+
+    def tail(site: Site) -> tuple[Any, ...]:
+        return (site.out_shapes[0], dim, call.get("index"))
+
+    return Rule(
+        (along(_without(names, dim)),),
+        (along(names),),
+        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
+        reduce=None,
+        linear=((0,),),
+        tail=tail,
+        placed=frozenset(),
+    )
+
+
+def select_scatter(call: Call) -> Rule:
+    """A copy with one place of a dim replaced; only the rank that holds the place changes it."""
+    shape = call.shape(0)
+    dim, index = call.get("dim") % len(shape), call.get("index") % max(shape[call.get("dim")], 1)
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        start, stop = site.box(0)[dim]
+        if not start <= index < stop:
+            return args[0].clone()
+        return op(args[0], args[1], dim, index - start)
+
+    names = each_dim(len(shape))
+    return Rule(
+        (along(names), along(_without(names, dim))),
+        (along(names),),
+        sizes_of(shape),
+        reduce=None,
+        linear=((0, 1),),
+        local=local,
+        placed=frozenset([f"i{dim}"]),
+    )
+
+
+# --- joining ---------------------------------------------------------------------------------
+
+
+def _together(call: Call) -> dict[str, Any]:
+    """Pending sums and averages pass if all operands hold them and no dtype is in the way."""
+    dst = call.results[0].dtype
+    dtypes = [spec.dtype for spec in call.specs]
+    same = all(dtype is dst for dtype in dtypes)
+    return {
+        "linear": (tuple(range(len(dtypes))),)
+        if same or all(keeps_sums(dtype, dst) for dtype in dtypes)
+        else (),
+        "averages": same or all(map(has_fractions, dtypes)),
+    }
+
+
+def cat(call: Call) -> Rule:
+    """Tensors one after another along a dim that must be whole."""
+    ndim = len(call.results[0].shape)
+    dims = each_dim(ndim)
+    dims[call.get("dim", 0) % ndim] = None
+    return _joined(
+        call, [dims if spec.ndim == ndim else [None] * spec.ndim for spec in call.specs], dims
+    )
+
+
+def stack(call: Call) -> Rule:
+    """Tensors of one shape along a new dim."""
+    ndim = len(call.results[0].shape)
+    dim = call.get("dim", 0) % ndim
+    dims = each_dim(ndim)
+    dims[dim] = None
+    return _joined(call, [_without(dims, dim)] * len(call.specs), dims)
+
+
+def _joined(call: Call, inputs: Sequence[list[str | None]], dims: list[str | None]) -> Rule:
+    sizes = {name: size for name, size in zip(dims, call.results[0].shape, strict=True) if name}
+    return Rule(tuple(map(along, inputs)), (along(dims),), sizes, reduce=None, **_together(call))
