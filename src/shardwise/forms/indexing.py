@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ..build import register_form
-from ..ragged import as_dtensor, whole
+from ..ragged import as_dtensor, settled, whole
 from ..replicated import mesh_of, tensors_in
 from ..rules.indexing import of_two_shapes
+from ..wrapper import Wrapper
 
 __all__ = ["gather", "scatter", "sparse_gradient"]
 
@@ -39,8 +40,14 @@ def scatter(write: Any, x: Any, dim: int, index: Any, value: Any, *rest: Any, **
     return x
 
 
-def _scatter_copy(write: Any, x: Any, *args: Any, **named: Any) -> Any:
+def _scatter_copy(write: Any, x: Any, *given: Any, **named: Any) -> Any:
+    args = list(given)
     mesh = mesh_of(write, list(tensors_in((x, *args), {})))
+    how = [value for value in (*args, *named.values()) if isinstance(value, str)]
+    if how in (["amax"], ["amin"]):
+        # The backward asks what equals the result: what is pending is reduced once, as a whole,
+        # for two reductions in other orders may differ in the last bit.
+        x, *args = [settled(write, v) if isinstance(v, Wrapper) else v for v in (x, *args)]
     return scatter(write, aten.clone.default(as_dtensor(x, mesh)), *args, **named)
 
 
