@@ -1,4 +1,5 @@
-"""Matrices and Fourier transforms: what is transformed is whole, all other dims are apart."""
+"""Matrices and Fourier transforms: what is transformed is whole, all other dims are apart; and
+products that no notation says."""
 
 from __future__ import annotations
 
@@ -13,9 +14,18 @@ from .call import Call, Family
 from .notation import notation
 from .pointwise import broadcast_dims
 from .reductions import dimwise
-from .rule import Rule, Site, anywhere
+from .rule import Rule, Site, along, anywhere
 
-__all__ = ["cross", "fourier", "least_squares", "matrices", "solve", "solve_by_factors"]
+__all__ = [
+    "addmv_local",
+    "cross",
+    "fourier",
+    "least_squares",
+    "matrices",
+    "solve",
+    "solve_by_factors",
+    "trilinear",
+]
 
 
 def matrices(text: str, *, alike: Sequence[int] = ()) -> Family:
@@ -104,3 +114,35 @@ def _of_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site)
     if args[0].numel():
         return op(*args, **kwargs)
     return args[0].new_empty(site.out_shapes[0], dtype=site.outputs[0].dtype)
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@anywhere
+def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """With an empty matrix PyTorch forgets to broadcast the first operand."""
+    return op(args[0].expand(site.out_shapes[0]), *args[1:], **kwargs)
+
+
+def trilinear(call: Call) -> Rule:
+    """The product of three tensors that are unsqueezed at some dims, summed over others."""
+    ndim = len(call.shape(0)) + len(call.get("expand1"))
+    sizes: dict[int, int] = {}
+    places = []
+    for operand, name in enumerate(("expand1", "expand2", "expand3")):
+        own = [dim for dim in range(ndim) if dim not in call.get(name)]
+        places.append(own)
+        for dim, size in zip(own, call.shape(operand), strict=True):
+            sizes[dim] = max(sizes.get(dim, 0), size) if size else 0
+    inputs = tuple(
+        along([f"i{d}" if size == sizes[d] else None for d, size in zip(own, shape, strict=True)])
+        for own, shape in zip(places, map(call.shape, range(3)), strict=True)
+    )
+    kept = [dim for dim in range(ndim) if dim not in call.get("sumdim")]
+    return Rule(
+        inputs,
+        (along([f"i{dim}" if dim in sizes else None for dim in kept]),),
+        {f"i{dim}": size for dim, size in sizes.items()},
+        linear=((0,), (1,), (2,)),
+    )

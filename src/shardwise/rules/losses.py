@@ -1,17 +1,175 @@
-"""Losses that look at a whole row of classes or a whole sequence: the batch is free."""
+"""Losses: of each element, of the class of a row, and those that look at a whole row or sequence,
+of which the batch is free."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 
+from ..errors import LayoutError
 from .call import Call, Operand
+from .pointwise import broadcast_dims, pointwise
+from .reductions import wide
 from .rule import Dims, Rule, Site, along, anywhere
 
-__all__ = ["ctc", "linear_cross_entropy", "margin", "trilinear"]
+__all__ = [
+    "ctc",
+    "linear_cross_entropy",
+    "loss",
+    "loss_backward",
+    "margin",
+    "nll_backward",
+    "nll_forward",
+]
 
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+# --- elements ------------------------------------------------------------------------------------
+
+
+def _reducing(call: Call, kind: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The loss or gradient with another reduction than the call's."""
+    at = call.position("reduction")
+    if at < len(args):
+        return call.op(*args[:at], kind, *args[at + 1 :], **kwargs)
+    return call.op(*args, **{**kwargs, "reduction": kind})
+
+
+def _share_of_mean(call: Call, count: int) -> Any:
+    """A local call that sums and divides by the number of all elements: the mean's part of a
+    shard."""
+
+    @anywhere
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        dtype = site.outputs[0].dtype
+        if wide(dtype) is dtype:
+            return _reducing(call, _SUM, args, kwargs) / count
+        each = _reducing(call, _NONE, args, kwargs)
+        return (each.sum(dtype=wide(dtype)) / count).to(dtype)
+
+    return local
+
+
+def _gradient_of_mean(call: Call, count: int) -> Any:
+    """A local call that gives the gradient of a sum over the number of all elements."""
+
+    @anywhere
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        dtype = site.outputs[0].dtype
+        widened = [v.to(wide(dtype)) if isinstance(v, torch.Tensor) else v for v in args]
+        return (_reducing(call, _SUM, widened, kwargs) / count).to(dtype)
+
+    return local
+
+
+def loss(call: Call) -> Rule:
+    """A pointwise loss with its reduction; the mean is over all elements of all shards."""
+    reduction = call.get("reduction")
+    if reduction not in (_MEAN, _SUM):
+        return pointwise(call)
+    shape = torch.broadcast_shapes(*(spec.meta.shape for spec in call.specs))
+    rule = Rule(
+        inputs=tuple(broadcast_dims(spec.meta.shape, shape) for spec in call.specs),
+        outputs=((),),
+        sizes={f"i{dim}": size for dim, size in enumerate(shape)},
+    )
+    if reduction == _SUM:
+        return rule
+    return replace(rule, local=_share_of_mean(call, prod(shape)))
+
+
+def loss_backward(call: Call) -> Rule:
+    """The gradient of a pointwise loss."""
+    out = call.results[0].shape
+    shape = torch.broadcast_shapes(*(spec.meta.shape for spec in call.specs[1:]))
+    if tuple(shape) != tuple(out):
+        raise LayoutError(f"{call.name}: operands of different shapes: {shape} and {list(out)}.")
+    rule = replace(
+        pointwise(call),
+        inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
+        linear=((0,),),
+        passes=(),
+    )
+    if call.get("reduction") != _MEAN:
+        return rule
+    return replace(rule, local=_gradient_of_mean(call, prod(shape)))
+
+
+# --- classes -----------------------------------------------------------------------------------
+
+
+def _nll_dims(
+    call: Call, operand: int
+) -> tuple[list[str | None], list[str | None], tuple[Dims, ...], dict[str, int]]:
+    """Dims of the input, the target and the weight: `c` are the classes, all others are free."""
+    shape = call.shape(operand)
+    classes = 0 if len(shape) == 1 else 1
+    dims: list[str | None] = ["c" if d == classes else f"i{d}" for d in range(len(shape))]
+    sizes = dict(zip(map(str, dims), shape, strict=True))
+    weight = (along(["c"]),) if isinstance(call.get("weight"), Operand) else ()
+    return dims, [dim for dim in dims if dim != "c"], weight, sizes
+
+
+def _classes_here(call: Call, operand: int) -> dict[str, Any]:
+    """The local call of a rank that holds some of the classes: it ignores targets elsewhere."""
+    shape = call.shape(operand)
+    at = 0 if len(shape) == 1 else 1
+    places = [call.position(name) for name in ("target", "ignore_index")]
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        start, stop = site.box(operand)[at]
+        given = list(args)
+        target, ignored = (given[place] for place in places)
+        counts = target != ignored
+        outside = counts & ((target < 0) | (target >= shape[at]))
+        if target.device.type == "cpu" and bool(outside.any()):
+            raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
+        here = counts & (target >= start) & (target < stop)
+        given[places[0]], given[places[1]] = torch.where(here, target - start, -1), -1
+        if start == stop:  # no class is here, and PyTorch's kernels want one
+            zeros = [
+                target.new_zeros(s.local_shape(site.coord), dtype=s.dtype) for s in site.outputs
+            ]
+            return zeros[0] if len(zeros) == 1 else tuple(zeros)
+        return op(*given, **kwargs)
+
+    return {
+        "local": local,
+        "unless": lambda site: site.box(operand)[at] == (0, shape[at]),
+        "placed": frozenset("c"),
+    }
+
+
+def nll_forward(call: Call) -> Rule:
+    """`"n c, n, c -> n, ()"`; the mean is a form, for it divides by the weight of all targets."""
+    dims, target, weight, sizes = _nll_dims(call, 0)
+    if call.get("reduction") == _MEAN:
+        sizes = {}
+        dims, target, weight = [None] * len(dims), [None] * len(target), ((None,),) * len(weight)
+    out = along(target) if call.get("reduction") == 0 else ()
+    ins = (along(dims), along(target), *weight)
+    return Rule(ins, (out, ()), sizes, **_classes_here(call, 0))
+
+
+def nll_backward(call: Call) -> Rule:
+    """The gradient of each class; the total weight is that of all targets."""
+    dims, target, weight, sizes = _nll_dims(call, 1)
+    grad = along(target) if len(call.shape(0)) else ()
+    return Rule(
+        (grad, along(dims), along(target), *weight, ()),
+        (along(dims),),
+        sizes,
+        reduce=None,
+        linear=((0,),),
+        **_classes_here(call, 1),
+    )
+
+
+# --- whole rows of classes ---------------------------------------------------------------------
 
 
 def _operands(call: Call) -> list[str]:
@@ -41,16 +199,12 @@ def margin(call: Call) -> Rule:
 
 def _summed(call: Call, count: int) -> Any:
     """A local call that sums; a mean divides by the number of all rows, not of those here."""
-    at, rows = call.position("reduction"), call.position("self")
+    rows = call.position("self")
     by = count if call.get("reduction") == _MEAN else 1
 
     @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        if at < len(args):
-            args = (*args[:at], _SUM, *args[at + 1 :])
-        else:
-            kwargs = {**kwargs, "reduction": _SUM}
-        made = op(*args, **kwargs)
+        made = _reducing(call, _SUM, args, kwargs)
         first, *others = made if isinstance(made, tuple) else (made,)
         if not args[rows].shape[0]:  # the kernel does not write the sum of no rows
             first = torch.zeros_like(first)
@@ -114,30 +268,7 @@ def _ctc_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: 
     return op(*_sequences(args, 2, start, stop), **kwargs)
 
 
-# --- products ----------------------------------------------------------------------------------
-
-
-def trilinear(call: Call) -> Rule:
-    """The product of three tensors that are unsqueezed at some dims, summed over others."""
-    ndim = len(call.shape(0)) + len(call.get("expand1"))
-    sizes: dict[int, int] = {}
-    places = []
-    for operand, name in enumerate(("expand1", "expand2", "expand3")):
-        own = [dim for dim in range(ndim) if dim not in call.get(name)]
-        places.append(own)
-        for dim, size in zip(own, call.shape(operand), strict=True):
-            sizes[dim] = max(sizes.get(dim, 0), size) if size else 0
-    inputs = tuple(
-        along([f"i{d}" if size == sizes[d] else None for d, size in zip(own, shape, strict=True)])
-        for own, shape in zip(places, map(call.shape, range(3)), strict=True)
-    )
-    kept = [dim for dim in range(ndim) if dim not in call.get("sumdim")]
-    return Rule(
-        inputs,
-        (along([f"i{dim}" if dim in sizes else None for dim in kept]),),
-        {f"i{dim}": size for dim, size in sizes.items()},
-        linear=((0,), (1,), (2,)),
-    )
+# --- products with classes -----------------------------------------------------------------------
 
 
 def linear_cross_entropy(call: Call) -> Rule:

@@ -18,7 +18,6 @@ from . import (
     layers,
     linalg,
     losses,
-    nn,
     norms,
     scattering,
     searching,
@@ -52,7 +51,7 @@ TABLE: dict[str, Family] = {
     "ger": notation("m, n -> m n", linear=_each),
     "addmm": notation("[m] [n], m k, k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addmv": notation(
-        "[m], m k, k -> m", linear=((0, 1), (0, 2)), added=(0,), local=nn.addmv_local
+        "[m], m k, k -> m", linear=((0, 1), (0, 2)), added=(0,), local=linalg.addmv_local
     ),
     "addr": notation("[m] [n], m, n -> m n", linear=((0, 1), (0, 2))),
     "baddbmm": notation("[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)),
@@ -234,14 +233,14 @@ TABLE: dict[str, Family] = {
             "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
             "binary_cross_entropy_with_logits soft_margin_loss"
         ),
-        nn.loss,
+        losses.loss,
     ),
     **dict.fromkeys(
         _names(
             "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
             "binary_cross_entropy_backward soft_margin_loss_backward"
         ),
-        nn.loss_backward,
+        losses.loss_backward,
     ),
     **dict.fromkeys(
         _names(
@@ -251,13 +250,13 @@ TABLE: dict[str, Family] = {
         losses.margin,
     ),
     **dict.fromkeys(_names("_ctc_loss.default _ctc_loss_backward.default"), losses.ctc),
-    "_trilinear": losses.trilinear,
+    "_trilinear": linalg.trilinear,
     "torch_nn::_linear_cross_entropy_batch_chunked": losses.linear_cross_entropy,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": notation(
         "n _, _ _, n, _, _ -> n", reduce=None
     ),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nn.nll_forward),
-    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nn.nll_backward),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), losses.nll_forward),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), losses.nll_backward),
 }
 
 
