@@ -49,6 +49,7 @@ ORDER = [
     "outs",
     "listops",
     "conform",
+    "entry",
     "build",
     "dispatch",
     "autograd",

@@ -4,7 +4,6 @@ call."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from . import policy
 from ._torch import OpOverload, decomposition, is_composite, run_composite
 from .conform import conforming
-from .deferred import DeferredPlan, defer, is_deferred, write_through
+from .deferred import DeferredPlan
+from .entry import Entry
 from .errors import RuleError
 from .infer import Unknown, infer
-from .listops import is_list_op, run_list
 from .meeting import meet
 from .mesh import Topology
 from .outs import out_form, reshape_form
@@ -28,152 +27,11 @@ from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
 from .redistribute import steps_between
 from .replicated import as_form, fallback_form, into_plain_form, tensors_in, written_in
-from .rules import Call, Operand, Site, family_of
-from .rules.registered import Registered, registered
-from .rules.resampling import READ_NUMBERS
+from .rules import Call, Operand, Site
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper
 
-__all__ = ["FORMS", "Entry", "Form", "build", "register_form"]
-
-
-@dataclass(frozen=True)
-class Form:
-    """A function of DTensors in place of an operator: always, or when no row fits as it is.
-
-    `when` says for which calls there is such a form. With `blocks` it looks at no boxes, so that
-    dims may be sharded block by block.
-    """
-
-    run: Callable[..., Any]
-    always: bool = False
-    when: Callable[[Call], bool] = lambda call: True
-    blocks: bool = False
-
-
-FORMS: dict[str, Form] = {}
-
-
-def register_form(
-    *names: str,
-    always: bool = False,
-    when: Callable[[Call], bool] = lambda call: True,
-    blocks: bool = False,
-) -> Callable[[Any], Any]:
-    """Register a distributed form of operators, by name or name and overload."""
-
-    def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            FORMS[name] = Form(run, always, when, blocks)
-        return run
-
-    return register
-
-
-def _form_of(op: OpOverload) -> Form | None:
-    namespace, name = op._schema.name.split("::")
-    if namespace != "aten":  # an operator of the same name elsewhere is another operator
-        return FORMS.get(f"{namespace}::{name}")
-    found = _registered_form(name, op._overloadname)
-    if found is None and name.endswith("_") and torch.Tag.inplace_view not in op.tags:
-        found = _registered_form(name.removesuffix("_"), op._overloadname)
-        return None if found is None else _in_place(op, found)
-    return found
-
-
-def _registered_form(name: str, overload: str) -> Form | None:
-    return FORMS.get(f"{name}.{overload or 'default'}") or FORMS.get(name)
-
-
-def _in_place(op: OpOverload, form: Form) -> Form | None:
-    """The form of `op_`: that of `op`, and its result written into the first operand."""
-    packet = getattr(torch.ops.aten, op._schema.name.split("::")[-1].removesuffix("_"), None)
-    functional = getattr(packet, op._overloadname or "default", None)
-    if functional is None:
-        return None
-
-    def run(target: Any, *args: Any, **kwargs: Any) -> Any:
-        return target.copy_(functional(target, *args, **kwargs))
-
-    return Form(run, form.always, form.when, form.blocks)
-
-
-class Entry:
-    """What is known of an operator before it is called, and the plans of its calls."""
-
-    __slots__ = (
-        "by_type",
-        "copies",
-        "family",
-        "form",
-        "has_views",
-        "is_list",
-        "is_view",
-        "kw_by_type",
-        "mixed",
-        "op",
-        "outs",
-        "own",
-        "plans",
-        "user",
-        "writes",
-        "written",
-    )
-
-    def __init__(self, op: OpOverload) -> None:
-        arguments = op._schema.arguments
-        self.op = op
-        self.plans: dict[tuple[Any, ...], Plan] = {}
-        user = self.user = registered(op)
-        self.family = family_of(op) if user is None else user.family
-        self.form = _form_of(op) if user is None else None
-        self.by_type = tuple([_by_type(a, user) for a in arguments])
-        self.kw_by_type = dict(zip([a.name for a in arguments], self.by_type, strict=True))
-        writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.outs = tuple(a.name for a in writes if a.is_out)
-        self.writes = tuple(i for i, a in enumerate(arguments) if a in writes and not a.is_out)
-        self.written = self.writes[0] if self.writes else None
-        returns = op._schema.returns
-        # An operator that writes into an operand and returns something else, as batch norm does.
-        self.mixed = self.written is not None and any(r.alias_info is None for r in returns)
-        alone = len(self.writes) == 1 and not self.mixed
-        # A plain tensor here is its rank's own: no DTensor is made of what was in it.
-        self.own = frozenset(a.name for a in writes if a.is_out or alone)
-        self.is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in returns
-        ) or op._schema.name in ("aten::reshape", "aten::contiguous")
-        # Lazy conjugation and negation are resolved above the dispatcher: below it they are copies.
-        self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
-        self.has_views = self.is_view or self.written is not None
-        self.is_list = user is None and self.form is None and is_list_op(op)
-
-    def run_view(
-        self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """A view of a deferred view is deferred; a write into one goes through to its base."""
-        first = operands[0]
-        if self.written is not None:
-            if any(is_deferred(args[place]) for place in self.writes if place < len(args)):
-                made = write_through(self.op, self.family, self.writes, args, kwargs)
-                return made if self.op._schema.returns else None
-        elif isinstance(plan, DeferredPlan) or (is_deferred(first) and isinstance(plan, CallPlan)):
-            return defer(self.op, plan, first, args, kwargs)
-        return plan.run(operands, args, kwargs)
-
-    def run_list(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return run_list(self, args, kwargs)
-
-
-def _by_type(argument: Any, user: Registered | None) -> bool | None:
-    """Whether a number enters the key by its type alone, as a plan passes it on as it comes.
-
-    None if the schema says the type of the argument, which is no tensor.
-    """
-    kind = str(argument.type)
-    read = argument.name in READ_NUMBERS or (user is not None and user.reads(argument.name))
-    if kind in ("number", "float", "Optional[number]", "Optional[float]", "Tensor") and not read:
-        return True
-    return False if "Tensor" in kind or "number" in kind else None
+__all__ = ["build"]
 
 
 class Silent(Plan):

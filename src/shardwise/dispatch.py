@@ -15,8 +15,9 @@ import torch
 
 from . import infer, policy
 from ._torch import OpOverload, reading_lazy_bits
-from .build import Entry, build
+from .build import build
 from .engine import tell
+from .entry import Entry
 from .errors import LayoutError
 from .pending import PendingValue
 from .plain import adopt, check_plain

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ._torch import OpOverload
-from .build import Entry
 from .engine.reduction import check_reducible, reduce_list
+from .entry import Entry
 from .errors import LayoutError, RuleError
 from .geometry import Cuts, chunk_cuts
 from .infer import infer

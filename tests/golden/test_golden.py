@@ -18,7 +18,7 @@ import torch
 
 import shardwise
 from shardwise import DTensor, DTensorSpec, Partial, Replicate, Shard, TensorMeta
-from shardwise.build import Entry
+from shardwise.entry import Entry
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import VirtualMesh
 from shardwise.redistribute import plan

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
 from ..cost import debt
+from ..entry import register_form
 from ..geometry import contiguous_stride
 from ..infer import infer
 from ..placement import Partial, Placement, Replicate, Shard

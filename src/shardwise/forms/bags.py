@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..placement import Partial, Placement, Replicate
 from ..ragged import as_dtensor, laid, settled, whole
 from ..replicated import mesh_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from ..build import register_form
+from ..entry import register_form
 from ..ragged import as_dtensor
 from ..replicated import fallback_form, mesh_of
 from ..wrapper import Wrapper

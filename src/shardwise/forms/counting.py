@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..geometry import contiguous_stride, flat_index
 from ..placement import Partial, Placement, Replicate, Shard
 from ..ragged import as_dtensor, divided, joined, laid, requested, settled, whole

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from ..build import register_form
+from ..entry import register_form
 from ..rules import Call
 from .reductions import unless_infinite
 from .statistics import aligned, cut_along, in_full, settled

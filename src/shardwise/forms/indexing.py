@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..ragged import as_dtensor, settled, whole
 from ..replicated import mesh_of, tensors_in
 from ..rules.indexing import of_two_shapes

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..geometry import Cuts, Interval, chunk_cuts, contiguous_stride, intervals
 from ..infer import meta_of
 from ..placement import Placement, Replicate, Shard

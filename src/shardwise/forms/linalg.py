@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..infer import infer
 from ..plain import full_local
 from ..rules import Call

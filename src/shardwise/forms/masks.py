@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..geometry import Cuts, contiguous_stride
 from ..mesh import Topology
 from ..moving import wrote

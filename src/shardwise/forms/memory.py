@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..errors import LayoutError
 from ..geometry import is_dense, memory_order
 from ..placement import Replicate, Shard

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import disabled_torch_function, make_wrapper
-from ..build import register_form
+from ..entry import register_form
 from ..errors import LayoutError
 from ..ragged import as_dtensor, whole
 from ..wrapper import Wrapper

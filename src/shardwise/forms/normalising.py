@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..rules import Call
 from .reductions import moments, unless_infinite
 from .statistics import aligned, cut_along, in_full, settled

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..geometry import Box, contiguous_stride
 from ..rules import Call
 from ..spec import DTensorSpec

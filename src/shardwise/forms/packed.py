@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._torch import run_composite, take_composite
-from ..build import register_form
+from ..entry import register_form
 from ..geometry import Interval
 from ..placement import Placement, Replicate, Shard
 from ..plain import full_local

@@ -15,7 +15,7 @@ import torch
 
 from .. import policy
 from .._torch import run_composite, take_composite
-from ..build import register_form
+from ..entry import register_form
 from ..geometry import Cuts, Interval, contiguous_stride
 from ..placement import Partial, Replicate, Shard
 from ..ragged import as_dtensor, settled, whole

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..rules import Call
 from ..rules.reductions import reduced_dims
 from .statistics import cut_along, in_full, settled

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..build import register_form
+from ..entry import register_form
 from ..plain import full_local
 
 __all__ = ["allclose", "equal", "local_scalar", "nonzero", "same_size"]

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from .._torch import take_differentiable
-from ..build import register_form
+from ..entry import register_form
 from ..geometry import Box
 from ..rules.call import keeps_sums
 from ..rules.sliding import in_order
