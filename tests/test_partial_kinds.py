@@ -35,7 +35,12 @@ CASES = {
     "where": lambda x: torch.where(x > 0, x, -1.0),
     "cast": lambda x: [x.to(torch.float32).double(), x.to(torch.int64)],
     "views": lambda x: [x.t(), x.view(4, 6), x[1:4], x[2], x.flatten()],
-    "clamp": lambda x: x.clamp(-1, 1),
+    "clamp": lambda x: [x.clamp(-1, 1), x.clamp_min(0), x.clamp(max=0.5), x.clamp(2, 1)],
+    "reverse": lambda x: [torch.rsub(x, 2, alpha=3), torch.rsub(x, 2, alpha=-3), 2 / x.exp()],
+    "fill": lambda x: [x.masked_fill(x.detach() > 0, -1.0), torch.where(x > 0, x, x * 2)],
+    "scatter": lambda x: [x.slice_scatter(x[1:3] * 2, 0, 2, 4), x.select_scatter(x[:, 1], 1, 0)],
+    "stack": lambda x: torch.stack([x, x * 3], 1),
+    "lists": lambda x: [*torch._foreach_mul([x, x], [2.0, -2.0]), *torch._foreach_mul([x], -3.0)],
     "maximum": lambda x: [torch.maximum(x, x.detach() * 2), torch.minimum(x, 0 * x.detach())],
     "compare": lambda x: [x > 0, x == 0, torch.sign(x)],
     "clone": lambda x: [x.clone(), x.t().contiguous()],
@@ -47,6 +52,35 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_of_one(name: str, op: str, shape: tuple[int, ...]) -> None:
     check(CASES[name], WHOLE, mesh=virtual(*shape), ops=[op], limit=6, tolerance=1e-6)
+
+
+STAYING = {
+    "add": (lambda x: x + 1, "max"),
+    "subtract": (lambda x: x - 1, "max"),
+    "subtract from": (lambda x: 1 - x, "min"),
+    "scale up": (lambda x: x * 2, "max"),
+    "scale down": (lambda x: x * -2, "min"),
+    "divide": (lambda x: x / -2, "min"),
+    "cast": (lambda x: x.float(), "max"),
+    "clamp": (lambda x: x.clamp(-1, 1), "max"),
+    "fill": (lambda x: x.masked_fill(torch.ones(6, 4, dtype=torch.bool), 0.5), "max"),
+    "cat": (lambda x: torch.cat([x, x]), "max"),
+    "stack": (lambda x: torch.stack([x, X.new_zeros(6, 4)]), "max"),
+}
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_maxima_stay_pending(name: str) -> None:
+    """Through what is monotone, and through copies, whatever sign the number before had."""
+    mesh = virtual(2)
+    run, want = STAYING[name]
+    held = per_rank(mesh, lambda coord: X * (coord[0] - 0.5))
+    x = DTensor.from_local(held, mesh, [Partial("max")])
+    with CommDebugMode() as comm:
+        made = run(x)
+    assert made.placements == (Partial(want),)
+    assert comm.get_total_counts() == 0
+    torch.testing.assert_close(made.full_tensor(), run(torch.maximum(X * 0.5, X * -0.5)))
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "maximum", "cat", "matmul"])

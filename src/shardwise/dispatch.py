@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -153,10 +153,14 @@ def _add(value: Any, by_type: bool, operands: list[Any], key: list[Any]) -> bool
     """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
     kind = type(value)
     if kind in _NUMBERS:
-        # 0 and infinity are special; 1, 1.0 and True are equal, but not the same; no NaN is equal
-        # to another, so that one stands for all
-        known = by_type and value != 0 and value - value == 0
-        key.append(kind if known else (kind, value if value == value else nan))
+        # 0, infinity and the sign are special; 1, 1.0 and True are equal, but not the same; no NaN
+        # is equal to another, so that one stands for all
+        if by_type and kind is not complex and 0 < value < inf:
+            key.append(kind)
+        elif by_type and value != 0 and value - value == 0:
+            key.append((kind, None))
+        else:
+            key.append((kind, value if value == value else nan))
     elif kind is list or kind is tuple:
         return _add_list(value, operands, key)
     elif isinstance(value, torch.Tensor):

@@ -255,13 +255,16 @@ def _chosen(
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument enters the key: of a number its type, and whether it is 0 or infinite."""
+    """What of an argument enters the key: of a number its type and sign, and whether it is 0 or
+    infinite."""
     if isinstance(value, (bool, torch.dtype)):
         return value
     if isinstance(value, (int, float, complex)):
         if value != value:
             return type(value), "nan"  # which is equal to no other, not even to itself
-        return (type(value), value if value == 0 or value - value != 0 else None)
+        if value == 0 or value - value != 0:
+            return type(value), value
+        return type(value), isinstance(value, complex) or value > 0
     if not isinstance(value, (list, tuple)):
         return type(value)
     if value and isinstance(value[0], torch.Tensor):  # their specs are in the key

@@ -11,7 +11,7 @@ import torch
 
 from ..geometry import Box, Interval
 from .call import Call, has_fractions
-from .rule import COPIED, Along, Dims, Rule, Site
+from .rule import Along, Dims, Rule, Site, copied
 from .sliding import Slide, followed, in_order, reached
 from .spatial import has_planes, is_permuted, of_planes, spatial_dims
 
@@ -186,7 +186,7 @@ def mirrored_pad(call: Call) -> Rule:
         rule,
         inputs=(mirrors.places,),
         outputs=(mirrors.stops,),
-        passes=COPIED,
+        passes=copied(0),
         windows=windows,
     )
 

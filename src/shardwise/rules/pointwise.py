@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .call import Call, Operand, has_fractions, keeps_sums, stored
-from .rule import COPIED, Along, Dims, Rule
+from .rule import Along, Dims, Passes, Rule, copied
 
 __all__ = ["broadcast_dims", "pointwise"]
 
@@ -68,6 +70,9 @@ _UP = [
     "rad2deg",
     "cbrt",
     "hardsigmoid",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
 ]
 _UP_FROM = ("sqrt", "log", "log2", "log10", "log1p")
 """Defined for large numbers only: below there is NaN, which would win over the maximum."""
@@ -155,20 +160,55 @@ def _averages(call: Call, name: str, linear: Sequence[Sequence[int]]) -> bool:
     return all(map(has_fractions, dtypes)) or (same and name in _MOVES)
 
 
-def _passes(call: Call, name: str) -> tuple[tuple[tuple[int, ...], str, str], ...]:
+_RISING: Passes = (((0,), "max", "max"), ((0,), "min", "min"))
+_FALLING: Passes = (((0,), "max", "min"), ((0,), "min", "max"))
+
+
+def _passes(call: Call, name: str) -> Passes:
     """Pending maxima and minima through monotone functions, all that is pending through copies."""
     if name in _COPIES and call.results[0].dtype is call.specs[0].dtype:
-        return COPIED
+        return copied(0)
     if len(call.specs) == 1 and not any(isinstance(v, Operand) for v in call.args[1:]):
         if name in _UP_FROM:
             return (((0,), "min", "min"),)
-        if name in _UP and not _negative_slope(call, name):
-            return (((0,), "max", "max"), ((0,), "min", "min"))
-        if name in _DOWN and has_fractions(call.specs[0].dtype):  # integers wrap around
-            return (((0,), "max", "min"), ((0,), "min", "max"))
+        slope = 1 if name in _UP and not _negative_slope(call, name) else _slope(call, name)
+        return _RISING if slope > 0 else _FALLING if slope < 0 else ()
     if len(call.specs) == 2 and name in _JOINT:
         return (((0, 1), _JOINT[name], _JOINT[name]),)
+    if name == "where" and len(call.specs) == 3 and call.specs[1].dtype is call.specs[2].dtype:
+        return copied(1, 2)
+    if name == "masked_fill" and len(call.specs) == 2:
+        return _RISING
     return ()
+
+
+def _slope(call: Call, name: str) -> int:
+    """1 if a function of a tensor and numbers is monotone up, -1 if down, 0 if neither is known.
+
+    Integers wrap around. An infinite number would meet the infinities that stand for nothing.
+    """
+    src, dst = call.specs[0].dtype, call.results[0].dtype
+    if name == "_to_copy":
+        wider = not has_fractions(src) and torch.promote_types(src, dst) is dst
+        return int(not src.is_complex and (dst.is_floating_point or (wider and not dst.is_complex)))
+    numbers = [v for v in call.values.values() if isinstance(v, (int, float, complex))]
+    if not (src.is_floating_point and dst.is_floating_point) or _breaks_sums(name, numbers):
+        return 0
+    if name in _DOWN:
+        return -1
+    if not call.args or not isinstance(call.args[0], Operand):
+        return 0
+    if name in ("add", "sub"):
+        return 1
+    if name == "rsub":
+        return _sign(-call.get("alpha", 1))
+    if name in ("mul", "div", "true_divide") and call.get("rounding_mode") is None:
+        return _sign(call.get("other", call.get("scalar", 0)))
+    return 0
+
+
+def _sign(number: Any) -> int:
+    return 0 if isinstance(number, complex) else (number > 0) - (number < 0)
 
 
 def _negative_slope(call: Call, name: str) -> bool:

@@ -20,7 +20,7 @@ from ..spec import DTensorSpec
 from .bands import Bands, Resampling, bands
 from .call import Call, Operand, has_fractions
 from .pooling import in_plane, scattered
-from .rule import COPIED, Along, Dims, Rule, Site
+from .rule import Along, Dims, Rule, Site, copied
 from .sliding import followed, in_order, narrowed, reached
 from .spatial import has_planes, is_permuted, of_planes, spatial_dims
 
@@ -247,7 +247,7 @@ def resampled(call: Call) -> Rule:
         planes.sizes(planes.image),
         reduce=None,
         linear=((0,),) if linear else (),
-        passes=COPIED if "nearest" in name else (),
+        passes=copied(0) if "nearest" in name else (),
         local=local,
         unless=_unless(call, planes, 0),
         windows=windows,

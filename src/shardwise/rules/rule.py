@@ -20,11 +20,11 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec, Groups
 
 __all__ = [
-    "COPIED",
     "Along",
     "Dims",
     "Link",
     "Local",
+    "Passes",
     "Row",
     "Rule",
     "Scaled",
@@ -32,13 +32,19 @@ __all__ = [
     "Windows",
     "along",
     "anywhere",
+    "copied",
     "dims_of",
     "is_anywhere",
 ]
 
-COPIED = tuple(((0,), op, op) for op in ("max", "min", "product"))
-"""The `passes` of rules by which every element of the result is one of the operand, or a zero that
-stands beside them: zeros are zeros after any reduction."""
+Passes = tuple[tuple[tuple[int, ...], str, str], ...]
+"""Operands that may be pending together, the reduction, and that of the results."""
+
+
+def copied(*operands: int) -> Passes:
+    """The `passes` of rules by which every element of the result is one of these operands, or a
+    zero that stands beside them: zeros are zeros after any reduction."""
+    return tuple([(operands, op, op) for op in ("max", "min", "product")])
 
 
 class Link(Protocol):
@@ -181,7 +187,7 @@ class Rule:
     alike: frozenset[int] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     averages: bool = True
-    passes: tuple[tuple[tuple[int, ...], str, str], ...] = ()
+    passes: Passes = ()
     shape_arg: int | None = None
     tail: Callable[[Site], tuple[Any, ...]] | None = None
     local: Local | None = None

@@ -12,7 +12,7 @@ import torch
 
 from ..geometry import Cuts, Interval, chunk_cuts, intervals
 from .call import Call, has_fractions, keeps_sums
-from .rule import COPIED, Along, Dims, Rule, Site, along
+from .rule import Along, Dims, Rule, Site, along, copied
 from .views import each_dim, form_of, reordered, sizes_of
 
 __all__ = [
@@ -154,6 +154,7 @@ def slice_scatter(call: Call) -> Rule:
         sizes_of(shape),
         reduce=None,
         linear=((0, 1),),
+        passes=copied(0, 1) if call.specs[0].dtype is call.specs[1].dtype else (),
         tail=tail,
         placed=frozenset([f"i{dim}"]),
     )
@@ -202,7 +203,7 @@ def _dropped(call: Call, dim: int) -> Rule:
         {f"i{d}": size for d, size in enumerate(shape) if d != dim},
         reduce=None,
         linear=((0,),),
-        passes=COPIED,
+        passes=copied(0),
     )
 
 
@@ -250,6 +251,7 @@ def select_scatter(call: Call) -> Rule:
         sizes_of(shape),
         reduce=None,
         linear=((0, 1),),
+        passes=copied(0, 1) if call.specs[0].dtype is call.specs[1].dtype else (),
         local=local,
         placed=frozenset([f"i{dim}"]),
     )
@@ -259,15 +261,15 @@ def select_scatter(call: Call) -> Rule:
 
 
 def _together(call: Call) -> dict[str, Any]:
-    """Pending sums and averages pass if all operands hold them and no dtype is in the way."""
+    """What is pending passes if all operands hold it and no dtype is in the way."""
     dst = call.results[0].dtype
     dtypes = [spec.dtype for spec in call.specs]
     same = all(dtype is dst for dtype in dtypes)
+    every = tuple(range(len(dtypes)))
     return {
-        "linear": (tuple(range(len(dtypes))),)
-        if same or all(keeps_sums(dtype, dst) for dtype in dtypes)
-        else (),
+        "linear": (every,) if same or all(keeps_sums(dtype, dst) for dtype in dtypes) else (),
         "averages": same or all(map(has_fractions, dtypes)),
+        "passes": copied(*every) if same else (),
     }
 
 

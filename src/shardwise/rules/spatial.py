@@ -16,7 +16,7 @@ import torch
 
 from ..geometry import Cuts, Interval, contiguous_stride
 from .call import Call, Family, Operand, has_fractions
-from .rule import COPIED, Along, Dims, Link, Rule, Scaled, Site, along, anywhere
+from .rule import Along, Dims, Link, Rule, Scaled, Site, along, anywhere, copied
 from .sliding import Slide, fitted, followed, in_order, margins, padded, reached
 
 __all__ = [
@@ -168,7 +168,7 @@ def _shuffled(
         reduce=None,
         linear=((0,),),
         averages=has_fractions(call.specs[0].dtype),
-        passes=COPIED,
+        passes=copied(0),
         local=of_planes,
         unless=None if is_permuted(call) else has_planes,
     )
@@ -190,7 +190,7 @@ def channel_shuffle(call: Call) -> Rule:
         reduce=None,
         linear=((0,),),
         averages=has_fractions(call.specs[0].dtype),
-        passes=COPIED,
+        passes=copied(0),
         local=of_planes,
         unless=None if is_permuted(call) else has_planes,
     )
@@ -310,7 +310,7 @@ def unfold(call: Call) -> Rule:
         reduce=None,
         linear=((0,),),
         averages=has_fractions(call.specs[0].dtype),
-        passes=COPIED,
+        passes=copied(0),
         local=local,
         unless=lambda site: bool(site.out_shapes[0][dim]),
         windows=windows,

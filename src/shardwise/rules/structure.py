@@ -10,7 +10,7 @@ import torch
 
 from ..geometry import Interval
 from .call import Call, has_fractions, keeps_sums
-from .rule import COPIED, Along, Dims, Rule, Site, along
+from .rule import Along, Dims, Rule, Site, along, copied
 from .slices import Spread, Window
 
 __all__ = [
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def _moved(ins: Sequence[Dims], out: Dims, sizes: dict[str, int], **more: Any) -> Rule:
     """A rule of operators that copy elements, or put zeros."""
     every = tuple(range(len(ins)))
-    passes = tuple((every, op, op) for _, op, _ in COPIED)
+    passes = copied(*every)
     return Rule(tuple(ins), (out,), sizes, reduce=None, linear=(every,), passes=passes, **more)
 
 

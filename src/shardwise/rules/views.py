@@ -12,7 +12,7 @@ import torch
 from ..finer import common, trivial
 from ..spec import Groups
 from .call import Call
-from .rule import COPIED, Along, Dims, Rule, Scaled, Site, along
+from .rule import Along, Dims, Rule, Scaled, Site, along, copied
 
 __all__ = [
     "each_dim",
@@ -57,7 +57,7 @@ def view(call: Call) -> Rule:
         sizes,
         reduce=None,
         linear=((0,),),
-        passes=COPIED,
+        passes=copied(0),
         shape_arg=1,
         apart=None if plain else ((apart[0],), (apart[1],)),
     )
@@ -185,7 +185,7 @@ def reordered(call: Call, names: Sequence[str | None]) -> Rule:
         sizes_of(shape),
         reduce=None,
         linear=((0,),),
-        passes=COPIED,
+        passes=copied(0),
     )
 
 
