@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from .compare import virtual
+from shardwise import Shard
+
+from .compare import numbers, spread, virtual
 from .random_cases import CASES, Setting, check_counter, check_exact, settings, small_tiles
 
 SAMPLE = 2
@@ -38,3 +41,15 @@ def test_every_layout(name: str) -> None:
         check_exact(setting, mesh)
         with small_tiles():
             check_counter(setting, mesh)
+
+
+def test_normal_numbers_have_the_dtype_of_out() -> None:
+    mean, mesh = numbers(7, dtype=torch.float32), virtual(3)
+    torch.manual_seed(0)
+    want = torch.normal(mean, 2.0, out=torch.empty(7, dtype=torch.float64))
+    torch.manual_seed(0)
+    out = spread(torch.empty(7, dtype=torch.float64), mesh, (Shard(0),))
+    assert torch.equal(
+        torch.normal(spread(mean, mesh, (Shard(0),)), 2.0, out=out).full_tensor(), want
+    )
+    assert torch.equal(out.full_tensor(), want)

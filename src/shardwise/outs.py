@@ -65,6 +65,8 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [kwargs.pop(name) for name in outs]
         chosen = {name: getattr(given[0], name) for name in options}
+        if op._schema.name == "aten::normal":  # numbers are drawn in the dtype of `out`
+            args = tuple(v.to(given[0].dtype) if isinstance(v, torch.Tensor) else v for v in args)
         made = functional(*args, **chosen, **kwargs)
         results = [made] if isinstance(made, torch.Tensor) else list(made)
         several = isinstance(given[0], (list, tuple))  # `unbind_copy` writes into a list
