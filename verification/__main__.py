@@ -21,7 +21,8 @@ from .entry import check_index, entries, entry_name
 from .page import write_page
 
 
-def _known(path: Path) -> dict[str, Any]:
+def _known(path: Path, sources: str) -> dict[str, Any]:
+    """What a run of these sources has found, and left to be gone on with."""
     if not path.exists():
         return {}
     known = {}
@@ -30,13 +31,14 @@ def _known(path: Path) -> dict[str, Any]:
             row = json.loads(line)
         except json.JSONDecodeError:  # it was being written when the run was stopped
             continue
-        known[row["name"]] = row
+        if row.get("sources") == sources:
+            known[row["name"]] = row
     return known
 
 
-def _sources() -> str:
-    """A digest of what was run: the library, this harness and PyTorch."""
-    digest = hashlib.sha256(torch.__version__.encode())
+def _sources(most: int | None) -> str:
+    """A digest of what is run: the library, this harness, PyTorch, and how many samples."""
+    digest = hashlib.sha256(f"{torch.__version__} {most}".encode())
     for package in (shardwise, sys.modules[check_index.__module__.split(".")[0]]):
         assert package.__file__ is not None
         for path in sorted(Path(package.__file__).parent.rglob("*.py")):
@@ -55,7 +57,7 @@ def _progress(done: int, total: int, start: float, name: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def summary(rows: list[dict[str, Any]], sources: str | None = None) -> str:
+def summary(rows: list[dict[str, Any]]) -> str:
     """The table at the end."""
     checked = [row for row in rows if not row["left_out"]]
     lines = [f"{len(rows)} entries, {len(checked)} checked, {len(rows) - len(checked)} left out"]
@@ -74,9 +76,6 @@ def summary(rows: list[dict[str, Any]], sources: str | None = None) -> str:
     fallback = sum("fallback" in row["tiers"] for row in checked)
     share = 100 * fallback / max(len(checked), 1)
     lines.append(f"replicate fallback when dim 0 is sharded: {share:.1f} % of entries")
-    older = sum(row.get("sources") != sources for row in rows) if sources else 0
-    if older:
-        lines.append(f"{older} entries were run before with other sources: --fresh runs them again")
     for row in checked:
         if row["examples"]:
             lines.append(f"  {row['name']}: {row['forward']} {row['backward']}")
@@ -93,7 +92,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=int, default=120, help="CPU time of an entry")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--fresh", action="store_true", help="forget what was run before")
+    parser.add_argument("--fresh", action="store_true", help="go on with nothing")
     parser.add_argument("names", nargs="*", help="only these entries")
     options = parser.parse_args()
     if options.fresh:
@@ -107,11 +106,11 @@ def main() -> int:
         chosen = sorted(
             random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
         )
-    known = _known(options.out)
+    sources = _sources(options.most)
+    known = _known(options.out, sources)
     tasks = [(i, options.most, options.seconds) for i in chosen if names[i] not in known]
     start = time.time()
     context = multiprocessing.get_context("spawn")
-    sources = _sources()
     cut = options.out.exists() and not options.out.read_text().endswith("\n")
     file = options.out.open("a")
     file.write("\n" if cut else "")
@@ -132,7 +131,7 @@ def main() -> int:
         pool.shutdown(cancel_futures=True)
         file.close()
     rows = [known[names[i]] for i in chosen]
-    text = summary(rows, sources)
+    text = summary(rows)
     print("\n" + text)
     if options.page is not None:
         many = (
