@@ -46,6 +46,17 @@ def by_number(x: Any, y: Any) -> Any:
     return mine
 
 
+def added_to_itself(x: Any, y: Any) -> Any:
+    mine = x * 1
+    return mine.addcmul_(mine, y)
+
+
+def listed_on_itself(x: Any, y: Any) -> Any:
+    mine = [x * 1]
+    torch._foreach_addcmul_(mine, mine, [y])
+    return mine
+
+
 PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
     "mul": torch.mul,
     "mul, the other way": lambda x, y: y * x,
@@ -59,7 +70,10 @@ PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
     "foreach": listed,
     "foreach_": listed_in_place,
     "foreach_ by one": by_number,
+    "addcmul_ of itself": added_to_itself,
+    "foreach_ of itself": listed_on_itself,
 }
+NO_GRADIENT = [name for name in PRODUCTS if "foreach" in name or "itself" in name]
 ONE_AXIS = [((P,), (R,)), ((AVG,), (R,)), ((P,), (S0,)), ((P,), None), ((P,), (P,))]
 TWO_AXES = [
     ((P, P), (R, R)),
@@ -80,7 +94,7 @@ def test_products(name: str, shape: tuple[int, ...]) -> None:
     x, y = numbers(4, 6), salted(4, 6)
     x[0, 0] = x[2, 3] = 0.0  # nothing times an infinity is NaN, and so it is on one device
     for where in ONE_AXIS if len(shape) == 1 else TWO_AXES:
-        assert_same(PRODUCTS[name], [x, y], where, mesh, grad="foreach" not in name)
+        assert_same(PRODUCTS[name], [x, y], where, mesh, grad=name not in NO_GRADIENT)
 
 
 @pytest.mark.parametrize("where", [((P, S0), (R, R)), ((P, Shard(2)), (R, S0)), ((P, P), (R, S0))])

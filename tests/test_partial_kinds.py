@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from shardwise import CommDebugMode, DTensor, Partial, init_device_mesh, per_rank
+from shardwise import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    per_rank,
+)
 
 from .compare import check, ints, numbers, virtual
 
@@ -164,3 +177,25 @@ def test_a_view_in_place_is_of_its_own() -> None:
     torch.testing.assert_close(seen.exp().full_tensor(), (X * -3).exp())
     torch.testing.assert_close(row.exp().full_tensor(), (X[1] * -3).exp())
     torch.testing.assert_close(x.exp().full_tensor(), (X.t() * -3).exp())
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.sum().detach(),
+        lambda x: x.sum(0).detach().view(2, 2),
+        lambda x: x.sum().data,
+        lambda x: x.view(4, 6).detach(),
+        lambda x: x.view(4, 6).t().detach().t(),
+    ],
+)
+def test_what_is_detached_holds_no_history(f: Callable[[Any], Any]) -> None:
+    """A list of detached losses must not hold the activations of each step."""
+    leaf = distribute_tensor(X, virtual(4), [Shard(0)]).requires_grad_()
+    saved = (leaf * 2).exp()
+    held, want = weakref.ref(saved._locals[0]), f((X * 2).exp())
+    kept = f(saved * 1)
+    del saved
+    gc.collect()
+    assert held() is None
+    torch.testing.assert_close(kept.full_tensor(), want)

@@ -104,6 +104,9 @@ def defer(
 ) -> Any:
     """A view of `base` that is made real when it is read."""
     inner = plan.value if isinstance(plan, DeferredPlan) else plan
+    if op._schema.name == "aten::detach":
+        base = _without_history(base)
+        args = (base, *args[1:])
     shared = share_cell(root_of(base))
     outs = getattr(inner, "_outs", None)
     if outs is None:  # the layout is known only when the value is
@@ -120,6 +123,19 @@ def defer(
         made._how = (op, _Unaliased(inner), tuple(args[1:]), kwargs, place if several else None)
         views.append(made)
     return views if several else views[0]
+
+
+def _without_history(base: Any) -> Any:
+    """The same memory, apart from what autograd knows of it, which a view would hold."""
+    if not base.requires_grad:
+        return base
+    if not is_deferred(base):
+        return wrap(base._spec, base._locals, share_cell(base))
+    made = _view(base._spec, base._cell)
+    made._of, made._how = _without_history(base._of), base._how
+    if base._seen is not None:
+        made._seen, made._value = base._seen, base._value
+    return made
 
 
 class _Unaliased(Plan):

@@ -90,8 +90,9 @@ class Watch:
     ) -> None:
         """Reduce the sums that some calls, each at its coordinate, multiply by what is not finite;
         one that is written stays where it is."""
-        for operand in self.pending:
-            value_at = self._summed(operand, local[operand])
+        # All are reduced before one is written: another may be the same tensor.
+        summed = [(operand, self._summed(operand, local[operand])) for operand in self.pending]
+        for operand, value_at in summed:
             for index in hits:
                 value = value_at(coords[index])
                 if operand == written:

@@ -51,7 +51,9 @@ def wrote(tensor: Any) -> None:
     """Tell everyone who shares the tensor's memory that it was written."""
     if tensor._cell is not None:
         tensor._cell.writes += 1
-    tensor._memo = tensor._picked = None
+    if tensor._memo:
+        tensor._memo.clear()  # views of a pending sum have it too
+    tensor._picked = None
 
 
 def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

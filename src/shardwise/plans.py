@@ -301,7 +301,7 @@ class CallPlan(Plan):
             self._write_back(operands[written], local[written])
             return args[self._target]
         made = self._wrapped(results, operands)
-        if self._aliases and operands[0]._spec.sums:
+        if self._aliases and operands[0]._spec.sums and type(operands[0]) is Wrapper.public:
             self._tell_origin(made, operands[0], args, kwargs)
         return made
 
@@ -378,8 +378,16 @@ class CallPlan(Plan):
     def _tell_origin(
         self, made: Any, base: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Views of a pending sum know what they are made of: it is reduced once for all."""
+        """Views of a pending sum know what they are made of: it is reduced once for all.
+
+        They hold a twin, which has what the base keeps of reduced values, and not its history: a
+        detached loss must not hold the activations.
+        """
         rest = tuple(args[1:])
+        if base._memo is None:
+            base._memo = {}
+        twin = wrap(base._spec, base._locals, base._cell)
+        twin._memo, twin._picked, twin._origin = base._memo, base._picked, base._origin
 
         def again(place: int | None, value: Any) -> Any:
             found = self._op(value, *rest, **kwargs)
@@ -387,7 +395,7 @@ class CallPlan(Plan):
 
         views = [(None, made)] if isinstance(made, Wrapper) else list(enumerate(made))
         for place, view in views:
-            view._origin = Origin(base, partial(again, place), base._spec, view._spec)
+            view._origin = Origin(twin, partial(again, place), base._spec, view._spec)
 
 
 def _returned_type(op: Any) -> type:
