@@ -114,6 +114,14 @@ def test_infinite_numbers(name: str) -> None:
         assert_same(f, inputs, where, virtual(3), grad=False)
 
 
+def test_rows_added_by_an_infinite_number() -> None:
+    def f(x: Any, rows: Any) -> Any:
+        return torch.index_add(x, 0, torch.tensor([2, 0]), rows, alpha=INF)
+
+    for where in [((R,), (P,)), ((P,), (P,)), ((P,), (S0,)), ((S0,), (AVG,))]:
+        assert_same(f, [numbers(3, 4), numbers(2, 4, seed=1)], where, virtual(3), grad=False)
+
+
 @pytest.mark.parametrize("infinite", [False, True])
 def test_nothing_is_reduced_for_finite_numbers(infinite: bool) -> None:
     """Only ranks that meet an infinity reduce; the result is pending either way."""

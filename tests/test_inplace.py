@@ -303,8 +303,8 @@ def test_what_is_written_into_out(name: str) -> None:
     dtype = torch.int64 if name == "matrix_rank" else X.dtype
     wanted, mesh = torch.zeros(shape, dtype=dtype), virtual(3)
     f(X, wanted)
-    for place in (Replicate(), Shard(0), Shard(1)):
-        for at in (Replicate(), *map(Shard, range(len(shape)))):
+    for place in (Replicate(), Shard(0), Shard(1), Partial()):
+        for at in (Replicate(), Partial(), *map(Shard, range(len(shape)))):
             out = spread(torch.zeros(shape, dtype=dtype), mesh, [at])
             f(spread(X, mesh, [place]), out)
             torch.testing.assert_close(out.full_tensor(), wanted)

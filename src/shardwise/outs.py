@@ -58,7 +58,7 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
     if functional is None and any(
         "Tensor" in str(a.type) for a in op._schema.arguments if not a.is_out
     ):
-        functional, options = functional_of(op, _OPTIONS), _OPTIONS[:1]  # `zeros_like` and its like
+        functional, options = functional_of(op, _OPTIONS), ("dtype", "device")  # `zeros_like`
     if functional is None:
         return _factory_form(op)
 

@@ -46,7 +46,10 @@ def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
         traits["linear"] = (both,) if zero else ()
         traits["passes"] = ((both, "max", "max"), (both, "min", "min"))
     elif merge == "sum" or (merge == "mean" and has_fractions(dtype)):
-        traits["linear"] = (both,) if values and dtype is not torch.bool else ()
+        alpha = call.get("alpha", 1)  # an infinite one makes the parts of a sum infinite both ways
+        traits["linear"] = (
+            (both,) if values and dtype is not torch.bool and alpha - alpha == 0 else ()
+        )
     elif merge in ("amax", "amin"):
         traits["passes"] = ((both, _PENDING[merge], _PENDING[merge]),) if values else ()
     if include_self and merge in _PENDING and dtype is not torch.uint64:
