@@ -114,6 +114,13 @@ def test_infinite_numbers(name: str) -> None:
         assert_same(f, inputs, where, virtual(3), grad=False)
 
 
+def test_tensors_without_memory_are_not_looked_at() -> None:
+    mesh = sw.init_device_mesh("meta", (2,))
+    y = sw.distribute_tensor(torch.empty(3, device="meta"), mesh, [R])
+    x = y.redistribute(placements=[P])
+    assert (x * y).placements == torch._foreach_mul([x], [y])[0].placements == (P,)
+
+
 def test_rows_added_by_an_infinite_number() -> None:
     def f(x: Any, rows: Any) -> Any:
         return torch.index_add(x, 0, torch.tensor([2, 0]), rows, alpha=INF)

@@ -31,7 +31,9 @@ _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 def _is_finite(value: torch.Tensor) -> bool:
     """Whether no element is infinite or NaN. Values that cannot be read, as those of a traced
-    program, count as finite."""
+    program or of a tensor without memory, count as finite."""
+    if value.is_meta:
+        return True
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return True
     # One pass that makes no tensor: a finite sum has finite terms.
