@@ -110,7 +110,8 @@ class Watch:
         for op in sorted(set(self._axes.values())):
             axes = tuple([axis for axis, own in self._axes.items() if own == op])
             after = layout.without(set(axes))
-            # Not planned: nobody but the ranks along these axes knows of it.
+            # Not planned: nobody but the ranks along these axes knows of it. Sums and averages of
+            # all dtypes go by the groups of the axes, which no other rank is in.
             steps.append(Step("all_reduce", layout, after, axes, op))
             layout = after
         pairs = zip(parts, now.slots, strict=True)

@@ -149,7 +149,8 @@ def pending_products(mode: str) -> Iterator[None]:
 
     "check" looks whether the tensor is finite, and reduces the sum first if it is not. "trust" does
     not look: an infinity may then give NaN where one device has an infinity. To look is to read the
-    tensor once; on a GPU the program waits for it.
+    tensor once; on a GPU the program waits for it. Each rank looks at its own copy, so that copies
+    must be equal: ranks that find different things would wait for each other.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))

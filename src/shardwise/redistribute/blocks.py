@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from ..finer import seen_alike, trivial
-from ..geometry import Interval, box_numel, stride_like
+from ..geometry import Interval, box_numel, memory_order, stride_like
 from ..mesh import Coord
 from ..placement import Placement, Shard
 from ..spec import DTensorSpec, TensorMeta
@@ -50,7 +50,7 @@ class Stretch:
                 places[axis] = Shard(self.dim, length // block if whole else 1)
         shape = list(spec.meta.shape)
         shape[self.dim] = length
-        order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
+        order = memory_order(spec.stride)
         meta = TensorMeta(tuple(shape), stride_like(shape, order), spec.dtype)
         return DTensorSpec(spec.topology, places, meta, cuts=cuts)
 

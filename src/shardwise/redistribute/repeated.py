@@ -14,7 +14,7 @@ import torch
 
 from ..engine import buffer_size
 from ..finer import seen_alike
-from ..geometry import Cuts, stride_like
+from ..geometry import Cuts, memory_order, stride_like
 from ..placement import Replicate, Shard
 from ..spec import DTensorSpec
 from .blocks import Stretch, stretches
@@ -107,7 +107,7 @@ def _by_stretches(
     src: DTensorSpec, dst: DTensorSpec, local: Locals, parts: Sequence[Stretch]
 ) -> Locals:
     """The local tensors, made one part of the tensor after another."""
-    order = sorted(range(dst.ndim), key=lambda dim: -dst.stride[dim])
+    order = memory_order(dst.stride)
     device = local[0].device if local else torch.device(dst.topology.device_type)
     made = []
     for coord in dst.slots:
