@@ -184,6 +184,7 @@ class _Case:
 
     entry: Any
     given: Any
+    leaves: frozenset[int]  # the inputs, counted among the dense ones, that require grad
     results: Any
     cotangents: list[torch.Tensor]
     grads: tuple[torch.Tensor | None, ...]
@@ -193,7 +194,7 @@ class _Case:
         """The same in double precision; None if PyTorch has it not."""
         try:
             wide = widened((self.given, self.cotangents))
-            return _case(self.entry, wide[0], bool(self.grads), wide[1])
+            return _case(self.entry, wide[0], self.leaves, wide[1])
         except (RuntimeError, TypeError, ValueError):
             return None
 
@@ -220,27 +221,64 @@ def _seed(number: int) -> None:
     torch.default_generator.manual_seed(number)  # `torch.manual_seed` costs as much as a call
 
 
+_REFUSALS = (AssertionError, RuntimeError, ValueError, IndexError, TypeError)
+
+
+def _plain(entry: Any, given: Any) -> _Case:
+    """What plain PyTorch gives, with the gradients of all inputs that have one.
+
+    Some operators refuse an input that requires grad, as a loss does its weights: such a sample is
+    run with the others, and if all are refused without gradients.
+    """
+    dense = [t for t in _tensors(given) if t.layout is torch.strided]
+    floats = [i for i, t in enumerate(dense) if t.is_floating_point() or t.is_complex()]
+    every = frozenset(floats if entry.supports_autograd else ())
+    try:
+        return _case(entry, given, every)
+    except _REFUSALS as error:
+        refusal = error
+    some = frozenset(i for i in every if _accepts(entry, given, i))
+    for leaves in dict.fromkeys((some, frozenset[int]())):
+        with contextlib.suppress(*_REFUSALS):
+            return _case(entry, given, leaves)
+    raise refusal
+
+
+def _accepts(entry: Any, given: Any, leaf: int) -> bool:
+    try:
+        _case(entry, given, frozenset([leaf]))
+    except _REFUSALS:
+        return False
+    return True
+
+
 def _case(
-    entry: Any, given: Any, grad: bool, cotangents: list[torch.Tensor] | None = None
+    entry: Any,
+    given: Any,
+    leaves: frozenset[int],
+    cotangents: list[torch.Tensor] | None = None,
 ) -> _Case:
+    order = itertools.count()
+
     def own(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         copy = value.detach().clone()
-        floats = value.is_floating_point() or value.is_complex()
-        return copy.requires_grad_() if grad and floats and value.layout is torch.strided else copy
+        if value.layout is not torch.strided:
+            return copy
+        return copy.requires_grad_(next(order) in leaves)
 
     args, kwargs = tree_map(own, given)
     _seed(0)
     results = entry(*args, **kwargs)
-    roots, leaves = _needs_grad(results), _needs_grad((args, kwargs))
-    if not (grad and roots and leaves):
-        return _Case(entry, given, results, [], ())
+    roots, ends = _needs_grad(results), _needs_grad((args, kwargs))
+    if not (roots and ends):
+        return _Case(entry, given, leaves, results, [], ())
     if cotangents is None:
         _seed(1)
         cotangents = [torch.randn_like(root) for root in roots]
-    grads = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
-    return _Case(entry, given, results, cotangents, grads)
+    grads = torch.autograd.grad(roots, ends, cotangents, allow_unused=True)
+    return _Case(entry, given, leaves, results, cotangents, grads)
 
 
 def _for_input(word: str, index: int) -> str:
@@ -249,20 +287,22 @@ def _for_input(word: str, index: int) -> str:
     return word if alone in ("", str(index)) else "R"
 
 
-def _forward(entry: Any, given: Any, mesh: Any, words: tuple[str, ...], grad: bool) -> Any:
+def _forward(case: _Case, mesh: Any, words: tuple[str, ...]) -> Any:
+    required = case.leaves if case.grads else frozenset()
     order = itertools.count()
 
     def own(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return value
         index = next(order)
-        return _distributed(value, mesh, tuple(_for_input(w, index) for w in words), grad)
+        own_words = tuple(_for_input(w, index) for w in words)
+        return _distributed(value, mesh, own_words, index in required)
 
-    args, kwargs = tree_map(own, given)
+    args, kwargs = tree_map(own, case.given)
     leaves = _needs_grad((args, kwargs))
     _seed(0)
     with shardwise.CommDebugMode() as comm:
-        results = entry(*args, **kwargs)
+        results = case.entry(*args, **kwargs)
     return results, leaves, sum(comm.bytes.values())
 
 
@@ -326,8 +366,8 @@ def _check_sample(
     if not tensors:
         return
     try:
-        case = _case(entry, given, entry.supports_autograd)
-    except (AssertionError, RuntimeError, ValueError, IndexError, TypeError) as error:
+        case = _plain(entry, given)
+    except _REFUSALS as error:
         finding.refused = f"plain PyTorch refuses: {error}".replace("\n", " ")[:100]
         return  # what plain PyTorch refuses is no sample
     finding.samples += 1
@@ -370,17 +410,16 @@ def _call(
     slack: Slack | None = None,
 ) -> tuple[str, BaseException | None]:
     """Make a call: how far it came, and what went wrong."""
-    grad = bool(case.grads)
     stage = "forward"
     try:
-        results, leaves, nbytes = _forward(case.entry, case.given, mesh, words, grad)
+        results, leaves, nbytes = _forward(case, mesh, words)
         if finding is not None and words == ("S0",):
             finding.nbytes += nbytes
             finding.held += sum(t.numel() * t.element_size() for t in _tensors(case.given))
         if finding is not None and "@" in words[0]:
             _note_alone(finding, case, words[0].partition("@")[2], nbytes)
         _same(results, case.results, case.entry.name not in SHAPELESS, slack)
-        if grad:
+        if case.grads:
             stage = "backward"
             _backward(results, leaves, case, mesh, slack)
     except (_TooLong, KeyboardInterrupt):
