@@ -60,6 +60,12 @@ def _lstsq(
     )
 
 
+def _others(ndim: int, dims: Sequence[int]) -> list[int]:
+    """The other dims as PyTorch's kernel comes upon them: it fills gaps from the end."""
+    rest = sorted({*range(ndim)} - {*dims})
+    return [rest.pop(0) if place not in dims else rest.pop() for place in range(len(rest))]
+
+
 def _transformed(
     x: torch.Tensor, dims: Sequence[int], size: int | None = None, dtype: Any = None
 ) -> torch.Tensor:
@@ -70,7 +76,7 @@ def _transformed(
     sizes = list(x.shape)
     if size is not None:
         sizes[dims[-1]] = size
-    batch = sorted({*range(x.ndim)} - {*dims}, key=lambda dim: (-x.stride()[dim], dim))
+    batch = sorted(_others(x.ndim, dims), key=lambda dim: -x.stride()[dim])
     order = [*batch, *dims]
     made = torch.empty([sizes[dim] for dim in order], dtype=dtype or x.dtype, device="meta")
     return made.permute([order.index(dim) for dim in range(x.ndim)])

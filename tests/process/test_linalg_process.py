@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwise import Shard, distribute_tensor, init_device_mesh
+from shardwise import Link, Shard, distribute_tensor, init_device_mesh
 
-from .. import test_linalg
-from ..compare import check, numbers
+from .. import test_fourier, test_linalg
+from ..compare import assert_same, check, numbers
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -39,3 +39,16 @@ def singular() -> None:
 
 def test_every_rank_hears_of_a_singular_matrix(processes: Pools) -> None:
     processes(2).run(singular, timeout=60)
+
+
+def long_transforms() -> None:
+    mesh = init_device_mesh("cpu", (4,), links=Link(0, 1e9))
+    for name in ("fft", "rfft", "irfft, odd", "fft of real"):
+        call, x = test_fourier.CALLS[name]
+        assert_same(call, [x], [(Shard(0),)], mesh)
+    x = distribute_tensor(test_fourier.COMPLEX, mesh, [Shard(0)])
+    assert torch.fft.fft(x).placements == (Shard(0),)
+
+
+def test_long_transforms(processes: Pools) -> None:
+    processes(4).run(long_transforms, timeout=60)

@@ -1,0 +1,130 @@
+"""Fourier transforms of a long dim in shards: rows and columns are exchanged, nothing gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import CommDebugMode, Link, Partial, Replicate, Shard, init_device_mesh
+
+from .compare import assert_same, numbers, spread, virtual
+
+fft = torch.fft
+REAL = numbers(1440)
+COMPLEX = torch.complex(numbers(1440), numbers(1440, seed=1))
+HALF = COMPLEX[:721]
+CALLS: dict[str, tuple[Any, torch.Tensor]] = {
+    "fft": (fft.fft, COMPLEX),
+    "ifft": (lambda x: fft.ifft(x, norm="ortho"), COMPLEX),
+    "fft of real": (lambda x: fft.fft(x, norm="forward"), REAL),
+    "rfft": (fft.rfft, REAL),
+    "irfft": (fft.irfft, HALF),
+    "irfft, odd": (lambda x: fft.irfft(x, 1225, norm="ortho"), HALF),
+    "rfft, odd and padded": (lambda x: fft.rfft(x, 1485), REAL),
+    "hfft": (lambda x: fft.hfft(x, norm="ortho"), HALF),
+    "ihfft": (fft.ihfft, REAL),
+    "a prime": (lambda x: fft.fft(x[:1439]), COMPLEX),
+}
+
+
+def eager(*shape: int) -> Any:
+    """A mesh whose collectives start at no cost, so that bytes alone decide."""
+    return init_device_mesh("cpu", shape, links=Link(0, 1e9))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_vectors(name: str) -> None:
+    call, x = CALLS[name]
+    size = x.numel()
+    assert_same(call, [x], [(Shard(0),)], eager(4))
+    assert_same(call, [x], [(Shard(0),)], eager(7))
+    assert_same(call, [x], [(Shard(0), Partial(), Shard(0))], eager(2, 2, 3))
+    assert_same(
+        call, [x], [(Shard(0),)], eager(6), cuts=[[(0, 7, size - 17, 0, 10, 0)]], tolerance=1e-9
+    )
+    where = Replicate() if name == "a prime" else Shard(0)
+    assert call(spread(x, eager(7), [Shard(0)])).placements == (where,)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -2])
+def test_dims_among_others_that_are_few(dim: int) -> None:
+    shape = [2, 3, 1]
+    shape[dim] = 640
+    x, mesh = numbers(*shape), eager(8)
+    for call in (fft.rfft, fft.fft, lambda x, dim: fft.irfft(fft.rfft(x, dim=dim), 639, dim=dim)):
+        assert_same(lambda x, call=call: call(x, dim=dim), [x], [(Shard(dim % 3),)], mesh)
+    assert_same(lambda x: fft.rfftn(x), [x], [(Shard(dim % 3),)], mesh)
+
+
+def test_pending_maxima_come_first() -> None:
+    assert_same(fft.rfft, [REAL], [(Shard(0), Partial("max"))], eager(4, 2))
+    assert_same(fft.fft, [COMPLEX], [(Partial("avg"), Shard(0))], eager(2, 4))
+
+
+@pytest.mark.parametrize("name", ["fft", "rfft", "irfft", "fft of real"])
+def test_a_second_derivative(name: str) -> None:
+    call, x = CALLS[name]
+
+    def twice(x: Any) -> Any:
+        (first,) = torch.autograd.grad(call(x).abs().pow(3).sum(), x, create_graph=True)
+        return first
+
+    assert_same(twice, [x], [(Shard(0),)], eager(8), stride=False)
+
+
+LONG = 1 << 17
+
+
+@pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
+def test_a_rank_receives_three_shares(name: str) -> None:
+    """Forward and backward, of the elements that a gather would bring to every rank."""
+    call = getattr(fft, name)
+    size = LONG // 2 + 1 if name in ("irfft", "hfft") else LONG
+    x = numbers(size, dtype=torch.float32)
+    if name in ("fft", "ifft", "irfft", "hfft"):
+        x = torch.complex(x, x.flip(0))
+    ours = spread(x, virtual(8), [Shard(0)]).requires_grad_()
+    with CommDebugMode() as forward:
+        made = call(ours)
+    assert made.placements == (Shard(0),)
+    with CommDebugMode() as backward:
+        made.backward(torch.ones_like(made))
+    most = 3.2 * size * x.itemsize / 8
+    assert sum(forward.bytes.values()) < most
+    assert sum(backward.bytes.values()) < most * (2 if name in ("rfft", "ihfft") else 1)
+    want = call(x)
+    torch.testing.assert_close(made.full_tensor(), want, rtol=1e-5, atol=2e-6 * want.abs().max())
+    assert ours.grad.placements == (Shard(0),)
+
+
+def test_where_it_does_not_pay_the_dim_is_gathered() -> None:
+    """Few elements, few ranks, or a prime number of them; and another dim may be cut instead."""
+    for size, count in ((1 << 10, 8), (LONG, 2), (131071, 8)):
+        with CommDebugMode() as comm:
+            made = fft.fft(spread(torch.ones(size, dtype=torch.cfloat), virtual(count), [Shard(0)]))
+        assert made.placements == (Replicate(),)
+        assert sum(comm.get_comm_counts().values()) == 1
+    with CommDebugMode() as comm:
+        made = fft.fft(
+            spread(torch.ones(8, 1 << 12, dtype=torch.cfloat), virtual(8), [Shard(1)]), dim=1
+        )
+    assert made.placements == (Shard(0),)
+    assert sum(comm.bytes.values()) == 7 * (1 << 12)
+
+
+def test_strides_of_dims_of_one_element() -> None:
+    for shape in ((5, 3, 1), (5, 1, 3), (5, 1, 3, 1), (2, 5, 1, 3)):
+        for dim in range(len(shape)):
+            assert_same(
+                lambda x, d=dim: fft.rfft(x, dim=d), [numbers(*shape)], [(Shard(0),)], eager(2)
+            )
+
+
+def test_the_gradient_of_a_matrix_of_real_numbers_is_exchanged() -> None:
+    x = spread(numbers(64, 64), virtual(4), [Shard(0)]).requires_grad_()
+    made = fft.rfft2(x)
+    with CommDebugMode() as comm:
+        made.backward(torch.ones_like(made))
+    assert sum(comm.bytes.values()) < 2 * 16 * 64 * 8
