@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
-from shardwise.forms import ranks
+from shardwise.forms import frequent, ranks
 
 from .. import (
     test_attention,
+    test_frequent,
     test_inplace,
     test_memory,
     test_ops_ordering,
@@ -67,6 +68,19 @@ def sorted_vectors() -> None:
 
 def test_sorted_vectors(processes: Pools) -> None:
     processes(2).run(sorted_vectors, timeout=120)
+
+
+def frequent_values() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for x in test_frequent.VECTORS.values():
+        got = frequent.mode(spread(x, mesh, [Shard(0)]), 0)
+        for ours, theirs in zip(got, x.mode(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)
+    test_frequent.assert_shares(test_frequent.CALLS["pairs"], mesh, test_frequent.LONG // 4)
+
+
+def test_frequent_values(processes: Pools) -> None:
+    processes(4).run(frequent_values)
 
 
 def views() -> None:

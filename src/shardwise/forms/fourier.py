@@ -26,7 +26,7 @@ from ..spec import DTensorSpec, TensorMeta
 from ..windows import fetch_all
 from ..wrapper import wrap
 from .scanning import needs_gradient
-from .shards import relaid, settled
+from .shards import lacking, relaid, settled
 
 __all__ = ["c2c", "c2r", "r2c"]
 
@@ -113,10 +113,7 @@ def _serves(call: Call) -> bool:
     if spec.dim_cuts[dim] != _near(spec, dim, sides[1]):
         steps.append(sides[1] * width)
     links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
-    # The rule exchanges shards of the dim for shards of another one, if it has places enough.
-    whole = prod(others) * size * spec.dtype.itemsize * (count - 1) // count
-    lacking = min([whole, *(whole * -(-n // count) // n for n in others if n)])
-    return all(sum(map(link.price, steps)) < link.price(lacking) for link in links)
+    return all(sum(map(link.price, steps)) < link.price(lacking(spec, dim)) for link in links)
 
 
 def _matrix_of(x: Any, dim: int, size: int, kind: str) -> Sides:
@@ -171,9 +168,9 @@ def _as_rows(op: Any, x: Any, dim: int, columns: int) -> Any:
     parts = []
     for coord, part in zip(goal.slots, x._locals, strict=True):
         shape = goal.local_shape(coord)
-        lacking = shape[dim] * columns - part.shape[dim]
-        if lacking:
-            none = part.new_zeros(*part.shape[:dim], lacking, *part.shape[dim + 1 :])
+        empty = shape[dim] * columns - part.shape[dim]
+        if empty:
+            none = part.new_zeros(*part.shape[:dim], empty, *part.shape[dim + 1 :])
             part = torch.cat([part, none], dim)
         parts.append(part.contiguous().view(shape))
     return wrap(goal, tuple(parts))

@@ -16,24 +16,24 @@ import torch
 from .. import policy
 from .._torch import run_composite, take_composite
 from ..entry import register_form
-from ..geometry import Cuts, Interval, contiguous_stride
-from ..placement import Partial, Replicate, Shard
+from ..geometry import Cuts
+from ..placement import Partial, Replicate
 from ..ragged import as_dtensor, settled, whole
-from ..redistribute import DimMap
 from ..replicated import mesh_of
 from ..rules import Call
 from ..spec import DTensorSpec, TensorMeta
-from ..windows import fetch_all
 from ..wrapper import Wrapper, wrap
+from .shards import sent_on, told
 
-__all__ = ["kthvalue", "median", "nanmedian", "quantile", "sort"]
+__all__ = ["BITS", "keys_of", "known", "kthvalue", "median", "nanmedian", "quantile", "sort"]
 
 aten = torch.ops.aten
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DIGIT = 8
 
 
-def _known(dtype: torch.dtype) -> bool:
+def known(dtype: torch.dtype) -> bool:
+    """Whether there are integers in the order of elements of this dtype."""
     return not dtype.is_complex and dtype not in (
         torch.bool,
         torch.uint16,
@@ -47,12 +47,12 @@ def _width(dtype: torch.dtype) -> int:
     return 16 if dtype is torch.uint8 else 8 * dtype.itemsize
 
 
-def _keys(part: torch.Tensor) -> torch.Tensor:
+def keys_of(part: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the elements; NaN is the largest, and zeros are equal."""
     if not part.dtype.is_floating_point:
         return part.to(torch.int64)
     most = (1 << (_width(part.dtype) - 1)) - 1
-    bits = (part + 0.0).contiguous().view(_BITS[part.dtype.itemsize]).to(torch.int64)
+    bits = (part + 0.0).contiguous().view(BITS[part.dtype.itemsize]).to(torch.int64)
     return torch.where(bits < 0, bits ^ most, bits).masked_fill(part.isnan(), most)
 
 
@@ -61,9 +61,7 @@ def _value(key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.tensor(key, dtype=dtype, device=device)
     bits = key if key >= 0 else key ^ ((1 << (_width(dtype) - 1)) - 1)
-    return (
-        torch.tensor(bits, dtype=torch.int64, device=device).to(_BITS[dtype.itemsize]).view(dtype)
-    )
+    return torch.tensor(bits, dtype=torch.int64, device=device).to(BITS[dtype.itemsize]).view(dtype)
 
 
 def _added(op: Any, spec: DTensorSpec, counts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -89,13 +87,13 @@ def _ranked(
 
 
 def _rows(x: Any) -> list[torch.Tensor]:
-    return [_keys(part).flatten().sort().values for part in x._locals]
+    return [keys_of(part).flatten().sort().values for part in x._locals]
 
 
 def _pays(call: Call) -> bool:
     """Whether counts are less than the tensor."""
     spec = call.specs[0]
-    if not spec.is_sharded() or not prod(spec.shape) or not _known(spec.dtype):
+    if not spec.is_sharded() or not prod(spec.shape) or not known(spec.dtype):
         return False
     rounds, counts = _width(spec.dtype) // _DIGIT + 1, 2 * 8 << _DIGIT
     links = [spec.topology.links[axis] for axis in spec.slot_axes]
@@ -158,9 +156,9 @@ def _found(op: Any, x: Any, rank: int | None, keepdim: bool, ignore_nan: bool = 
         nan = missing and (not ignore_nan or all_nan)
         rank = x.numel() - 1 if nan else (count - 1) // 2  # NaN is the largest
     (key,) = _ranked(op, spec, rows, [rank], _width(x.dtype))
-    firsts = [(_keys(part) == key).nonzero()[:1] for part in x._locals]
+    firsts = [(keys_of(part) == key).nonzero()[:1] for part in x._locals]
     own = [torch.cat([first, first.new_full((1, 1), -1)])[:1] for first in firsts]
-    pairs = zip(spec.pieces(0), _gathered(op, spec, own), strict=True)
+    pairs = zip(spec.pieces(0), told(op, spec, 0, own), strict=True)
     where = next(start + row[0][0] for (start, _), row in pairs if row[0][0] >= 0)
     value = _value(key, x.dtype, x.device).reshape([1] * keepdim)
     index = torch.tensor(where, device=x.device).reshape([1] * keepdim)
@@ -253,7 +251,7 @@ for _name, _ignores in (("quantile", False), ("nanquantile", True)):
 def _sorts(call: Call) -> bool:
     """Whether a call sorts the only dim, and moving each element once is less than all to all."""
     spec = call.specs[0]
-    if spec.ndim != 1 or not spec.is_sharded() or not prod(spec.shape) or not _known(spec.dtype):
+    if spec.ndim != 1 or not spec.is_sharded() or not prod(spec.shape) or not known(spec.dtype):
         return False
     count, size = len(spec.pieces(0)), prod(spec.shape)
     share = -(-size // count)
@@ -278,7 +276,7 @@ def _splits(op: Any, spec: DTensorSpec, rows: Sequence[torch.Tensor], width: int
     own = [
         torch.stack([torch.searchsorted(row, keys, right=r) for r in (False, True)]) for row in rows
     ]
-    table = _gathered(op, spec, own)
+    table = told(op, spec, 0, own)
     splits: list[Cuts] = []
     taken = [0] * len(inner)
     below = [sum(row[0][j] for row in table) for j in range(len(inner))]
@@ -293,18 +291,6 @@ def _splits(op: Any, spec: DTensorSpec, rows: Sequence[torch.Tensor], width: int
     return splits
 
 
-def _gathered(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[list[list[int]]]:
-    """What every shard of a dim has, on every rank."""
-    shape = (len(spec.pieces(0)), *own[0].shape)
-    meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
-    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
-    parts = tuple(part.unsqueeze(0) for part in own)
-    made: list[list[list[int]]] = whole(
-        op, wrap(DTensorSpec(spec.topology, places, meta), parts)
-    ).tolist()
-    return made
-
-
 def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
     mesh_of(op, [x])
     x = settled(op, x)
@@ -312,7 +298,7 @@ def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
     width = _width(x.dtype)
 
     def keys(part: torch.Tensor) -> torch.Tensor:
-        return ~_keys(part) if descending else _keys(part)
+        return ~keys_of(part) if descending else keys_of(part)
 
     orders = [keys(part).sort(stable=True) for part in x._locals]
     values = tuple(part[order.indices] for part, order in zip(x._locals, orders, strict=True))
@@ -321,26 +307,17 @@ def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
         for coord, order in zip(spec.slots, orders, strict=True)
     )
     splits = _splits(op, spec, [order.values for order in orders], width)
-    tables: list[tuple[Interval, ...]] = []
-    for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
-        first = (0, *ends[:-1])
-        tables.append(tuple((start + a, start + b) for a, b in zip(first, ends, strict=True)))
     own = spec.with_meta(TensorMeta(spec.shape, (1,), x.dtype))
     long = spec.with_meta(TensorMeta(spec.shape, (1,), torch.int64))
     short = torch.int32 if x.numel() < 1 << 31 else torch.int64
     sent = spec.with_meta(TensorMeta(spec.shape, (1,), short))
-    maps = [{0: DimMap(spec.dim_axes[0], table)} for table in tables]
-    found = fetch_all(
+    found = sent_on(
         op,
-        [(own, values, m) for m in maps]
-        + [(sent, tuple(place.to(short) for place in places), m) for m in maps],
+        [(own, values, splits), (sent, tuple(place.to(short) for place in places), splits)],
     )
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for slot in range(len(spec.slots)):
-        mine, at = (
-            torch.cat([piece[slot] for piece in half])
-            for half in (found[: len(maps)], found[len(maps) :])
-        )
+    for pieces, spots in zip(*found, strict=True):
+        mine, at = torch.cat(pieces), torch.cat(spots)
         order = keys(mine).sort(stable=True).indices
         made.append((mine[order], at[order].to(torch.int64)))
     return wrap(own, tuple(m[0] for m in made)), wrap(long, tuple(m[1] for m in made))

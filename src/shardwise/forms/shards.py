@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -12,22 +13,27 @@ from ..infer import infer
 from ..mesh import Coord
 from ..placement import Placement, Replicate, Shard
 from ..ragged import laid as relaid
-from ..ragged import settled
+from ..ragged import settled, whole
+from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.reductions import reduced_dims
 from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import wrap
+from ..windows import fetch_all
+from ..wrapper import Locals, wrap
 
 __all__ = [
     "candidates",
     "columns",
     "gathered",
+    "lacking",
     "metas",
     "placed",
     "relaid",
+    "sent_on",
     "settled",
     "shard_of",
     "sharded_on",
+    "told",
 ]
 
 
@@ -105,3 +111,45 @@ def candidates(
         meta = TensorMeta(shape, contiguous_stride(shape), dtype)
         found.append(gathered(op, wrap(placed(spec, meta, cuts), parts), dims))
     return found
+
+
+def told(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tensor]) -> list[Any]:
+    """The integers that every shard of the only dim in shards has, on every rank, as lists."""
+    shape = (len(spec.pieces(dim)), *own[0].shape)
+    meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
+    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
+    parts = tuple(part.unsqueeze(0) for part in own)
+    made: list[Any] = whole(op, wrap(DTensorSpec(spec.topology, places, meta), parts)).tolist()
+    return made
+
+
+def sent_on(
+    op: Any, vectors: Sequence[tuple[DTensorSpec, Locals, Sequence[Cuts]]]
+) -> list[list[list[torch.Tensor]]]:
+    """For each vector and each slot what the shards have for it, all in one exchange.
+
+    A vector comes with its local tensors and, for each of its shards, how many elements are before
+    the end of what is for the first shard, the second and so on.
+    """
+    wanted = []
+    for spec, parts, splits in vectors:
+        for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
+            firsts = (0, *ends[:-1])
+            table = tuple((start + a, start + b) for a, b in zip(firsts, ends, strict=True))
+            wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
+    found = iter(fetch_all(op, wanted))
+    made = []
+    for spec, _, splits in vectors:
+        pieces = [next(found) for _ in splits]
+        made.append([[piece[slot] for piece in pieces] for slot in range(len(spec.slots))])
+    return made
+
+
+def lacking(spec: DTensorSpec, dim: int) -> int:
+    """The bytes that a rank receives if a dim is made whole by a rule: all of the dim, or shards of
+    another one that has places enough."""
+    count = len(spec.dim_cuts[dim])
+    local = spec.local_shape((0,) * spec.topology.ndim)
+    others = [size for d, size in enumerate(local) if d != dim]
+    most = prod(others) * spec.shape[dim] * spec.dtype.itemsize * (count - 1) // count
+    return min([most, *(most * -(-size // count) // size for size in others if size)])
