@@ -104,6 +104,27 @@ def test_what_is_counted_is_divided_on_request() -> None:
     assert_divided(virtual(1))
 
 
+RUNS = torch.tensor([3, 3, 3, 3, 3, 3, 1, 1, 2, 2, 2, 5, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0])
+
+
+@pytest.mark.parametrize("cuts", [None, (2, 0, 2, 10, 0, 3, 5), (1, 1, 1, 1, 1, 1, 16)])
+@pytest.mark.parametrize("name", ["int", "float", "rows"])
+def test_runs_stay_in_the_shard_where_they_begin(name: str, cuts: Any) -> None:
+    """However many shards a run goes through."""
+    x = RUNS.double().masked_fill(RUNS == 1, float("nan")) if name == "float" else RUNS
+    x = torch.stack([x, x * 2], 1) if name == "rows" else x
+    run = partial(torch.unique_consecutive, dim=0 if name == "rows" else None, **EVERY)
+    ours = distribute_tensor(
+        x, virtual(7), [Shard(0)], cuts=cuts and [cuts, *[None] * (x.ndim - 1)]
+    )
+    with CommDebugMode() as comm, ragged_results():
+        made = run(ours)
+    for got, want in zip(made, run(x), strict=True):
+        assert got.placements == (Shard(0),)
+        torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
+    assert sum(comm.bytes.values()) <= 7 * 2 * 8 + 7 * 2 * 8 * x[0].numel()
+
+
 def test_unique_sends_counts_only_if_they_are_asked_for() -> None:
     x = distribute_tensor(torch.arange(4096), virtual(4), [Shard(0)])
     assert received(x.unique) <= 3 * 1024 * 8 + 4 * 8

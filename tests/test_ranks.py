@@ -126,6 +126,18 @@ def test_a_sorted_vector_is_moved_once() -> None:
     assert sum(comm.bytes.values()) < x.numel() * 12 // 8 + 9 * 2 * 7 * 8 * 256
 
 
+def test_many_of_the_largest_are_the_first_of_a_sorted_vector() -> None:
+    x = LARGE.repeat(3) + torch.arange(180_000)
+    x[5] = NAN
+    for k, largest in ((60_000, True), (179_999, False), (180_000, True)):
+        with CommDebugMode() as comm:
+            made: Any = spread(x, virtual(8), [Shard(0)]).topk(k, largest=largest)
+        want = x.topk(k, largest=largest)
+        torch.testing.assert_close(made.values.full_tensor(), want.values, equal_nan=True)
+        assert made.indices.full_tensor().equal(want.indices)
+        assert sum(comm.bytes.values()) < x.numel() * 12 // 8 + 9 * 2 * 7 * 8 * 256
+
+
 def test_gradients() -> None:
     def run(x: Any) -> Any:
         return [torch.sort(x, stable=True)[0], x.median(), x.quantile(0.3), *x.kthvalue(9)]

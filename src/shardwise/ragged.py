@@ -28,6 +28,7 @@ __all__ = [
     "as_dtensor",
     "counted",
     "divided",
+    "is_requested",
     "joined",
     "laid",
     "ragged_results",
@@ -49,8 +50,9 @@ def ragged_results() -> Iterator[None]:
     """Leave results whose size depends on values where they were found, sharded with ragged cuts.
 
     `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 then move counts
-    only. What `unique` and `bincount` find is put together before its size is known; each rank
-    then keeps its share. Other calls give what they give without it.
+    only, `unique_consecutive` also the values where shards meet. What `unique` and `bincount` find
+    is put together before its size is known; each rank then keeps its share. Other calls give what
+    they give without it.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -66,6 +68,11 @@ def ragged_results() -> Iterator[None]:
         yield
     finally:
         _state.ragged = before
+
+
+def is_requested() -> bool:
+    """Whether the user asked for results with ragged cuts."""
+    return _state.ragged
 
 
 def laid(op: object, x: Any, spec: DTensorSpec) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ import torch
 from ..entry import register_form
 from ..geometry import contiguous_stride, flat_index
 from ..placement import Partial, Placement, Replicate, Shard
-from ..ragged import as_dtensor, divided, joined, laid, requested, settled, whole
+from ..ragged import as_dtensor, divided, is_requested, joined, laid, requested, settled, whole
 from ..replicated import fallback_form, mesh_of
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
+from .shards import told
 
 __all__ = ["bincount", "histc", "histogram", "repeat_interleave", "unique"]
 
@@ -211,6 +213,8 @@ def unique(
     found = [run(part) for part in x._locals]
     places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
     rest = [] if dim is None else [size for d, size in enumerate(x.shape) if d != cut]
+    if neighbours and not cut and is_requested():
+        return _where_found(op, spec, dim, rest, found, wants)
     rows = joined(op, mesh, places, [f[0].movedim(cut, 0).contiguous() for f in found], rest)
     sizes = rows._spec.dim_cuts[0]
     values, where, _ = run(whole(op, rows).movedim(0, cut))
@@ -232,6 +236,47 @@ def unique(
         divided(op, as_dtensor(values, mesh), axes, cut),
         as_dtensor(none, mesh) if inverse is None else inverse,
         total,
+    )
+
+
+def _where_found(
+    op: Any,
+    spec: DTensorSpec,
+    dim: int | None,
+    rest: Sequence[int],
+    found: Sequence[Sequence[torch.Tensor]],
+    wants: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+    """Runs of equal elements, each in the shard where it begins; values at borders move."""
+    mesh = spec.topology
+    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
+    facts = told(
+        op, spec, 0, [torch.stack([f[1].new_tensor(len(f[0])), f[2][:1].sum()]) for f in found]
+    )
+    filled = [min(size, 1) for size, _ in facts]
+    ends = [values[[0, -1]] if len(values) else values for values, *_ in found]
+    borders = whole(op, joined(op, mesh, places, ends, rest, cuts=tuple(2 * n for n in filled)))
+    pairs = borders.unflatten(0, (-1, 2))
+    alike = iter([0, *(pairs[1:, 0] == pairs[:-1, 1]).reshape(-1, prod(rest)).all(1).tolist()])
+    goes_on = [int(next(alike)) if n else 0 for n in filled]  # a run of the shard before
+    cuts = tuple(size - on for (size, _), on in zip(facts, goes_on, strict=True))
+    more, carried = [0] * len(cuts), 0
+    for at in reversed(range(len(cuts))):
+        if cuts[at]:
+            more[at], carried = carried, 0
+        carried += goes_on[at] * facts[at][1]
+    values, inverse, counts = [], [], []
+    for coord, (own, where, often) in zip(spec.slots, found, strict=True):
+        at = flat_index(coord, mesh.shape, spec.dim_axes[0])
+        values.append(own[goes_on[at] :])
+        inverse.append(where + (sum(cuts[:at]) - goes_on[at]))
+        counts.append(often[goes_on[at] :].clone())
+        counts[-1][-1:] += more[at]
+    none = as_dtensor(found[0][1].new_empty(0), mesh)
+    return (
+        joined(op, mesh, places, values, rest, cuts=cuts),
+        _inverse(spec, dim, inverse) if wants[0] else none,
+        joined(op, mesh, places, counts, cuts=cuts) if wants[1] else none,
     )
 
 

@@ -11,6 +11,7 @@ from ..geometry import Box, contiguous_stride
 from ..rules import Call
 from ..spec import DTensorSpec
 from ..wrapper import wrap
+from .ranks import sorts
 from .shards import candidates, columns, metas, placed, settled, sharded_on
 
 __all__ = ["aminmax", "argmax", "argmin", "max_dim", "min_dim", "topk"]
@@ -114,12 +115,14 @@ def _has_few(call: Call) -> bool:
     return spec.ndim > 0 and bool(spec.dim_axes[dim]) and any(c > k for c in spec.dim_cuts[dim])
 
 
-@register_form("topk", when=_has_few)
+@register_form("topk", when=lambda call: _has_few(call) or sorts(call))
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The largest k of what every shard has among its largest k."""
+    """The largest k of what every shard has among its largest k, or the first ones in order."""
     op = aten.topk.default
     x = settled(op, x)
     dim %= x.ndim
+    if all(size <= k for size in x._spec.dim_cuts[dim]):
+        return tuple(made.narrow(0, 0, k) for made in aten.sort.default(x, dim, largest))
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         value, index = op(part, min(k, part.shape[dim]), dim, largest, sorted)

@@ -25,7 +25,17 @@ from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Wrapper, wrap
 from .shards import sent_on, told
 
-__all__ = ["BITS", "keys_of", "known", "kthvalue", "median", "nanmedian", "quantile", "sort"]
+__all__ = [
+    "BITS",
+    "keys_of",
+    "known",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "quantile",
+    "sort",
+    "sorts",
+]
 
 aten = torch.ops.aten
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -248,7 +258,7 @@ for _name, _ignores in (("quantile", False), ("nanquantile", True)):
 # --- sorting ------------------------------------------------------------------------------------
 
 
-def _sorts(call: Call) -> bool:
+def sorts(call: Call) -> bool:
     """Whether a call sorts the only dim, and moving each element once is less than all to all."""
     spec = call.specs[0]
     if spec.ndim != 1 or not spec.is_sharded() or not prod(spec.shape) or not known(spec.dtype):
@@ -323,13 +333,13 @@ def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
     return wrap(own, tuple(m[0] for m in made)), wrap(long, tuple(m[1] for m in made))
 
 
-@register_form("sort.default", when=_sorts)
+@register_form("sort.default", when=sorts)
 def sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
     """Each rank sorts its own; places that cut all of them into pieces say who gets what."""
     return _sorted(aten.sort.default, x, descending)
 
 
-@register_form("sort.stable", when=_sorts)
+@register_form("sort.stable", when=sorts)
 def sort_stable(x: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
     """As `sort`, which is stable anyway."""
     return _sorted(aten.sort.stable, x, descending)
