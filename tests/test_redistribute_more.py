@@ -277,12 +277,12 @@ def test_portion_by_portion_is_exact(size: tuple[int, int]) -> None:
     specs = [spec_of(mesh, each, size) for each in layouts_of(3, [R, S0, S1, P])]
     cut = 0
     with sw.exchange_buffer(64):
-        for src, dst in list(itertools.product(specs, repeat=2))[::41]:
+        for src, dst in list(itertools.product(specs, repeat=2))[::101]:
             steps = plan(src, dst)
-            cut += bool(portions(steps, 4, 64))
+            cut += next(portions(steps, torch.float32, 64), None) is not None
             after = run_steps(steps, stored(src, scatter(src, full)), src.stride)
             assert_holds(dst, by_coord(dst, after), full, f"from {src}")
-    assert cut > 5 or not full.numel()
+    assert cut > 2 or not full.numel()
 
 
 @pytest.mark.parametrize("at", [[S0, R], [S1, S0], [R, S1]], ids=str)

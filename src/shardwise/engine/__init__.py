@@ -7,7 +7,7 @@ from .process import ProcessEngine
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, identity
 from .virtual import VirtualEngine
-from .wire import as_bytes
+from .wire import as_bytes, backends_reduce, buffer_width, is_plain
 
 __all__ = [
     "Engine",
@@ -16,11 +16,14 @@ __all__ = [
     "Locals",
     "Parcel",
     "as_bytes",
+    "backends_reduce",
     "buffer_size",
+    "buffer_width",
     "check_reducible",
     "engine_of",
     "exchange_buffer",
     "identity",
+    "is_plain",
     "narrow",
     "tell",
 ]

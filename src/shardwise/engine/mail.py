@@ -21,7 +21,7 @@ from .channel import Channel, world
 from .faults import forgive, wait, wait_pairs
 from .protocol import Job, Parcel, narrow
 from .reduction import reduce_into
-from .wire import as_bytes
+from .wire import as_bytes, buffer_width
 
 __all__ = ["Land", "Launch", "mail", "shaped", "tile"]
 
@@ -35,10 +35,11 @@ def mail(
 ) -> Iterator[Launch]:
     """The collectives, one after another, that bring the pieces of all jobs into `outs`."""
     small: list[tuple[Job, torch.Tensor | None]] = []
-    room = buffer_size() // 2
+    # What comes may lie where it cannot be read if there are several dtypes: it is copied again.
+    room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
     for job, out in zip(jobs, outs, strict=True):
-        nbytes = _weight(channel, job) * job.dtype.itemsize
+        nbytes = _weight(channel, job) * buffer_width(job.task, job.dtype)
         if not nbytes:
             continue
         if nbytes > room:
@@ -65,7 +66,7 @@ def _weight(channel: Channel, job: Job) -> int:
 
 def _in_rounds(channel: Channel, job: Job, out: torch.Tensor | None) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
-    most = max(1, buffer_size() // 2 // (len(channel.ranks) * job.dtype.itemsize))
+    most = max(1, buffer_size() // 2 // (len(channel.ranks) * buffer_width(job.task, job.dtype)))
     task = job.task
     counts = [
         len(chunks(task.piece(src, dst), most))
@@ -276,7 +277,7 @@ def _unpack_rows(given: list[list[Packet]], flat: torch.Tensor) -> None:
     job = given[0][0][0]
     rows = flat.view(job.dtype).view(len(given), -1)
     order = sorted(range(len(given)), key=lambda index: given[index][0][2])
-    total = torch.empty_like(rows[0])
+    total = rows[order[0]]
     reduce_into(total, [rows[index] for index in order], job.task.op)
     parts = total.split([parcel.numel for *_, parcel in given[0]])
     for packet, part in zip(given[0], parts, strict=True):

@@ -13,7 +13,7 @@ from .channel import Channel
 from .faults import forgive, wait
 from .mail import Land, shaped, tile
 from .protocol import Job, narrow
-from .wire import as_bytes, backends_reduce, from_wire, to_wire, wire_op
+from .wire import as_bytes, backends_reduce, from_wire, is_plain, to_wire, wire_op
 
 __all__ = ["native_launch"]
 
@@ -29,7 +29,7 @@ def native_launch(channel: Channel, jobs: Sequence[Job]) -> Launcher | None:
     alike = len({(each.task.kind, each.task.axes) for each in jobs}) == 1
     if not whole or not alike or not prefers_own(channel.group, job.device.type):
         return None
-    if not all(_is_even(channel, each) or _fits(channel, each) for each in jobs):
+    if not all(_needs_no_buffer(channel, each) or _fits(channel, each) for each in jobs):
         return None  # mail goes in rounds
     if job.task.kind == "all_gather":
         return _all_gather
@@ -44,9 +44,15 @@ def _boxes(channel: Channel, job: Job) -> list[Box]:
     return [layout.box(member) for member in channel.senders if member is not None]
 
 
+def _needs_no_buffer(channel: Channel, job: Job) -> bool:
+    """Whether the backend takes and gives memory of the source and the target as it is."""
+    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
+    return plain and not job.later and _is_even(channel, job)
+
+
 def _is_even(channel: Channel, job: Job) -> bool:
-    """Whether the members' boxes are of one size and follow each other in memory: then no buffer is
-    needed. All ranks answer alike."""
+    """Whether the members' boxes are of one size and follow each other in memory. All ranks answer
+    alike."""
     here = channel.senders[channel.me]
     assert here is not None
     outer = (job.task.dst if job.task.kind == "all_gather" else job.task.src).box(here)
@@ -55,7 +61,8 @@ def _is_even(channel: Channel, job: Job) -> bool:
 
 
 def _fits(channel: Channel, job: Job) -> bool:
-    width = max(map(box_numel, _boxes(channel, job))) * job.dtype.itemsize
+    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
+    width = max(map(box_numel, _boxes(channel, job))) * (job.dtype.itemsize if plain else 16)
     return 2 * width * len(channel.ranks) <= buffer_size()
 
 

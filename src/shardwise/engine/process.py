@@ -23,7 +23,7 @@ from .faults import forgive, wait
 from .mail import Land, Launch, mail
 from .native import native_launch
 from .protocol import Finish, Job
-from .wire import backends_reduce, from_wire, to_wire, wire_op
+from .wire import backends_reduce, buffer_width, from_wire, is_plain, to_wire, wire_op
 
 __all__ = ["ProcessEngine"]
 
@@ -106,7 +106,7 @@ def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> It
     total = 0
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
-        nbytes = out.numel() * job.dtype.itemsize
+        nbytes = out.numel() * buffer_width(job.task, job.dtype)
         if not nbytes:
             continue
         if len(jobs) == 1 or nbytes > buffer_size() // 4:
@@ -125,11 +125,12 @@ def _alone(job: Job, out: torch.Tensor) -> Iterator[Launch]:
     value = job.local[0]
     flat = out.permute(job.order).view(-1)
     out.copy_(value)
-    op, dtype = job.task.op, job.dtype
-    if to_wire(flat[:1], op).dtype is dtype:
+    op = job.task.op
+    if is_plain(job.dtype, op):
         yield partial(_reduced, job, flat, flat)
         return
-    width = max(1, buffer_size() // 8)  # what is reduced in another form goes by parts
+    # What is reduced in another form goes by parts.
+    width = max(1, buffer_size() // buffer_width(job.task, job.dtype))
     for start in range(0, flat.numel(), width):
         part = flat[start : start + width]
         yield partial(lambda part: _reduced(job, to_wire(part, op), part), part)

@@ -9,7 +9,15 @@ import torch
 
 from ..errors import LayoutError
 
-__all__ = ["check_reducible", "finished", "identity", "reduce_into", "reduce_list", "widened"]
+__all__ = [
+    "check_reducible",
+    "finished",
+    "identity",
+    "is_wide",
+    "reduce_into",
+    "reduce_list",
+    "widened",
+]
 
 _WIDER = {
     torch.int16: torch.int32,
@@ -69,10 +77,18 @@ def reduce_list(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 def widened(value: torch.Tensor, op: str) -> torch.Tensor:
     """`value` in a dtype that can be reduced; for averages of integers one that has room."""
-    dtype = value.dtype
+    return value.to(_wider(value.dtype, op))
+
+
+def is_wide(dtype: torch.dtype, op: str) -> bool:
+    """Whether values can be reduced in their own dtype."""
+    return _wider(dtype, op) is dtype
+
+
+def _wider(dtype: torch.dtype, op: str) -> torch.dtype:
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        return value.to(torch.int64)
-    return value.to(_WIDER.get(dtype, dtype))
+        return torch.int64
+    return _WIDER.get(dtype, dtype)
 
 
 def finished(total: torch.Tensor, dtype: torch.dtype, op: str, count: int) -> torch.Tensor:

@@ -5,9 +5,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .reduction import finished, widened
+from .protocol import Task
+from .reduction import finished, is_wide, widened
 
-__all__ = ["as_bytes", "backends_reduce", "from_wire", "to_wire", "wire_op"]
+__all__ = [
+    "as_bytes",
+    "backends_reduce",
+    "buffer_width",
+    "from_wire",
+    "is_plain",
+    "to_wire",
+    "wire_op",
+]
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -34,6 +43,21 @@ def as_bytes(value: torch.Tensor) -> torch.Tensor:
 def backends_reduce(dtype: torch.dtype, op: str) -> bool:
     """Complex numbers are reduced as pairs of reals, which is no product."""
     return not (dtype.is_complex and op == "product")
+
+
+def is_plain(dtype: torch.dtype, op: str) -> bool:
+    """Whether values are reduced as they are: neither in another dtype nor in another form."""
+    if op in ("max", "min") and dtype.is_floating_point:
+        return False
+    return is_wide(dtype, op)
+
+
+def buffer_width(task: Task, dtype: torch.dtype) -> int:
+    """The bytes that an element takes in a buffer, with copies of it if it is reduced in another
+    dtype or form."""
+    if task.kind == "all_reduce" and backends_reduce(dtype, task.op):
+        return 2 * dtype.itemsize if is_plain(dtype, task.op) else 32
+    return dtype.itemsize + (0 if not task.op or is_wide(dtype, task.op) else 24)
 
 
 def wire_op(dtype: torch.dtype, op: str) -> dist.ReduceOp.RedOpType:

@@ -6,26 +6,29 @@ which would be held beside both. A stretch of a dim at a time that stays within 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from math import prod
 
 import torch
 
 from ..finer import seen_alike, trivial
-from ..geometry import Interval, box_numel, memory_order, stride_like
+from ..geometry import Cuts, Interval, memory_order, stride_like
 from ..mesh import Coord
 from ..placement import Placement, Shard
 from ..spec import DTensorSpec, TensorMeta
+from .legs import held_by_legs, legs, once
+from .portions import sizes
 
-__all__ = ["Stretch", "stretches"]
-
-MOST = 1024
-"""No tensor is cut into more stretches than this."""
+__all__ = ["Part", "Stretch", "stretches"]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The places of one dim from `start` to `stop`: some whole blocks, or a part of one."""
+    """The places of one dim from `start` to `stop`: some blocks that follow each other, of some
+    size, all of one block of the next larger size."""
 
     dim: int
     start: int
@@ -33,118 +36,164 @@ class Stretch:
 
     def of_spec(self, spec: DTensorSpec) -> DTensorSpec:
         """The layout of this part of a tensor: every rank has what it has of it now."""
-        base, at, block = _inner(spec, self.dim)
-        length, whole = self.stop - self.start, self.stop - self.start > block
-        cuts = [
+        base, first, group = _apart(spec, self.dim)
+        level, digits, here = self._within(group)
+        cuts: list[Cuts | None] = [
             own if axes else None for axes, own in zip(base.dim_axes, base.dim_cuts, strict=True)
         ]
+        last = first + level
+        cuts[first : last + 1] = [_held_of(base, first, digits, here)]
         places: list[Placement] = list(spec.placements)
-        if not whole:
-            if base.dim_axes[at]:
-                first = self.start // block * block
-                here = self.start - first, self.stop - first
-                cuts[at] = tuple([_shared(piece, here) for piece in base.pieces(at)])
-            del cuts[_first(spec, self.dim) : at]
-        for axis, place in enumerate(places):
-            if isinstance(place, Shard) and place.dim == self.dim:
-                places[axis] = Shard(self.dim, length // block if whole else 1)
+        seen = [place.dim if isinstance(place, Shard) else -1 for place in base.placements]
+        for axis, dim in enumerate(seen):
+            if first <= dim < first + len(group):
+                inside = prod(group[level + 1 : dim - first]) if dim > last else 0
+                places[axis] = Shard(self.dim, (here[1] - here[0]) * inside or 1)
         shape = list(spec.meta.shape)
-        shape[self.dim] = length
-        order = memory_order(spec.stride)
-        meta = TensorMeta(tuple(shape), stride_like(shape, order), spec.dtype)
+        shape[self.dim] = self.stop - self.start
+        meta = TensorMeta(tuple(shape), stride_like(shape, memory_order(spec.stride)), spec.dtype)
         return DTensorSpec(spec.topology, places, meta, cuts=cuts)
 
     def of_local(self, spec: DTensorSpec, coord: Coord, local: torch.Tensor) -> torch.Tensor:
         """This part of what a rank holds, as a view."""
-        base, at, block = _inner(spec, self.dim)
-        first, last = base.box(coord)[at]
-        start, stop = (
-            place // block * (last - first) + min(max(place % block, first), last) - first
-            for place in (self.start, self.stop)
+        base, first, group = _apart(spec, self.dim)
+        level, digits, (start, stop) = self._within(group)
+        held = base.box(coord)[first : first + len(group)]
+        inner = [prod([b - a for a, b in held[index + 1 :]]) for index in range(level + 1)]
+        before = 0
+        for digit, (a, b), size in zip(digits, held, inner, strict=False):
+            if not a <= digit < b:
+                return local.narrow(self.dim, 0, 0)
+            before += (digit - a) * size
+        a, b = held[level]
+        start, stop = (min(max(place, a), b) - a for place in (start, stop))
+        size = inner[level]
+        return local.narrow(self.dim, before + start * size, (stop - start) * size)
+
+    def _within(self, group: tuple[int, ...]) -> tuple[int, list[int], Interval]:
+        """Of a dim that is the product of some sizes: at which of them there is more than one
+        place, the one place of each before, and the places there."""
+        digits: list[int] = []
+        start, stop, inner = self.start, self.stop, prod(group)
+        for level, size in enumerate(group):
+            inner //= size
+            here = start // inner, -(-stop // inner)
+            if here[1] - here[0] > 1 or level + 1 == len(group):
+                break
+            digits.append(here[0])
+            start, stop = start - here[0] * inner, stop - here[0] * inner
+        return level, digits, here
+
+
+Part = tuple[Stretch, ...]
+"""A box of a tensor: each stretch is one of what those before it leave."""
+
+
+def _apart(spec: DTensorSpec, dim: int) -> tuple[DTensorSpec, int, tuple[int, ...]]:
+    """The finer layout, which of its dims is the first that belongs to `dim`, and their sizes."""
+    groups = spec.groups or trivial(spec.meta.shape)
+    return spec.fine or spec, sum([len(group) for group in groups[:dim]]), groups[dim]
+
+
+def _held_of(base: DTensorSpec, first: int, digits: list[int], here: Interval) -> Cuts | None:
+    """How much each shard has of the places `here` of a dim, where one place is given of each dim
+    before it."""
+    dims = range(first, first + len(digits) + 1)
+    axes = sorted({axis for dim in dims for axis in base.dim_axes[dim]})
+    if not axes:
+        return None
+    wanted = [*[(digit, digit + 1) for digit in digits], here]
+    found = []
+    for places in product(*[range(base.topology.shape[axis]) for axis in axes]):
+        coord = [0] * base.topology.ndim
+        for axis, place in zip(axes, places, strict=True):
+            coord[axis] = place
+        held = base.box(tuple(coord))
+        found.append(
+            prod([_shared(held[dim], each) for dim, each in zip(dims, wanted, strict=True)])
         )
-        return local.narrow(self.dim, start, stop - start)
+    return tuple(found)
 
 
 def _shared(a: Interval, b: Interval) -> int:
     return max(0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
-def _first(spec: DTensorSpec, dim: int) -> int:
-    """Where a dim begins among those of the finer shape."""
-    return sum([len(group) for group in (spec.groups or trivial(spec.meta.shape))[:dim]])
-
-
-def _inner(spec: DTensorSpec, dim: int) -> tuple[DTensorSpec, int, int]:
-    """The finer layout, its last dim that belongs to `dim`, and the size of that: of a block."""
-    base, group = spec.fine or spec, (spec.groups or trivial(spec.meta.shape))[dim]
-    return base, _first(spec, dim) + len(group) - 1, group[-1]
-
-
-@lru_cache(maxsize=4096)
-def stretches(src: DTensorSpec, dst: DTensorSpec, room: int) -> tuple[Stretch, ...]:
+def stretches(src: DTensorSpec, dst: DTensorSpec, room: int) -> Iterator[Part]:
     """The parts in which a tensor moves, so that all that is held beside source and target, copies
     of a collective too, is at most `room` bytes; none if it goes in one piece.
 
-    If no parts are small enough it goes in the smallest.
+    The last resort are parts of one element.
     """
-    if not isinstance(seen_alike(src, dst), DTensorSpec) or src.meta.repeated:
-        return ()
-    if _need(src, dst) <= room:
-        return ()
-    found: list[Stretch] = []
-    dims = [dim for dim in range(src.ndim) if _can_be_cut(src, dim) and _can_be_cut(dst, dim)]
-    for dim in sorted(dims, key=lambda dim: _is_shared(src, dim) or _is_shared(dst, dim)):
-        width = src.meta.shape[dim]
-        while width > 1:
-            width = -(-width // 2)
-            parts = _cut(src, dst, dim, width)
-            if len(parts) > MOST:
-                break
-            found = max(found, parts, key=len)
-            if all(_need(part.of_spec(src), part.of_spec(dst)) <= room for part in parts):
-                return tuple(parts)
-    return tuple(found)
+    if not _is_apart(src, dst) or not _exceeds(src, dst, room):
+        return iter(())
+    return _parts(src, dst, room)
 
 
-def _can_be_cut(spec: DTensorSpec, dim: int) -> bool:
-    """Whether no blocks of a dim are themselves shared out."""
-    base, at, _ = _inner(spec, dim)
-    return all(not axes for axes in base.dim_axes[_first(spec, dim) : at])
+def _is_apart(src: DTensorSpec, dst: DTensorSpec) -> bool:
+    """Whether a tensor goes through a third layout."""
+    if src.fine is None and dst.fine is None:
+        return False
+    return once(src, dst) is None and isinstance(seen_alike(src, dst), DTensorSpec)
+
+
+@lru_cache(maxsize=4096)
+def _exceeds(src: DTensorSpec, dst: DTensorSpec, room: int) -> bool:
+    dtype, plans = src.dtype, legs(src, dst)
+    target = sizes(plans[-1][-1].dst, dtype) if plans[-1] else {}
+    beside = held_by_legs(plans, dtype, room)
+    return any(n - target.get(rank, 0) > room for each in beside for rank, n in each.items())
+
+
+@lru_cache(maxsize=16384)
+def _need(src: DTensorSpec, dst: DTensorSpec) -> int:
+    """The most bytes that a rank holds beside the source, for each collective with all that goes in
+    and out."""
+    beside = held_by_legs(legs(src, dst), src.dtype, None)
+    return max([n for each in beside for n in each.values()], default=0)
+
+
+def _parts(src: DTensorSpec, dst: DTensorSpec, room: int) -> Iterator[Part]:
+    need = _need(src, dst)
+    sizes = src.meta.shape
+    dims = [dim for dim, size in enumerate(sizes) if size > 1]
+    if need <= room or not dims:
+        yield ()
+        return
+    # Of a dim that nobody shares all ranks have as much in each part.
+    dim = max(
+        dims, key=lambda dim: (not _is_shared(src, dim) and not _is_shared(dst, dim), sizes[dim])
+    )
+    for stretch in _cut(src, dst, dim, max(1, sizes[dim] // -(-need // room))):
+        for rest in _parts(stretch.of_spec(src), stretch.of_spec(dst), room):
+            yield stretch, *rest
 
 
 def _is_shared(spec: DTensorSpec, dim: int) -> bool:
-    """Whether a dim is sharded; of one that is not all ranks have as much in each part."""
     return any(isinstance(place, Shard) and place.dim == dim for place in spec.placements)
 
 
-def _cut(src: DTensorSpec, dst: DTensorSpec, dim: int, width: int) -> list[Stretch]:
-    """Stretches of at most `width` places: for both layouts whole blocks, or a part of one."""
+def _cut(src: DTensorSpec, dst: DTensorSpec, dim: int, width: int) -> Iterator[Stretch]:
+    """Stretches of at most `width` places, for both layouts."""
     size, start = src.meta.shape[dim], 0
-    blocks = [_inner(spec, dim)[2] for spec in (src, dst)]
-    found: list[Stretch] = []
-    while start < size and len(found) <= MOST:
+    groups = [_apart(spec, dim)[2] for spec in (src, dst)]
+    while start < size:
         stop, last = min(start + width, size), 0
         while stop != last:  # what ends with a block of one may not with the other
             last = stop
-            for block in blocks:
-                end = (start // block + 1) * block
-                if stop > end:
-                    stop = end if start % block else stop // block * block
-        found.append(Stretch(dim, start, stop))
+            for group in groups:
+                stop = _end(group, start, stop)
+        yield Stretch(dim, start, stop)
         start = stop
-    return found
 
 
-def _need(src: DTensorSpec, dst: DTensorSpec) -> int:
-    """What is held beside source and target, for each collective with all that goes in and out."""
-    way = seen_alike(src, dst)
-    if isinstance(way, DTensorSpec):
-        return max(_need(src, way), _most(way) + _need(way, dst))
-    return _most(dst) + 2 * max(_most(src), _most(dst))
-
-
-def _most(spec: DTensorSpec) -> int:
-    """The bytes that the rank holds that holds most."""
-    base = spec.fine or spec
-    coords = spec.topology.group_coords((0,) * spec.topology.ndim, base.slot_axes)
-    return max([box_numel(base.box(coord)) for coord in coords]) * spec.dtype.itemsize
+def _end(group: tuple[int, ...], start: int, stop: int) -> int:
+    """Where a stretch from `start` ends that goes to `stop` at most."""
+    outer = prod(group)
+    for size in group:
+        block = outer // size
+        end = min(stop // block * block, (start // outer + 1) * outer)
+        if start % block == 0 and end > start:
+            break
+        outer = block
+    return end

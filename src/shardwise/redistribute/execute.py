@@ -5,7 +5,7 @@ Many go out together: in each wave the next collectives of all of them that are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +14,6 @@ import torch
 from ..engine import Finish, Job, Locals, buffer_size, engine_of, identity, narrow
 from ..geometry import box_numel, box_shape, is_dense, memory_order, relative, stride_like
 from ..trace import is_heard, record
-from .layout import Layout
 from .portions import Portion, portions
 from .step import Step
 
@@ -158,8 +157,8 @@ class _State:
     """A run on its way: the collectives that are left, the local tensors, what must still land."""
 
     __slots__ = (
-        "_after", "_index", "_landing", "_now", "_order", "_portion", "_portions", "_run",
-        "_target", "left",
+        "_after", "_coming", "_index", "_landing", "_now", "_order", "_portion", "_portions",
+        "_run", "_target", "left",
     )  # fmt: skip
 
     def __init__(self, run: Run) -> None:
@@ -171,19 +170,20 @@ class _State:
         self._after: list[Step] = []
         self.left = list(run.steps)
         self._portion: Portion | None = None
-        self._portions = list(portions(run.steps, self._run.dtype_of().itemsize, buffer_size()))
+        self._portions = portions(run.steps, run.dtype_of(), buffer_size())
+        self._coming = next(self._portions, None)
         self._target: tuple[torch.Tensor, ...] = ()
-        if self._portions:
+        if self._coming is not None:
             self._target = self._empty(run.steps[-1])
-            self._next_portion()
+            self._next_portion(self._coming)
         self._local_steps()
 
     def _local_steps(self) -> None:
         """Take the steps that move nothing, up to the next collective; they run when needed."""
         while self.left and self.left[0].is_local:
             self._after.append(self.left.pop(0))
-            if not self.left and self._portions:
-                self._next_portion()
+            if not self.left and self._coming is not None:
+                self._next_portion(self._coming)
 
     # --- portion by portion ----------------------------------------------------------------------
 
@@ -196,24 +196,19 @@ class _State:
             for shape in shapes
         )
 
-    def _next_portion(self) -> None:
+    def _next_portion(self, portion: Portion) -> None:
         """Put what came of one portion where it belongs, and go to the next."""
         self._put()
-        portion = self._portion = self._portions.pop(0)
+        self._portion, self._coming = portion, next(self._portions, None)
         self.left = [portion.of_step(step) for step in self._run.steps]
-        self._now = tuple(self._views(portion, self._run.steps[0].src, self._run.local))
+        self._now = tuple(portion.of_locals(self._run.steps[0].src, self._run.local))
 
     def _put(self) -> None:
         if self._portion is not None:
-            places = self._views(self._portion, self._run.steps[-1].dst, self._target)
-            for place, part in zip(places, self._settle(False), strict=True):
+            places = self._portion.of_locals(self._run.steps[-1].dst, self._target)
+            for place, part in zip(places, self._settle(), strict=True):
                 place.copy_(part)
             self._now, self._portion = (), None
-
-    def _views(self, portion: Portion, layout: Layout, local: Locals) -> Iterator[torch.Tensor]:
-        shape, held = layout.topology.shape, layout.dims[portion.dim]
-        for coord, value in zip(layout.slots, local, strict=True):
-            yield portion.of_local(value, held.at(coord, shape))
 
     def alike(self) -> tuple[object, ...]:
         """What steps that share a collective have in common."""
@@ -227,27 +222,30 @@ class _State:
         return torch.device(step.dst.topology.device_type)
 
     def job(self, step: Step) -> Job:
-        local = self._settle(False)
-        order = self._order if self._portion is None else self._portion.order(self._order)
+        local, order = self._settle(), self._seen_order()
         return Job(step, local, order, self._run.dtype_of(), self._device(step), self._run.later)
 
     def arrive(self, landing: _Landing, index: int) -> None:
         self._landing, self._index = landing, index
-        if not self.left and self._portions:
-            self._next_portion()
+        if not self.left and self._coming is not None:
+            self._next_portion(self._coming)
         self._local_steps()
 
-    def _settle(self, dense: bool) -> tuple[torch.Tensor, ...]:
+    def _settle(self) -> tuple[torch.Tensor, ...]:
         """The local tensors now: what is under way has landed, local steps are done."""
         if self._landing is not None:
             self._now, self._landing = tuple(self._landing.take(self._index)), None
         for step in self._after:
-            run = _slice if step.kind == "slice" else _make_partial
-            self._now = tuple(run(step, self._now))
+            if step.kind == "slice":
+                self._now = tuple(_slice(step, self._now))
+            else:
+                self._now = tuple(_make_partial(step, self._now, self._seen_order()))
         self._after = []
-        if dense:
-            self._now = tuple([ordered(part, self._order) for part in self._now])
         return self._now
+
+    def _seen_order(self) -> tuple[int, ...]:
+        """The order in memory of the dims, of those of a portion if there is one."""
+        return self._order if self._portion is None else self._portion.order(self._order)
 
     def result(self) -> Ready:
         """What gives the result; if nothing is under way it is made now."""
@@ -261,12 +259,13 @@ class _State:
         if self._target:
             self._put()
             self._now = self._target
-        made = self._settle(True)
-        if self._run.then is not None:
-            return self._run.then(made)
+        views = self._settle()
+        made = tuple([ordered(part, self._order) for part in views])
         if self._run.fresh and all(step.kind == "slice" for step in self._run.steps):
-            return tuple([part.clone() for part in made])
-        return made
+            pairs = zip(made, views, strict=True)
+            made = tuple([new.clone() if new is old else new for new, old in pairs])
+        self._now = made
+        return made if self._run.then is None else self._run.then(made)
 
 
 def _slice(step: Step, local: Locals) -> list[torch.Tensor]:
@@ -281,7 +280,7 @@ def _slice(step: Step, local: Locals) -> list[torch.Tensor]:
     return parts
 
 
-def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
+def _make_partial(step: Step, local: Locals, order: tuple[int, ...]) -> list[torch.Tensor]:
     """The value on coordinate 0 of each new pending axis, the identity elsewhere (avg: everywhere).
 
     A rank that holds only a piece of its new box pads it with the identity instead: the pieces of
@@ -294,7 +293,8 @@ def _make_partial(step: Step, local: Locals) -> list[torch.Tensor]:
     for coord in step.dst.slots:
         value = local[step.src.slot(coord)]
         held, wanted = step.src.box(coord), step.dst.box(coord)
-        result = value.new_empty(box_shape(wanted))
+        shape = box_shape(wanted)
+        result = value.new_empty_strided(shape, stride_like(shape, order))
         if held != wanted:
             inner = [op for axis, op in step.dst.partial if axis > made[0][0] and coord[axis]]
             pad = [made[0][1], *[op for op in inner if op != "avg"]][-1]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..engine import buffer_size
 from ..errors import LayoutError
 from ..geometry import all_coords
 from ..placement import Placement
 from ..spec import DTensorSpec
+from .blocks import stretches
 from .layout import Layout
+from .legs import Legs, held_by_legs, legs, once
 from .portions import held_beside, portions, sizes
-from .repeated import parts_between, steps_between
 from .step import Step
 
 __all__ = ["Explanation", "StepCost", "explain_redistribute"]
@@ -119,10 +123,22 @@ def explain_redistribute(
         b = DTensorSpec(a.topology if dst is None else dst, placements, a.meta)
     if a is b:
         return Explanation(a, b, ())
-    if parts := parts_between(a, b):
-        plans = [steps_between(part.of_spec(a), part.of_spec(b)) for part in parts]
-        return Explanation(a, b, tuple(_costs_of_parts(a, b, plans)))
-    return Explanation(a, b, tuple(_costs(steps_between(a, b), a.dtype.itemsize)))
+    src, dst = once(a, b) or (a, b)
+    parts = [(legs(*pair), count) for pair, count in _parts(src, dst).items()]
+    costs = _costs_of_parts(src, dst, parts) if parts else _costs(legs(src, dst), a.dtype)
+    return Explanation(a, b, tuple(costs))
+
+
+def _parts(a: DTensorSpec, b: DTensorSpec) -> Counter[tuple[DTensorSpec, DTensorSpec]]:
+    """The layouts of the parts that are moved one after another, and how many parts have them; none
+    if all is moved at once."""
+    found: Counter[tuple[DTensorSpec, DTensorSpec]] = Counter()
+    for part in stretches(a, b, buffer_size()):
+        src, dst = a, b
+        for stretch in part:
+            src, dst = stretch.of_spec(src), stretch.of_spec(dst)
+        found[src, dst] += 1
+    return found
 
 
 def _spec_of(name: str, value: Any) -> DTensorSpec:
@@ -135,39 +151,50 @@ def _spec_of(name: str, value: Any) -> DTensorSpec:
     return found
 
 
-def _costs(steps: tuple[Step, ...], itemsize: int) -> list[StepCost]:
-    costs = []
-    for step, held in zip(steps, _held(steps, itemsize), strict=True):
-        before, after = step.src.topology, step.dst.topology
-        names = tuple(before.names[axis] for axis in step.axes)
-        sent = {before.rank_of(c): step.sent(c) * itemsize for c in all_coords(before.shape)}
-        got = {after.rank_of(c): step.received(c) * itemsize for c in all_coords(after.shape)}
-        everywhere = [{rank: each.get(rank, 0) for rank in held} for each in (sent, got)]
-        costs.append(StepCost(step.kind, names, everywhere[0], everywhere[1], held))
+def _costs(plans: Legs, dtype: torch.dtype) -> list[StepCost]:
+    costs: list[StepCost] = []
+    taken = [steps for steps in plans if steps]
+    carried: dict[int, int] = {}
+    for steps in taken:
+        always = _sum(sizes(taken[0][0].src, dtype), carried)
+        for step, beside in zip(steps, _beside(steps, dtype), strict=True):
+            costs.append(_cost(step, dtype, _sum(always, beside)))
+        carried = sizes(steps[-1].dst, dtype)
     return costs
 
 
+def _cost(step: Step, dtype: torch.dtype, held: dict[int, int]) -> StepCost:
+    before, after = step.src.topology, step.dst.topology
+    names = tuple(before.names[axis] for axis in step.axes)
+    sent = {before.rank_of(c): step.sent(c) * dtype.itemsize for c in all_coords(before.shape)}
+    got = {after.rank_of(c): step.received(c) * dtype.itemsize for c in all_coords(after.shape)}
+    everywhere = [{rank: each.get(rank, 0) for rank in held} for each in (sent, got)]
+    return StepCost(step.kind, names, everywhere[0], everywhere[1], held)
+
+
 def _costs_of_parts(
-    src: DTensorSpec, dst: DTensorSpec, plans: Sequence[tuple[Step, ...]]
+    src: DTensorSpec, dst: DTensorSpec, parts: Sequence[tuple[Legs, int]]
 ) -> list[StepCost]:
     """What steps cost that are taken for one part of a tensor after another: those that are alike
     are told as one."""
-    itemsize = src.dtype.itemsize
+    dtype = src.dtype
     layouts = [Layout.of(spec.fine or spec) for spec in (src, dst)]
-    always = _sum(*[sizes(layout, itemsize) for layout in layouts])
+    always = _sum(*[sizes(layout, dtype) for layout in layouts])
     found: dict[tuple[str, tuple[str, ...]], StepCost] = {}
-    for steps in plans:
-        beside = held_beside(steps, itemsize, buffer_size())
-        for cost, extra in zip(_costs(steps, itemsize), beside, strict=True):
+    for plans, count in parts:
+        beside = held_by_legs(plans, dtype, buffer_size())
+        steps = [step for each in plans for step in each]
+        for step, extra in zip(steps, beside, strict=True):
+            cost = _cost(step, dtype, _sum(always, extra))
             key = cost.kind, cost.axes
-            held = _sum(always, extra)
+            sent, received = ([by_rank] * count for by_rank in (cost.sent, cost.received))
             if key in found:
                 old = found[key]
-                sent, received = _sum(old.sent, cost.sent), _sum(old.received, cost.received)
-                held = {rank: max(n, old.held[rank]) for rank, n in held.items()}
+                sent, received = [*sent, old.sent], [*received, old.received]
+                held = {rank: max(n, old.held[rank]) for rank, n in cost.held.items()}
             else:
-                sent, received = cost.sent, cost.received
-            found[key] = StepCost(*key, sent, received, held)
+                held = cost.held
+            found[key] = StepCost(*key, _sum(*sent), _sum(*received), held)
     return list(found.values())
 
 
@@ -176,23 +203,15 @@ def _sum(*by_rank: dict[int, int]) -> dict[int, int]:
     return {rank: sum([each.get(rank, 0) for each in by_rank]) for rank in ranks}
 
 
-def _held(steps: tuple[Step, ...], itemsize: int) -> list[dict[int, int]]:
-    """What each rank holds at each step; the first portion of a kind is the largest."""
-    if not steps:
-        return []
+def _beside(steps: tuple[Step, ...], dtype: torch.dtype) -> list[dict[int, int]]:
+    """What each rank holds at each step beside the source."""
     room = buffer_size()
-    always = sizes(steps[0].src, itemsize)
-    plans: list[Sequence[Step]] = [steps]
-    cut = {bool(portion.block): portion for portion in reversed(portions(steps, itemsize, room))}
-    if cut:
-        plans = [[portion.of_step(step) for step in steps] for portion in cut.values()]
-        always = _sum(always, sizes(steps[-1].dst, itemsize))
-    beside = [held_beside(each, itemsize, room) for each in plans]
-    ranks = sorted({*always, *[rank for each in beside[0] for rank in each]})
-    return [
-        {
-            rank: always.get(rank, 0) + max([each[index].get(rank, 0) for each in beside])
-            for rank in ranks
-        }
-        for index in range(len(steps))
-    ]
+    most: list[dict[int, int]] = []
+    for portion in portions(steps, dtype, room):
+        held = held_beside([portion.of_step(step) for step in steps], dtype, room)
+        pairs = zip(most or held, held, strict=True)
+        most = [{rank: max(n, old[rank]) for rank, n in new.items()} for old, new in pairs]
+    if not most:
+        return held_beside(steps, dtype, room)
+    target = sizes(steps[-1].dst, dtype)
+    return [_sum(target, each) for each in most]

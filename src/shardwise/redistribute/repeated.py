@@ -6,23 +6,23 @@ sharded block by block are taken apart: then every rank holds a box.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from itertools import chain
 
 import torch
 
 from ..engine import buffer_size
 from ..finer import seen_alike
-from ..geometry import Cuts, memory_order, stride_like
-from ..placement import Replicate, Shard
+from ..geometry import memory_order, stride_like
 from ..spec import DTensorSpec
-from .blocks import Stretch, stretches
+from .blocks import Part, stretches
 from .execute import Run, run_all
+from .legs import legs, once
 from .plan import plan
 from .step import Step
 
-__all__ = ["parts_between", "relaid", "run_between", "steps_between"]
+__all__ = ["relaid", "run_between", "steps_between"]
 
 Locals = tuple[torch.Tensor, ...]
 
@@ -44,67 +44,73 @@ def run_between(
     later: bool = False,
 ) -> Run:
     """What `relaid` runs, to be run with others."""
+    if (pair := once(src, dst)) is not None:
+        return _run_once(src, dst, pair, local, fresh, later)
     if src.fine is not None or dst.fine is not None:
         return _run_apart(src, dst, local, fresh, later)
-    if _once(src, dst) is None:
-        return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype, later=later)
-    have, want = _once_of(src), _once_of(dst)
+    return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype, later=later)
+
+
+def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
+    """The steps that `relaid` takes, if it moves all at once."""
+    return tuple([step for steps in legs(src, dst) for step in steps])
+
+
+def _run_once(
+    src: DTensorSpec,
+    dst: DTensorSpec,
+    pair: tuple[DTensorSpec, DTensorSpec],
+    local: Locals,
+    fresh: bool,
+    later: bool,
+) -> Run:
+    """What `relaid` runs for a tensor that repeats itself."""
+    have, want = pair
     parts = []
     for coord in have.slots:
         part = local[src.slot(coord)]
         for dim in src.meta.repeated:
             part = part.narrow(dim, 0, 1)
         parts.append(part)
+    run = run_between(have, want, tuple(parts), fresh=fresh, later=later)
 
     def widened(made: Locals) -> Locals:
-        parts = [made[want.slot(at)] for at in dst.slots]
-        parts = [part.clone() for part in parts] if fresh else parts
-        pairs = zip(parts, dst.slots, strict=True)
-        return tuple([part.expand(dst.local_shape(at)) for part, at in pairs])
+        made = made if run.then is None else run.then(made)
+        taken: set[int] = set()
+        found = []
+        for at in dst.slots:
+            slot = want.slot(at)
+            part = made[slot].clone() if fresh and slot in taken else made[slot]
+            taken.add(slot)
+            found.append(part.expand(dst.local_shape(at)))
+        return tuple(found)
 
-    return Run(plan(have, want), tuple(parts), want.stride, False, dst.dtype, widened, later)
-
-
-def parts_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Stretch, ...]:
-    """The parts that `relaid` moves one after another; none if it moves all at once."""
-    if src.fine is None and dst.fine is None:
-        return ()
-    return stretches(src, dst, buffer_size())
-
-
-def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
-    """The steps that `relaid` takes, if it moves all at once."""
-    if src.fine is not None or dst.fine is not None:
-        way = seen_alike(src, dst)
-        if isinstance(way, DTensorSpec):
-            return (*steps_between(src, way), *steps_between(way, dst))
-        return steps_between(*way)
-    return _once(src, dst) or plan(src, dst)
+    return replace(run, then=widened)
 
 
 def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, later: bool) -> Run:
     """What `relaid` runs for dims that are sharded block by block."""
     way = seen_alike(src, dst)
     if isinstance(way, DTensorSpec):  # nearly there, then the elements that are over
-        if found := stretches(src, dst, buffer_size()):
-            return Run((), _by_stretches(src, dst, local, found), dst.stride, dtype=dst.dtype)
+        parts = stretches(src, dst, buffer_size())
+        if (first := next(parts, None)) is not None:
+            made = _by_stretches(src, dst, local, chain((first,), parts))
+            return Run((), made, dst.stride, dtype=dst.dtype)
         return run_between(way, dst, relaid(src, way, local), fresh=fresh, later=later)
     have, want = way
-    parts = [part.reshape(have.local_shape(at)) for at, part in zip(have.slots, local, strict=True)]
-    run = run_between(have, want, tuple(parts), fresh=fresh, later=later)
-    shares = fresh and run.then is None and all(step.kind == "slice" for step in run.steps)
+    seen = [part.reshape(have.local_shape(at)) for at, part in zip(have.slots, local, strict=True)]
+    run = run_between(have, want, tuple(seen), fresh=fresh, later=later)
 
     def together(made: Locals) -> Locals:
         made = made if run.then is None else run.then(made)
         pairs = zip(made, dst.slots, strict=True)
-        whole = tuple([part.reshape(dst.local_shape(at)) for part, at in pairs])
-        return tuple([part.clone() for part in whole]) if shares else whole
+        return tuple([part.reshape(dst.local_shape(at)) for part, at in pairs])
 
     return replace(run, then=together)
 
 
 def _by_stretches(
-    src: DTensorSpec, dst: DTensorSpec, local: Locals, parts: Sequence[Stretch]
+    src: DTensorSpec, dst: DTensorSpec, local: Locals, parts: Iterable[Part]
 ) -> Locals:
     """The local tensors, made one part of the tensor after another."""
     order = memory_order(dst.stride)
@@ -115,33 +121,15 @@ def _by_stretches(
         stride = stride_like(shape, order)
         made.append(torch.empty_strided(shape, stride, dtype=dst.dtype, device=device))
     for part in parts:
-        given = [part.of_local(src, at, own) for at, own in zip(src.slots, local, strict=True)]
-        came = relaid(part.of_spec(src), part.of_spec(dst), tuple(given))
-        for coord, whole, piece in zip(dst.slots, made, came, strict=True):
-            part.of_local(dst, coord, whole).copy_(piece)
+        _move_part(src, dst, local, tuple(made), part)
     return tuple(made)
 
 
-@lru_cache(maxsize=16384)
-def _once(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...] | None:
-    """The steps of one place of each repeated dim; None if there is no such dim, or if some rank
-    holds no place of it."""
-    dims = src.meta.repeated
-    if not dims or 0 in src.meta.shape or any(0 in src.dim_cuts[dim] for dim in dims):
-        return None
-    return plan(_once_of(src), _once_of(dst))
-
-
-@lru_cache(maxsize=16384)
-def _once_of(spec: DTensorSpec) -> DTensorSpec:
-    """The layout of one place of each repeated dim: it is with everybody who holds some place."""
-    dims = spec.meta.repeated
-    places = [
-        Replicate() if isinstance(place, Shard) and place.dim in dims else place
-        for place in spec.placements
-    ]
-    cuts: list[Cuts | None] = [
-        None if dim in dims else each for dim, each in enumerate(spec.cuts or (None,) * spec.ndim)
-    ]
-    shape = tuple(1 if dim in dims else size for dim, size in enumerate(spec.meta.shape))
-    return DTensorSpec(spec.topology, places, spec.meta._replace(shape=shape), cuts=cuts)
+def _move_part(src: DTensorSpec, dst: DTensorSpec, local: Locals, made: Locals, part: Part) -> None:
+    """Put a part of what is held as `src` where it is held as `dst`."""
+    for stretch in part:
+        local = tuple([stretch.of_local(src, *own) for own in zip(src.slots, local, strict=True)])
+        made = tuple([stretch.of_local(dst, *own) for own in zip(dst.slots, made, strict=True)])
+        src, dst = stretch.of_spec(src), stretch.of_spec(dst)
+    for place, came in zip(made, relaid(src, dst, local), strict=True):
+        place.copy_(came)
