@@ -36,6 +36,7 @@ ORDER = [
     "moving",
     "infinite",
     "plans",
+    "ready",
     "listplan",
     "shapes",
     "infer",

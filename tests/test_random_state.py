@@ -198,10 +198,12 @@ def test_a_pending_sum_is_reduced_first() -> None:
     with sw.random.mode("counter"):
         torch.manual_seed(0)
         want = torch.poisson(laid_out(numbers(6, 4).abs() * 5, Replicate())).full_tensor()
-        torch.manual_seed(0)
-        assert torch.equal(torch.poisson(rates).full_tensor(), want)
         with sw.communication("error"), pytest.raises(RuntimeError, match="all_reduce"):
             torch.poisson(rates)
+        torch.manual_seed(0)
+        assert torch.equal(torch.poisson(rates).full_tensor(), want)
+        with sw.communication("error"):
+            torch.poisson(rates)  # it has been reduced
 
 
 def test_a_mesh_of_no_memory_takes_the_calls_too(mode: str) -> None:

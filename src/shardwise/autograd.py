@@ -10,7 +10,7 @@ import torch
 
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
-from .moving import started
+from .moving import moved, started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
 from .spec import DTensorSpec, TensorMeta, default_placements
@@ -69,9 +69,9 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         here = [index for index, grad in enumerate(grads) if isinstance(grad, Wrapper)]
         backs = [_without_partial(ctx.specs[index], grads[index]._spec.meta) for index in here]
-        moved = iter(Redistribute.apply(backs, False, *[grads[index] for index in here]))
+        found = iter(Redistribute.apply(backs, False, *[grads[index] for index in here]))
         # A sparse gradient is plain and whole, whatever the layout of its tensor.
-        return None, None, *[next(moved) if isinstance(g, Wrapper) else g for g in grads]
+        return None, None, *[next(found) if isinstance(g, Wrapper) else g for g in grads]
 
 
 def redistributed(value: Any, target: DTensorSpec, async_op: bool = False) -> Any:
@@ -85,23 +85,24 @@ def _without_partial(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
 
 
 class WholeLocal(torch.autograd.Function):
-    """From a replicated DTensor to a plain tensor."""
+    """From a DTensor to a plain tensor with its whole value; a pending sum keeps what is reduced
+    for it."""
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Any:
-        ctx.spec = value._spec
+        ctx.spec = spec = value._spec
         if not value._locals:
-            raise MeshError(f"full_tensor: this rank is not in mesh {value._spec.topology}.")
-        return value._locals[0].clone()
+            raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
+        return moved(value, spec.with_placements(default_placements(spec.topology)))[0].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return FromLocal.apply(_spec_like(ctx.spec, grad), grad)
-
-
-def _spec_like(spec: DTensorSpec, value: torch.Tensor) -> DTensorSpec:
-    meta = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
-    return DTensorSpec._intern(spec.topology, spec.placements, meta, spec.cuts)
+        meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
+        mesh = ctx.spec.topology
+        whole = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
+        back = _without_partial(ctx.spec, meta)
+        made = FromLocal.apply(whole, grad)
+        return made if back is whole else redistributed(made, back)
 
 
 class ToLocal(torch.autograd.Function):
@@ -195,7 +196,7 @@ def take_data(tensor: Any, value: Any) -> None:
     data.__set__(tensor, value)
     tensor._spec, tensor._locals = value._spec, local
     tensor._cell, tensor._memo, tensor._picked = share_cell(value), None, None
-    tensor._origin = None
+    tensor._lanes = tensor._origin = None
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
         watched.spec = value._spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from .mesh import Topology
 from .outs import out_form, reshape_form
 from .picked import picker
 from .plain import bring_grads_back, full_local
-from .plans import CallPlan, FormPlan, PickPlan, Plan, filled
+from .plans import CallPlan, FormPlan, PickPlan, Plan, filled, tensors_in
 from .propagate import Decision, decide
 from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
+from .ready import ReadyPlan
 from .redistribute import steps_between
-from .replicated import as_form, fallback_form, into_plain_form, tensors_in, written_in
+from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper
@@ -51,10 +53,38 @@ def build(
     entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
+    made = _checked(entry, operands, args, kwargs)
+    pending = _pending(entry, operands, args, kwargs)
+    if pending:
+        again = partial(_checked, entry)
+        made = ReadyPlan(entry.op, made, pending, again, fast=not entry.has_views)
+    return made if entry.op._schema.returns else Silent(made)
+
+
+def _checked(
+    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
     made = _build(entry, operands, args, kwargs)
     if entry.written is not None and _writes_repeated(entry, made, args):
         made = FormPlan(entry.op, fallback_form(entry.op), "fallback")
-    return made if entry.op._schema.returns else Silent(made)
+    return made
+
+
+def _pending(
+    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[int]:
+    """The operands that are pending and may be taken reduced: those that are read alone, and of
+    which the result is no view."""
+    apart = entry.outs or torch.Tag.inplace_view in entry.op.tags or _home(operands) is not None
+    if entry.is_view or apart or not any(operand._spec.sums for operand in operands):
+        return []
+    names = [argument.name for argument in entry.op._schema.arguments]
+    written = {names[place] for place in entry.writes} | set(_RUNNING)
+    found, each = [], count()
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        here = [next(each) for _ in tensors_in((value,), {})]
+        found += [i for i in here if name not in written and operands[i]._spec.sums]
+    return found
 
 
 def _build(

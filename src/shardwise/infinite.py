@@ -5,22 +5,28 @@ the second is NaN. So what multiplies a pending sum is looked at before the call
 hold parts of the sum hold the same `y`, and find the same without a word. If it is not finite they
 reduce the sum, the first of them keeps the product, and the others hold zeros: the result is
 pending as it would have been.
+
+What they reduce is kept with the sum for the next product. If all ranks of the mesh hold the same
+`y` it is the reduced value, which any call may take. If not, ranks elsewhere know nothing of it,
+and it is for products along the same axes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from . import policy
 from .geometry import Interval, box_shape
 from .mesh import Coord
+from .moving import moved, stamp
 from .placement import Partial
 from .redistribute import DimMap, Layout, Step, run_steps
 from .rules.call import has_fractions
 from .spec import DTensorSpec
-from .wrapper import Locals
+from .wrapper import Locals, share_cell
 
 __all__ = ["Watch", "watch_for"]
 
@@ -50,7 +56,7 @@ class Watch:
     of an operand, if that is not what is held.
     """
 
-    __slots__ = ("_axes", "_inputs", "_windows", "factors", "outs", "pending")
+    __slots__ = ("_axes", "_everywhere", "_inputs", "_windows", "factors", "outs", "pending")
 
     def __init__(
         self,
@@ -67,6 +73,10 @@ class Watch:
         self.pending = tuple(pending)
         self.factors = tuple(factors)
         self.outs = tuple(outs)
+        others = [axis for axis in range(inputs[0].topology.ndim) if axis not in axes]
+        self._everywhere = all(
+            inputs[i].placements[axis].is_replicate() for i in factors for axis in others
+        )
 
     def hits(self, calls: Sequence[Sequence[torch.Tensor]]) -> list[int]:
         """The calls, given by their operands, with a factor that is not finite."""
@@ -87,13 +97,17 @@ class Watch:
         calls: Sequence[list[torch.Tensor]],
         hits: Sequence[int],
         coords: Sequence[Coord],
+        tensors: Sequence[Any],
         local: Sequence[Locals],
         written: int | None,
     ) -> None:
         """Reduce the sums that some calls, each at its coordinate, multiply by what is not finite;
-        one that is written stays where it is."""
+        one that is written stays where it is.
+
+        `local` is what the calls read of `tensors`.
+        """
         # All are reduced before one is written: another may be the same tensor.
-        summed = [(operand, self._summed(operand, local[operand])) for operand in self.pending]
+        summed = [(i, self._reduced(i, tensors[i], local[i])) for i in self.pending]
         for operand, value_at in summed:
             for index in hits:
                 value = value_at(coords[index])
@@ -101,6 +115,26 @@ class Watch:
                     calls[index][operand].copy_(value)
                 else:
                     calls[index][operand] = value
+
+    def _reduced(self, operand: int, tensor: Any, parts: Locals) -> Callable[[Coord], torch.Tensor]:
+        """As `_summed`, kept for the next product."""
+        spec = self._inputs[operand]
+        if parts is not tensor._locals or not self._axes.keys() >= set(spec.sums):
+            return self._summed(operand, parts)
+        if self._everywhere:
+            whole = spec.reduced
+            made = moved(tensor, whole)
+            return lambda coord: made[whole.slot(coord)]
+        share_cell(tensor)  # so that writes into it are counted
+        lanes = tensor._lanes
+        if lanes is None:
+            lanes = tensor._lanes = {}
+        axes, now = tuple(self._axes), stamp(tensor)
+        found = lanes.get(axes)
+        if found is None or found[0] != now:
+            found = lanes[axes] = now, self._summed(operand, parts)
+        value_at: Callable[[Coord], torch.Tensor] = found[1]
+        return value_at
 
     def _summed(self, operand: int, parts: Locals) -> Callable[[Coord], torch.Tensor]:
         """A pending operand reduced over the axes: what the rank at a coordinate has of it."""
@@ -117,7 +151,8 @@ class Watch:
         pairs = zip(parts, now.slots, strict=True)
         shaped = tuple([part.reshape(box_shape(now.box(at))) for part, at in pairs])
         made = run_steps(steps, shaped, (spec.fine or spec).stride)
-        return lambda coord: made[layout.slot(coord)].reshape(parts[now.slot(coord)].shape)
+        shapes = [part.shape for part in parts]
+        return lambda coord: made[layout.slot(coord)].reshape(shapes[now.slot(coord)])
 
     def is_first(self, coord: Coord) -> bool:
         """Whether the rank at a coordinate keeps the product. Of an average all do."""

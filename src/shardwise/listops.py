@@ -19,7 +19,9 @@ from .listplan import Element, ListPlan
 from .mesh import Topology
 from .outs import functional_of, give_shape
 from .plain import adopt, bring_grads_back, check_plain, full_local
+from .plans import Plan
 from .propagate import decide
+from .ready import ReadyPlan
 from .rules import Call, Operand, Rule
 from .rules.pointwise import pointwise
 from .wrapper import Plain, Wrapper
@@ -294,12 +296,27 @@ def _run_on(
     if found is None:
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()
-        found = entry.plans[key] = _build(entry, mesh, listing, operands, args, kwargs)
+        made = _build(entry, mesh, listing, operands, args, kwargs)
+        found = entry.plans[key] = _ready(entry, mesh, made, operands)
     try:
         return found.run(operands, args, kwargs)
     except BaseException as error:
         tell(error)  # as of a single operator: it is this rank's alone
         raise
+
+
+def _ready(entry: Any, mesh: Topology, plan: ListPlan, operands: Sequence[Any]) -> Plan:
+    """The plan, or one that also takes reduced values in place of pending sums."""
+    pending = [
+        i for i, operand in enumerate(operands) if operand._spec.sums and i not in plan.written
+    ]
+    if not pending:
+        return plan
+
+    def build(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+        return _build(entry, mesh, _Listing(args, kwargs), operands, args, kwargs)
+
+    return ReadyPlan(entry.op, plan, pending, build, fast=False)
 
 
 def _element(

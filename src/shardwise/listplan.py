@@ -55,6 +55,7 @@ class ListPlan(Plan):
     """A list operator (`_foreach_*`, `_fused_*`): one local call on the local tensors of all
     elements."""
 
+    by_operands = True
     __slots__ = (
         "_build",
         "_elements",
@@ -63,7 +64,7 @@ class ListPlan(Plan):
         "_returns",
         "_sites",
         "_watched",
-        "_written",
+        "written",
     )
 
     def __init__(
@@ -79,7 +80,7 @@ class ListPlan(Plan):
         super().__init__()
         self._op = op
         self._elements = tuple(elements)
-        self._written = written
+        self.written = written
         self._returns = returns
         self._build = build
         self._notice = describe_moves([m for e in elements for m in e.moves], specs)
@@ -92,17 +93,33 @@ class ListPlan(Plan):
         )
         self._watched = tuple(i for i, element in enumerate(elements) if element.watch)
 
+    @property
+    def is_local(self) -> bool:
+        return not any(element.moves for element in self._elements)
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        return tuple([index for element in self._elements for index, _ in element.moves])
+
+    @property
+    def left_pending(self) -> int:
+        return sum(len(spec.sums) for element in self._elements for spec in element.outputs)
+
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
             policy.on_moves(self._op, self._notice)
         local = [operand._locals for operand in operands]
         moves = [move for element in self._elements for move in element.moves]
         if moves:
-            found = moved_all([(operands[i], spec, i in self._written) for i, spec in moves])
+            found = moved_all([(operands[i], spec, i in self.written) for i, spec in moves])
             for (index, _), made in zip(moves, found, strict=True):
                 local[index] = made
         reduced: dict[int, dict[int, torch.Tensor]] = {}
-        zeros = [each for index in self._watched for each in self._reduce(index, local, reduced)]
+        zeros = [
+            each
+            for index in self._watched
+            for each in self._reduce(index, operands, local, reduced)
+        ]
         results: list[list[Any]] = [[] for _ in self._elements]
         for place, (_, site) in enumerate(self._sites):
             chosen = {
@@ -128,7 +145,11 @@ class ListPlan(Plan):
         return None
 
     def _reduce(
-        self, index: int, local: list[Locals], reduced: dict[int, dict[int, torch.Tensor]]
+        self,
+        index: int,
+        operands: Sequence[Any],
+        local: list[Locals],
+        reduced: dict[int, dict[int, torch.Tensor]],
     ) -> list[tuple[int, int, torch.Tensor]]:
         """Put the sums of an element that are multiplied by what is not finite, reduced, into
         `reduced`, by site; the calls of the element whose results are to be zeros, with what they
@@ -147,8 +168,9 @@ class ListPlan(Plan):
         hits = watch.hits(calls)
         if not hits:
             return []
-        written = 0 if element.operands[0] in self._written else None
-        watch.reduce(calls, hits, coords, parts, written)
+        written = 0 if element.operands[0] in self.written else None
+        tensors = [operands[operand] for operand in element.operands]
+        watch.reduce(calls, hits, coords, tensors, parts, written)
         for n in hits:
             mine = dict(zip(element.operands, calls[n], strict=True))
             reduced.setdefault(at[n][0], {}).update(mine)
@@ -159,11 +181,11 @@ class ListPlan(Plan):
             (index, spec)
             for element in self._elements
             for index, spec in element.moves
-            if index in self._written
+            if index in self.written
         ]
         back = run_all([run_between(spec, operands[i]._spec, local[i]) for i, spec in moves])
         for (index, _), ready in zip(moves, back, strict=True):
             for mine, new in zip(operands[index]._locals, ready(), strict=True):
                 mine.copy_(new)
-        for index in self._written:
+        for index in self.written:
             wrote(operands[index])

@@ -20,9 +20,8 @@ from .mesh import Topology, around, axes_in
 from .moving import moved
 from .placement import Replicate
 from .plain import digest, full_local
-from .plans import filled
+from .plans import filled, tensors_in
 from .ragged import settled
-from .replicated import tensors_in
 from .spec import DTensorSpec
 from .wrapper import Wrapper, wrap
 

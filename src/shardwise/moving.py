@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from .placement import Replicate
 from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Locals, Origin, wrap
+from .wrapper import Locals, Origin, Wrapper, wrap
 
 __all__ = [
     "Move",
     "describe_moves",
+    "known",
     "moved",
     "moved_all",
     "once",
     "own_copy",
+    "same_source",
     "stamp",
     "stamps",
     "started",
@@ -93,21 +94,26 @@ def _source(tensor: Any, target: DTensorSpec, *, alone: bool = False) -> tuple[D
 
     Unless it moves `alone`, in no batch, nothing is reduced for it here.
     """
-    for spec, (seen, value) in (tensor._memo or {}).items():
-        if not spec.sums and seen == stamp(tensor):
+    kept = _kept(tensor)
+    for spec, value in kept.items():
+        if not spec.sums:
             return spec, value
     picked = tensor._picked
     if picked is not None and not target.sums and picked.seen == stamps(tensor, picked.index):
         spec, value = picked.brought(tensor._spec, tensor._locals, target)
-        memo = tensor._memo = {} if tensor._memo is None else tensor._memo
-        memo[spec] = (stamp(tensor), value)
+        _keep(tensor, spec, value)
         return spec, value
     made = _by_origin(tensor, target, alone) if tensor._spec.sums else None
-    if made is None:
-        return tensor._spec, tensor._locals
-    memo = tensor._memo = {} if tensor._memo is None else tensor._memo
-    memo[made._spec] = (stamp(tensor), made._locals)
-    return made._spec, made._locals
+    if made is not None:
+        _keep(tensor, made._spec, made._locals)
+        return made._spec, made._locals
+    own = {tensor._spec: tensor._locals, **kept}
+    best = min(own, key=lambda spec: _price(spec, target)) if kept else tensor._spec
+    return best, own[best]
+
+
+def _price(src: DTensorSpec, dst: DTensorSpec) -> int:
+    return sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst))
 
 
 def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
@@ -125,9 +131,65 @@ def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
             return None
         if not all(target.placements[axis].is_replicate() for axis in spec.sums):
             return None
-    places = [Replicate() if place.is_partial() else place for place in spec.placements]
-    reduced = spec.with_placements(places, spec.cuts)
-    return origin.call(wrap(reduced, moved(origin.base, reduced)))
+    whole = spec.reduced
+    return origin.call(wrap(whole, moved(origin.base, whole)))
+
+
+def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
+    """What is reduced of a pending tensor, if all ranks have it; that of a view is a view."""
+    memo = tensor._memo
+    whole: DTensorSpec = tensor._spec.reduced
+    if memo:
+        found = memo.get(whole)
+        if found is not None and found[0] == stamp(tensor):
+            return whole, found[1]
+        kept = _kept(tensor)
+        if kept:
+            best = min(kept, key=lambda at: len(at.sums))
+            return best, kept[best]
+    origin = _origin(tensor)
+    base = None if origin is None else known(origin.base)
+    if origin is None or base is None or base[0] is not origin.before.reduced:
+        return None
+    made = origin.call(wrap(*base))
+    if type(made) is not Wrapper.public or made._spec.sums:
+        return None
+    _keep(tensor, made._spec, made._locals)
+    return made._spec, made._locals
+
+
+def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
+    """Layouts on the tensor's own mesh with less pending, in which its value is there."""
+    memo: dict[DTensorSpec, tuple[Any, Locals]] | None = tensor._memo
+    if not memo:
+        return {}
+    now, spec = stamp(tensor), tensor._spec
+    count, mesh = len(spec.sums), spec.topology
+    return {
+        at: value
+        for at, (seen, value) in memo.items()
+        if seen == now and len(at.sums) < count and at.topology is mesh
+    }
+
+
+def _keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+    memo = tensor._memo
+    if memo is None:
+        memo = tensor._memo = {}
+    memo[spec] = (stamp(tensor), value)
+
+
+def same_source(one: Any, other: Any) -> bool:
+    """Whether two tensors are one, or views of one."""
+    if one is other:
+        return True
+    memos = [_root(tensor)._memo for tensor in (one, other)]
+    return memos[0] is not None and memos[0] is memos[1]
+
+
+def _root(tensor: Any) -> Any:
+    origin = _origin(tensor)
+    return tensor if origin is None else _root(origin.base)
 
 
 def _origin(tensor: Any) -> Origin | None:
@@ -140,8 +202,7 @@ def _origin(tensor: Any) -> Origin | None:
 
 
 def _is_reduced(tensor: Any) -> bool:
-    now = stamp(tensor)
-    if any(not spec.sums and seen == now for spec, (seen, _) in (tensor._memo or {}).items()):
+    if any(not spec.sums for spec in _kept(tensor)):
         return True
     origin = _origin(tensor)
     return origin is not None and _is_reduced(origin.base)
@@ -189,8 +250,7 @@ def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
         tensor, spec, fresh = moves[index]
         found[index] = ready()
         if not fresh and tensor._spec.sums:
-            memo = tensor._memo = {} if tensor._memo is None else tensor._memo
-            memo[spec] = (stamp(tensor), found[index])
+            _keep(tensor, spec, found[index])
     return [
         found[index if index in found else same[id(tensor), spec]]
         for index, (tensor, spec, _) in enumerate(moves)

@@ -27,6 +27,7 @@ __all__ = [
     "PickPlan",
     "Plan",
     "filled",
+    "tensors_in",
 ]
 
 
@@ -52,6 +53,24 @@ class Plan:
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
+    by_operands = False
+    """Whether it reads tensors from the operands, not from the arguments that they are in."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is known that every rank has all that it reads."""
+        return False
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """The operands that are known to be laid out anew."""
+        return ()
+
+    @property
+    def left_pending(self) -> int:
+        """How many reductions the results are known to need."""
+        return 0
+
 
 class Fixed(NamedTuple):
     """A result that is no tensor, and the same on every rank."""
@@ -72,6 +91,15 @@ def filled(
         return value
 
     return [fill(value) for value in args], {name: fill(v) for name, v in kwargs.items()}
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Every tensor among the arguments, in order."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))
 
 
 def with_operands(spots: Sequence[int], operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -163,6 +191,7 @@ def quick_write(call: Callable[..., Any], spots: tuple[int, ...], bare: bool) ->
 class CallPlan(Plan):
     """Move some operands, run the operator once per coordinate held here, wrap the results."""
 
+    by_operands = True
     __slots__ = (
         "_aliases",
         "_call",
@@ -247,8 +276,15 @@ class CallPlan(Plan):
 
     @property
     def is_local(self) -> bool:
-        """Whether every rank has all that it reads."""
         return not (self._moves or self._windows)
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        return tuple([index for index, _ in self._moves])
+
+    @property
+    def left_pending(self) -> int:
+        return sum(len(spec.sums) for spec in self._outs)
 
     def _quick(self, device: torch.device, is_list: bool, bare: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
@@ -293,7 +329,8 @@ class CallPlan(Plan):
         watch = self._watch
         hits = () if watch is None else watch.hits(calls)
         if watch is not None and hits:
-            watch.reduce(calls, hits, [site.coord for site in self._sites], local, written)
+            coords = [site.coord for site in self._sites]
+            watch.reduce(calls, hits, coords, operands, local, written)
         results = [self._one(index, own, args, kwargs) for index, own in enumerate(calls)]
         if watch is not None and hits:
             self._keep_once(watch, hits, results)

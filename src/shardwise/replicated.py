@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from .infer import meta_of
 from .mesh import Topology
 from .moving import describe_moves, once, own_copy, wrote
 from .plain import full_local
-from .plans import filled
+from .plans import filled, tensors_in
 from .redistribute import relaid
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper, wrap
@@ -27,18 +27,8 @@ __all__ = [
     "mesh_of",
     "returned",
     "store",
-    "tensors_in",
     "written_in",
 ]
-
-
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Every tensor among the arguments, in order."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
 
 
 def mesh_of(op: object, tensors: Sequence[torch.Tensor]) -> Topology:

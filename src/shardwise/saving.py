@@ -20,6 +20,7 @@ _OWN = (
     "_locals",
     "_cell",
     "_memo",
+    "_lanes",
     "_picked",
     "_origin",
     "_of",

@@ -20,8 +20,9 @@ from .infer import meta_of
 from .mesh import Topology
 from .placement import Shard
 from .plain import digest
+from .plans import tensors_in
 from .ragged import laid, whole
-from .replicated import fallback_form, mesh_of, tensors_in
+from .replicated import fallback_form, mesh_of
 from .spec import DTensorSpec
 from .trace import planned
 from .wrapper import Wrapper, wrap

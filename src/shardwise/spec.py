@@ -256,6 +256,12 @@ class DTensorSpec:
         """The axes on which a reduction is pending."""
         return [axis for axis, place in enumerate(self.placements) if place.is_partial()]
 
+    @lazy
+    def reduced(self) -> DTensorSpec:
+        """The layout with nothing pending, and all else as it is."""
+        places = [Replicate() if place.is_partial() else place for place in self.placements]
+        return self.with_placements(places, self.cuts)
+
     @property
     def num_shards(self) -> int:
         """The number of pieces the tensor is cut into."""

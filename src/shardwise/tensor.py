@@ -105,9 +105,9 @@ class DTensor(Wrapper):
         Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
         with `grad_placements=[Partial()]`.
         """
-        whole = self.redistribute(placements=default_placements(self._spec.topology))
         if grad_placements is None:
-            return WholeLocal.apply(whole)  # type: ignore[no-any-return]
+            return WholeLocal.apply(self)  # type: ignore[no-any-return]
+        whole = self.redistribute(placements=default_placements(self._spec.topology))
         return whole_local(whole, grad_placements)
 
     def redistribute(

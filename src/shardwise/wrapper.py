@@ -42,14 +42,16 @@ class Wrapper(torch.Tensor):
     `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is
     the version
     cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
-    partial; `_picked` says where the elements of one come from, if each comes from one rank;
-    `_origin` says of what a view of a partial is a view, so that both are reduced as one.
+    partial that all ranks have, `_lanes` those that only ranks along some axes know of
+    (`infinite.py`); `_picked` says where the elements of one come from, if each comes from one
+    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one.
     """
 
     _spec: DTensorSpec
     _locals: Locals
     _cell: Cell | None = None
     _memo: dict[DTensorSpec, tuple[Any, Locals]] | None = None
+    _lanes: dict[tuple[int, ...], tuple[Any, Any]] | None = None
     _picked: Any = None
     _origin: Origin | None = None
     public: ClassVar[type[Wrapper]]

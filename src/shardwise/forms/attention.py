@@ -21,11 +21,10 @@ from ..entry import register_form
 from ..geometry import contiguous_stride
 from ..infer import infer
 from ..placement import Partial, Placement, Replicate, Shard
-from ..plans import Fixed, filled
+from ..plans import Fixed, filled, tensors_in
 from ..propagate import decide
 from ..ragged import as_dtensor
 from ..redistribute import steps_between
-from ..replicated import tensors_in
 from ..rules import Call, Operand
 from ..rules.attention import attention
 from ..rules.visible import attended, named, of_own_shape

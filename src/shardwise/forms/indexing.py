@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..entry import register_form
+from ..plans import tensors_in
 from ..ragged import as_dtensor, settled, whole
-from ..replicated import mesh_of, tensors_in
+from ..replicated import mesh_of
 from ..rules.indexing import of_two_shapes
 from ..wrapper import Wrapper
 

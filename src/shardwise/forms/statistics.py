@@ -9,7 +9,6 @@ import torch
 
 from .. import policy
 from ..moving import describe_moves, moved
-from ..placement import Replicate
 from ..rules import Call
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper, wrap
@@ -40,8 +39,7 @@ def settled(x: Any) -> Any:
     """`x` with its pending reductions done: a statistic that all ranks need."""
     if not isinstance(x, Wrapper) or not x._spec.sums:
         return x
-    places = [Replicate() if place.is_partial() else place for place in x._spec.placements]
-    return _moved(x, x._spec.with_placements(places, x._spec.cuts))
+    return _moved(x, x._spec.reduced)
 
 
 def aligned(x: Any, like: Any) -> Any:

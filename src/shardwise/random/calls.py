@@ -11,7 +11,8 @@ from .. import policy
 from .._torch import OpOverload
 from ..moving import describe_moves
 from ..plain import full_local
-from ..replicated import laid_out, mesh_of, run_whole, tensors_in, written_in
+from ..plans import tensors_in
+from ..replicated import laid_out, mesh_of, run_whole, written_in
 from ..spec import default_placements
 from ..wrapper import Wrapper
 from .agree import begin

@@ -1,0 +1,169 @@
+"""Calls with a pending operand whose reduced value is there already: they take that.
+
+What was reduced for one call is kept with the tensor (`moving.py`). A later call may do without: a
+product with a number passes a pending sum on. But then its result would be reduced in its turn, so
+it takes the reduced value, unless nothing is won by it. And a tensor that is several operands of
+one call, of which one must be reduced, is reduced for all of them.
+
+Whether a value is there follows from what the program did before, so that all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import policy
+from .moving import describe_moves, known, moved, same_source
+from .plans import Plan, filled, tensors_in
+from .spec import DTensorSpec
+from .wrapper import Locals, Wrapper, wrap
+
+__all__ = ["ReadyPlan"]
+
+Known = tuple[DTensorSpec, Locals] | None
+_MOST = 64
+
+
+class _Value:
+    """What is reduced of an operand, as plans read it."""
+
+    __slots__ = ("_cell", "_lanes", "_locals", "_memo", "_origin", "_picked", "_spec")
+
+    def __init__(self, spec: DTensorSpec, local: Locals) -> None:
+        self._spec = spec
+        self._locals = local
+        self._cell = self._lanes = self._memo = self._origin = self._picked = None
+
+
+class ReadyPlan(Plan):
+    """The plan of a call with pending operands, and those of the same call with some reduced.
+
+    `plan` takes the operands as they are; `build` makes another for other layouts of them.
+    """
+
+    __slots__ = ("_build", "_fast", "_moving", "_op", "_others", "_pending", "_plan", "_shares")
+
+    def __init__(
+        self,
+        op: Any,
+        plan: Plan,
+        pending: Sequence[int],
+        build: Callable[..., Plan],
+        fast: bool,
+    ) -> None:
+        super().__init__(plan.tier)
+        self._op = op
+        self._plan = plan
+        self._pending = tuple(pending)
+        self._build = build
+        self._fast = fast
+        self._moving = tuple([index for index in plan.moving if index in self._pending])
+        self._shares = len(pending) > 1 and bool(self._moving)
+        self._others: dict[tuple[DTensorSpec | None, ...], tuple[Plan | None, tuple[int, ...]]] = {}
+        if plan.quick is not None:
+            self.quick = self._run_quick
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        values = self._values(operands)
+        if values is None:
+            return self._plan.run(operands, args, kwargs)
+        return self._run_with(values, self._plan.run, operands, args, kwargs)
+
+    def _run_quick(
+        self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        quick = self._plan.quick
+        assert quick is not None
+        values = self._values(operands)
+        if values is None:
+            return quick(operands, args, kwargs)
+        return self._run_with(values, quick, operands, args, kwargs)
+
+    def _values(self, operands: Sequence[Any]) -> list[Known] | None:
+        """What is reduced of the pending operands; None if nothing is."""
+        if self._shares:
+            self._reduce_shared(operands)
+        for index in self._pending:
+            tensor = operands[index]
+            if tensor._memo or tensor._origin is not None:
+                break
+        else:
+            return None
+        public = Wrapper.public
+        given = [operands[index] for index in self._pending]
+        values = [known(tensor) if type(tensor) is public else None for tensor in given]
+        return values if any(values) else None
+
+    def _reduce_shared(self, operands: Sequence[Any]) -> None:
+        """Reduce a tensor of which one operand would be reduced, and another would stay."""
+        public = Wrapper.public
+        ours = [index for index in self._pending if type(operands[index]) is public]
+        for index in ours:
+            if index not in self._moving:
+                continue
+            alike = [i for i in ours if same_source(operands[i], operands[index])]
+            if len(alike) < 2:
+                continue
+            largest = max(alike, key=lambda i: operands[i].numel())
+            tensor, target = operands[largest], operands[largest]._spec.reduced
+            if not policy.current().silent and known(tensor) is None:
+                specs = [operand._spec for operand in operands]
+                policy.on_moves(self._op, describe_moves([(largest, target)], specs))
+            moved(tensor, target)
+
+    def _run_with(
+        self,
+        values: Sequence[Known],
+        as_it_is: Callable[..., Any],
+        operands: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        key = tuple([None if value is None else value[0] for value in values])
+        found = self._others.get(key)
+        if found is None:
+            given = self._with(values, operands, args, kwargs)
+            whole = [operands[index]._spec.reduced for index in self._pending]
+            plan = self._better(self._build(*given), key == tuple(whole))
+            if len(self._others) >= _MOST:
+                self._others.clear()
+            found = self._others[key] = plan, () if plan is None else plan.moving
+        plan, moving = found
+        if plan is None:
+            return as_it_is(operands, args, kwargs)
+        if not plan.by_operands:
+            return plan.run(*self._with(values, operands, args, kwargs))
+        mine = list(operands)
+        for index, value in zip(self._pending, values, strict=True):
+            # What has to move still is moved for the tensor itself, which keeps it.
+            if value is not None and index not in moving:
+                mine[index] = _Value(*value)
+        run = plan.quick if self._fast and plan.quick is not None else plan.run
+        return run(mine, args, kwargs)
+
+    def _better(self, other: Plan, whole: bool) -> Plan | None:
+        """The other plan, unless it may move or leave pending what this one does not.
+
+        Of a form nothing is known: it may pass on what is pending together with the rest, and what
+        it moves of a value is lost. So it is taken only if the values are `whole`.
+        """
+        here = self._plan
+        if here.is_local:
+            return other if other.is_local and other.left_pending < here.left_pending else None
+        return other if whole or (here.by_operands and other.by_operands) else None
+
+    def _with(
+        self,
+        values: Sequence[Known],
+        operands: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> tuple[list[Any], list[Any], dict[str, Any]]:
+        """The call with what is reduced in place of the pending operands."""
+        made = list(operands)
+        tensors: list[Any] = list(tensors_in(args, kwargs))
+        for index, value in zip(self._pending, values, strict=True):
+            if value is not None:
+                made[index] = tensors[index] = wrap(*value)
+        return made, *filled(args, kwargs, iter(tensors))

@@ -1,0 +1,207 @@
+"""A pending value is reduced at most once, whatever uses it, and never before it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise as sw
+from shardwise import CommDebugMode, DTensor, Partial, Placement, Replicate, Shard, per_rank
+
+from .compare import numbers, spread, virtual
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+INF = float("inf")
+LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
+    ((2,), (P,)),
+    ((3,), (Partial("avg"),)),
+    ((2,), (Partial("max"),)),
+    ((2, 2), (P, P)),
+    ((2, 2), (S0, P)),
+]
+
+
+class Reductions:
+    """Counts reductions of at least `least` bytes."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.seen: list[str] = []
+
+    def on_collective(self, kind: str, mesh: Any, axes: tuple[int, ...], nbytes: int) -> None:
+        if "reduce" in kind and nbytes >= self.least:
+            self.seen.append(kind)
+
+    def __enter__(self) -> Reductions:
+        sw.trace.listen(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sw.trace.unlisten(self)
+
+
+def pending(mesh: Any, places: tuple[Placement, ...], size: tuple[int, ...] = (6, 4)) -> Any:
+    """A tensor of which every rank holds a part of its own."""
+
+    def part(coord: tuple[int, ...]) -> torch.Tensor:
+        return numbers(*size, seed=sum(c * 10**i for i, c in enumerate(coord)))
+
+    return DTensor.from_local(per_rank(mesh, part), mesh, places)
+
+
+def of_all(value: Any) -> list[torch.Tensor]:
+    """Plain tensors of all results."""
+    each = value if isinstance(value, (list, tuple)) else [value]
+    return [v.full_tensor() if isinstance(v, DTensor) else torch.as_tensor(v) for v in each]
+
+
+# Functions of which no kind of pending value passes through: a maximum passes a sigmoid.
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "a square": lambda p: p * p,
+    "a square of lists": lambda p: torch._foreach_mul([p, p], [p, p]),
+    "added to its square": lambda p: torch.addcmul(p, p, p),
+    "times what is made of it": lambda p: p * p.cos(),
+    "a gate": lambda p: F.gelu(p) * p,
+    "a residual": lambda p: F.layer_norm(p, p.shape[-1:]) + p,
+    "by its norm": lambda p: p / p.norm(),
+    "times a view": lambda p: p * p.detach(),
+    "times a row": lambda p: p * p[:1],
+    "by itself": lambda p: p @ p.mT,
+    "joined": lambda p: torch.cat([p.cos(), p]),
+    "scaled after": lambda p: [p.softmax(-1), p * 2, p.sum(0), p.clone(), -p],
+    "seen": lambda p: [p.mT.cos(), p[1:4] * 3, p.reshape(-1).cumsum(0)],
+    "read": lambda p: [*of_all([p, p.mT, p[1:]]), p.cos(), p * 2, p.sum().item()],
+    "a loss": lambda p: [F.mse_loss(p, p.cos()), p.std(), p - p.mean()],
+    "listed": lambda p: [*torch._foreach_cos([p]), *torch._foreach_add([p, p], 1.0)],
+    "written elsewhere": lambda p: [p.cos(), torch.zeros_like(p).add_(p).mul_(p)],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_reduces_once(name: str) -> None:
+    for shape, places in LAYOUTS:
+        mesh, f = virtual(*shape), PROGRAMS[name]
+        p, want = pending(mesh, places), f(pending(mesh, places).full_tensor())
+        with Reductions(p.numel() * 8 // 8) as found:
+            got = of_all(f(p))
+        for mine, theirs in zip(got, of_all(want), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        assert len(found.seen) == 1, (shape, places, found.seen)
+
+
+@pytest.mark.parametrize("name", ["a square", "times what is made of it", "a residual", "a gate"])
+def test_backward_takes_what_forward_reduced(name: str) -> None:
+    x, w = numbers(8, 4), numbers(4, 6, seed=1)
+    plain = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    PROGRAMS[name](plain[0] @ plain[1]).square().sum().backward()
+    mesh = virtual(2)
+    ours = [spread(x, mesh, (S1,)).requires_grad_(), spread(w, mesh, (S0,)).requires_grad_()]
+    with Reductions(8 * 6 * 8 // 4) as found:
+        PROGRAMS[name](ours[0] @ ours[1]).square().sum().backward()
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    assert len(found.seen) == 1
+
+
+def test_nothing_is_forced_early() -> None:
+    """What is known of one operand does not reduce the other, nor is it needed for it."""
+    mesh = virtual(2)
+    p, q = pending(mesh, (P,)), pending(mesh, (P,)) * 3
+    p.sigmoid()
+    with CommDebugMode() as comm:
+        both = [p + q, torch.cat([p, q]), *torch._foreach_add([p], [q]), p * q, p + 0 * q]
+    assert comm.get_total_counts() == 0
+    assert {each.placements for each in both} == {(P,)}
+    whole = p.full_tensor()
+    torch.testing.assert_close(both[0].full_tensor(), whole * 4)
+    torch.testing.assert_close(both[3].full_tensor(), whole * whole * 3)
+
+
+def test_a_pending_sum_stays_what_it_is() -> None:
+    mesh = virtual(2)
+    p = pending(mesh, (P,))
+    parts = [part.clone() for part in p.to_local().parts]
+    p * p, p.sigmoid() * p
+    assert p.placements == (P,)
+    assert all(map(torch.equal, p.to_local().parts, parts))
+    p.mT.zero_()  # a view is one of the sum itself, not of the reduced value
+    assert not p.full_tensor().any() and not (p * 2).full_tensor().any()
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda p: p.add_(1),
+    "by itself": lambda p: p.mul_(p),
+    "through a view": lambda p: p[1].mul_(-2),
+    "through a detached view": lambda p: p.detach().mT.mul_(3),
+    "in a list": lambda p: torch._foreach_mul_([p], 2.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_makes_what_was_reduced_stale(name: str) -> None:
+    for shape, places in LAYOUTS:
+        mesh = virtual(*shape)
+        p, seen = pending(mesh, places), []
+        plain = p.full_tensor()
+        for value in (p, plain):
+            view = value.mT
+            value * value, view.exp()
+            WRITES[name](value)
+            seen.append([value * 2, value * value, view * 1, value.sum(0)])
+        for mine, theirs in zip(of_all(seen[0]), seen[1], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_a_write_into_local_tensors_makes_it_stale() -> None:
+    mesh = virtual(2)
+    p = pending(mesh, (P,))
+    p * p
+    for part in p.to_local().parts:
+        part.zero_()
+    assert not (p * 2).full_tensor().any()
+
+
+def test_one_axis_is_not_reduced_again_for_the_other() -> None:
+    mesh = virtual(2, 2, names=("dp", "tp"))
+    p = pending(mesh, (P, P))
+    y = spread(numbers(6, 4), mesh, (R, R))
+    whole = pending(mesh, (P, P)).full_tensor()
+    half = sw.moving.moved(p, p._spec.with_placements((R, P)))
+    assert len(half) == 2
+    with CommDebugMode() as comm:
+        product, gate = p * y, p.sigmoid()
+    assert product.placements == (R, P)
+    assert list(comm.by_axis) == ["tp"]
+    torch.testing.assert_close(product.full_tensor(), whole * numbers(6, 4))
+    torch.testing.assert_close(gate.full_tensor(), whole.sigmoid())
+
+
+@pytest.mark.parametrize("where", [((P,), (R,)), ((P, P), (R, R)), ((P, S0), (R, S0))], ids=str)
+def test_infinities_reduce_once(where: tuple[tuple[Placement, ...], ...]) -> None:
+    mesh = virtual(*[2] * len(where[0]))
+    p, y = pending(mesh, where[0]), numbers(*pending(mesh, where[0]).shape, seed=1)
+    y[0, 0] = INF
+    whole, given = pending(mesh, where[0]).full_tensor(), spread(y, mesh, where[1])
+    with CommDebugMode() as comm:
+        made = [p * given, given * p, *torch._foreach_mul([p, p], [given, given])]
+    assert comm.get_comm_counts() == {"all_reduce": 1}
+    for each in made:
+        torch.testing.assert_close(each.full_tensor(), whole * y)
+    p.add_(1)
+    torch.testing.assert_close((p * given).full_tensor(), (whole + 1) * y)
+
+
+def test_a_reduction_is_announced_and_what_is_known_is_not() -> None:
+    p = pending(virtual(2), (P,))
+    with (
+        sw.communication("error"),
+        pytest.raises(sw.errors.CommunicationError, match=r"mul.* moves .* from \[P\(sum\)\]"),
+    ):
+        p * p
+    p.sigmoid()
+    with sw.communication("error"):
+        assert (p * p).placements == (R,)
