@@ -42,7 +42,7 @@ def test_every_rank_hears_of_a_singular_matrix(processes: Pools) -> None:
 
 
 def long_transforms() -> None:
-    mesh = init_device_mesh("cpu", (4,), links=Link(0, 1e9))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("eager",), links=Link(0, 1e9))
     for name in ("fft", "rfft", "irfft, odd", "fft of real"):
         call, x = test_fourier.CALLS[name]
         assert_same(call, [x], [(Shard(0),)], mesh)

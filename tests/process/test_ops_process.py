@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Partial, Replicate, Shard, init_device_mesh
+from shardwise import Link, Partial, Replicate, Shard, init_device_mesh
 from shardwise.forms import frequent, ranks
 
 from .. import (
@@ -21,10 +21,11 @@ from .. import (
     test_ops_other,
     test_ops_structure,
     test_ops_views,
+    test_posting,
     test_ranks,
     test_statistics,
 )
-from ..compare import check, numbers, spread
+from ..compare import assert_same, check, numbers, spread
 from ..test_empty_shards import CASES as OF_EMPTY
 from .harness import ProcessPool
 
@@ -81,6 +82,16 @@ def frequent_values() -> None:
 
 def test_frequent_values(processes: Pools) -> None:
     processes(4).run(frequent_values)
+
+
+def posted() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("eager",), links=Link(0, 1e9))
+    for call, *given in test_posting.CALLS.values():
+        assert_same(call, given, [(Shard(0),)] * len(given), mesh)
+
+
+def test_elements_by_index(processes: Pools) -> None:
+    processes(4).run(posted)
 
 
 def views() -> None:

@@ -15,11 +15,10 @@ import torch
 
 from ..entry import register_form
 from ..geometry import Cuts
-from ..placement import Replicate, Shard
 from ..ragged import as_dtensor
 from ..replicated import fallback_form, mesh_of
 from ..rules import Call
-from ..spec import DTensorSpec, TensorMeta
+from ..spec import DTensorSpec
 from .ranks import BITS, keys_of, known
 from .shards import lacking, sent_on, settled, shard_of, told
 
@@ -106,13 +105,7 @@ def _counted(
     short = torch.int32 if spec.shape[dim] < 1 << 31 else torch.int64
     keys = tuple(run.keys.to(narrow) for run in runs)
     counts = tuple(run.counts[run.counts > 1].to(short) for run in runs)
-    found = sent_on(
-        op,
-        [
-            (_vector(spec, [ends[-1] for ends in keys_ends], narrow), keys, keys_ends),
-            (_vector(spec, [ends[-1] for ends in counts_ends], short), counts, counts_ends),
-        ],
-    )
+    found = sent_on(op, spec, [(keys, keys_ends), (counts, counts_ends)])
     owners = [shard_of(spec, dim, coord) for coord in spec.slots]
     return [
         _best(values, often, sizes[:, owner].to(values[0].device))
@@ -122,13 +115,6 @@ def _counted(
 
 def _ends(sizes: torch.Tensor) -> list[Cuts]:
     return [tuple(accumulate(row)) for row in sizes.tolist()]
-
-
-def _vector(spec: DTensorSpec, cuts: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """A vector in as many shards as the tensor has."""
-    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
-    meta = TensorMeta((sum(cuts),), (1,), dtype)
-    return DTensorSpec(spec.topology, places, meta, cuts=[tuple(cuts)])
 
 
 def _last(part: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ..replicated import fallback_form, mesh_of
 from ..rules.indexing import has_mask
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper, wrap
+from .posting import asks, picked
 
 __all__ = [
     "index",
@@ -140,10 +141,13 @@ def _aligned(op: object, mesh: Topology, x: Any, mask: Any) -> _Aligned | None:
     return _Aligned(x, mask, axes)
 
 
-@register_form("index", when=lambda call: False)
+@register_form("index", when=asks)
 def index(x: Any, indices: Sequence[Any]) -> Any:
-    """What a mask picks is found where it is; masks elsewhere become integers."""
+    """What a mask picks is found where it is; masks elsewhere become integers. Elements of a vector
+    come from their owners."""
     op = aten.index.Tensor
+    if not any(_is_mask(index) for index in indices if index is not None):
+        return picked(op, x, indices[0], wraps=True)
     mask = _one_mask(indices)
     both = None if mask is None else _aligned(op, mesh_of(op, [x, *indices]), x, mask)
     if both is None:

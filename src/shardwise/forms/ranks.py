@@ -320,11 +320,8 @@ def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
     own = spec.with_meta(TensorMeta(spec.shape, (1,), x.dtype))
     long = spec.with_meta(TensorMeta(spec.shape, (1,), torch.int64))
     short = torch.int32 if x.numel() < 1 << 31 else torch.int64
-    sent = spec.with_meta(TensorMeta(spec.shape, (1,), short))
-    found = sent_on(
-        op,
-        [(own, values, splits), (sent, tuple(place.to(short) for place in places), splits)],
-    )
+    sent = tuple(place.to(short) for place in places)
+    found = sent_on(op, spec, [(values, splits), (sent, splits)])
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
     for pieces, spots in zip(*found, strict=True):
         mine, at = torch.cat(pieces), torch.cat(spots)

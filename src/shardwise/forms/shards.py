@@ -124,24 +124,28 @@ def told(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tensor]) -> l
 
 
 def sent_on(
-    op: Any, vectors: Sequence[tuple[DTensorSpec, Locals, Sequence[Cuts]]]
+    op: Any, like: DTensorSpec, vectors: Sequence[tuple[Locals, Sequence[Cuts]]]
 ) -> list[list[list[torch.Tensor]]]:
     """For each vector and each slot what the shards have for it, all in one exchange.
 
-    A vector comes with its local tensors and, for each of its shards, how many elements are before
-    the end of what is for the first shard, the second and so on.
+    Vectors are in as many shards as `like` is. Each is its local tensors and, for each of its
+    shards, how many elements are before the end of what is for the first shard, the second and on.
     """
+    places = [Shard(0) if place.is_shard() else Replicate() for place in like.placements]
     wanted = []
-    for spec, parts, splits in vectors:
+    for parts, splits in vectors:
+        cuts = tuple(ends[-1] for ends in splits)
+        meta = TensorMeta((sum(cuts),), (1,), parts[0].dtype)
+        spec = DTensorSpec(like.topology, places, meta, cuts=[cuts])
         for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
             firsts = (0, *ends[:-1])
             table = tuple((start + a, start + b) for a, b in zip(firsts, ends, strict=True))
             wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
     found = iter(fetch_all(op, wanted))
     made = []
-    for spec, _, splits in vectors:
+    for parts, splits in vectors:
         pieces = [next(found) for _ in splits]
-        made.append([[piece[slot] for piece in pieces] for slot in range(len(spec.slots))])
+        made.append([[piece[slot] for piece in pieces] for slot in range(len(parts))])
     return made
 
 

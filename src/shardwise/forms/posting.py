@@ -1,0 +1,145 @@
+"""Elements of a vector by index, vector and index in shards: each goes straight to its owner.
+
+A rule makes the index whole on every rank. Where that is much, a rank sends what it writes, or asks
+for what it picks, in order of who owns the places; only those who own them learn of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import OutOfRangeError
+from ..geometry import Cuts
+from ..ragged import as_dtensor
+from ..replicated import mesh_of
+from ..rules import Call
+from ..spec import DTensorSpec, TensorMeta
+from ..wrapper import Locals, wrap
+from .shards import relaid, sent_on, told
+
+__all__ = ["asks", "picked", "sends", "written"]
+
+
+def _are_alike(*specs: DTensorSpec) -> bool:
+    """Whether all are vectors in the same shards, with nothing pending."""
+    first = specs[0]
+    places = {spec.placements for spec in specs}
+    return (
+        all(spec.ndim == 1 for spec in specs)
+        and first.is_sharded()
+        and first.groups is None
+        and len(places) == 1
+        and not first.sums
+    )
+
+
+def _short(size: int) -> torch.dtype:
+    return torch.int32 if size < 1 << 31 else torch.int64
+
+
+def _less(spec: DTensorSpec, steps: Sequence[int], gathered: Sequence[int]) -> bool:
+    """Whether bytes of each element that are exchanged, and a table, are less than a gather."""
+    count, size = len(spec.pieces(0)), spec.shape[0]
+    table = 8 * count * (count + 2)
+    links = [spec.topology.links[axis] for axis in spec.dim_axes[0]]
+    return all(
+        link.price(table) + sum(link.price(size * step // count) for step in steps)
+        < sum(link.price(size * each * (count - 1) // count) for each in gathered)
+        for link in links
+    )
+
+
+def sends(call: Call) -> bool:
+    """Whether a call writes elements of a vector by an index into a vector."""
+    if len(call.specs) != 3 or any(spec.ndim != 1 for spec in call.specs):
+        return False
+    x, index, source = call.specs
+    fits = _are_alike(index, source) and index.dim_cuts == source.dim_cuts
+    if not fits or not (x.is_replicated() or _are_alike(x, index)):
+        return False
+    narrow, width = _short(x.shape[0]).itemsize, source.dtype.itemsize
+    return _less(index, [narrow + width], [8, width])
+
+
+def asks(call: Call) -> bool:
+    """Whether a call picks elements of a vector by an index."""
+    if len(call.specs) != 2 or not _are_alike(*call.specs):
+        return False
+    x, index = call.specs
+    if index.dtype is not torch.int64 and index.dtype is not torch.int32:
+        return False
+    narrow, width = _short(x.shape[0]).itemsize, x.dtype.itemsize
+    return _less(index, [narrow, width], [index.dtype.itemsize, width // len(index.pieces(0))])
+
+
+class Post(NamedTuple):
+    """Places that go to their owners: in which order each rank sends its own, and how many each
+    shard has for every other."""
+
+    orders: list[torch.Tensor]
+    places: Locals
+    sizes: list[list[int]]
+
+    @property
+    def splits(self) -> list[Cuts]:
+        return [tuple(accumulate(row)) for row in self.sizes]
+
+
+def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> Post:
+    size = x.shape[0]
+    ends = torch.tensor(list(accumulate(x.dim_cuts[0])), device=index.device)
+    orders, places, facts = [], [], []
+    for part in index._locals:
+        given = torch.cat([part.to(torch.int64), part.new_zeros(1, dtype=torch.int64)])
+        place = torch.where(given < 0, given + size, given)[:-1] if wraps else given[:-1]
+        owner = torch.bucketize(place, ends, right=True).clamp_(max=len(ends) - 1)
+        order = owner.sort(stable=True).indices
+        orders.append(order)
+        places.append(place[order].to(_short(size)))
+        range_ = torch.stack(torch.aminmax(given))
+        facts.append(torch.cat([range_, torch.bincount(owner, minlength=len(ends))]))
+    table = told(op, index._spec, 0, facts)
+    low, high = min(row[0] for row in table), max(row[1] for row in table)
+    if low < (-size if wraps else 0) or high >= size:
+        bad = high if high >= size else low
+        raise OutOfRangeError(f"index {bad} is out of bounds for dimension 0 with size {size}")
+    return Post(orders, tuple(places), [row[2:] for row in table])
+
+
+def written(op: Any, x: Any, index: Any, source: Any) -> Any:
+    """`x` with the elements of `source` at the places in `index`; of several the last counts."""
+    x = as_dtensor(x, mesh_of(op, [x, index, source]))
+    if x._spec.is_replicated():
+        x = relaid(op, x, x._spec.with_placements(index.placements))
+    spec = x._spec
+    post = _post(op, spec, index, wraps=False)
+    values = tuple(part[order] for part, order in zip(source._locals, post.orders, strict=True))
+    places, sources = sent_on(op, spec, [(post.places, post.splits), (values, post.splits)])
+    parts = [
+        part.scatter(0, torch.cat(at).to(torch.int64) - spec.box(coord)[0][0], torch.cat(new))
+        for coord, part, at, new in zip(spec.slots, x._locals, places, sources, strict=True)
+    ]
+    return wrap(spec, tuple(parts))
+
+
+def picked(op: Any, x: Any, index: Any, wraps: bool) -> Any:
+    """The elements of `x` at the places in `index`, laid out as the index is."""
+    mesh_of(op, [x, index])
+    spec = x._spec
+    post = _post(op, spec, index, wraps)
+    (wanted,) = sent_on(op, spec, [(post.places, post.splits)])
+    answers = tuple(
+        part[torch.cat(places).to(torch.int64) - spec.box(coord)[0][0]]
+        for coord, part, places in zip(spec.slots, x._locals, wanted, strict=True)
+    )
+    splits = [tuple(accumulate(row)) for row in zip(*post.sizes, strict=True)]
+    (found,) = sent_on(op, spec, [(answers, splits)])
+    parts = []
+    for order, pieces in zip(post.orders, found, strict=True):
+        new = torch.cat(pieces)
+        parts.append(torch.empty_like(new).index_copy_(0, order, new))
+    return wrap(index._spec.with_meta(TensorMeta(index._spec.shape, (1,), x.dtype)), tuple(parts))
