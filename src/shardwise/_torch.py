@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 __all__ = [
     "OpOverload",
@@ -13,8 +17,12 @@ __all__ = [
     "decomposition",
     "disabled_torch_function",
     "fake_tensors",
+    "gloo_group",
+    "gloo_timeout",
     "is_composite",
+    "is_held_elsewhere",
     "make_wrapper",
+    "never_free",
     "reading_lazy_bits",
     "root_mesh",
     "run_composite",
@@ -129,3 +137,49 @@ def shared_store() -> Any:
 def root_mesh(mesh: Any) -> Any:
     """The mesh that a `torch.distributed.DeviceMesh` was taken from by the names of its axes."""
     return mesh._get_root_mesh()
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of gloo that `torch.distributed` does not know of.
+
+    `dist.new_group` needs every rank of the world, or a name from how many groups a rank has, and
+    may not be called in two threads at once.
+    """
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def never_free(group: Any) -> None:
+    """Keep a group of gloo to the end of the process, and then not wait for it: to free one means
+    to wait for all that it has begun, which nothing can call off."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def gloo_timeout() -> timedelta:
+    """How long collectives of the world wait for each other on CPUs."""
+    assert dist.group.WORLD is not None
+    found: timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    return found
+
+
+def is_held_elsewhere(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether anybody but this sequence may hold one of its tensors, or their memory.
+
+    PyTorch's counts and Python's are beside each other: a user may hold the tensor itself, a view,
+    the tensor that it is a view of, the storage, or a capsule.
+    """
+    for part in parts:
+        base, storage = part._base, part.untyped_storage()
+        if not storage.resizable():  # the memory of an array, or of other processes too
+            return True
+        if sys.getrefcount(part) > 3 or sys.getrefcount(storage) > 3 or _counted(part) > 1:
+            return True
+        if base is not None and (sys.getrefcount(base) > 3 or _counted(base) > 2):
+            return True
+        views = 0 if base is None else 1
+        if torch._C._storage_Use_Count(storage._cdata) > 2 + views:
+            return True
+    return False
+
+
+def _counted(tensor: torch.Tensor) -> int:
+    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]

@@ -128,7 +128,9 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: DTensorSpec, *parts: torch.Tensor) -> Any:
         ctx.spec = spec
-        return wrap(spec, tuple(part.view_as(part) for part in parts))
+        made = wrap(spec, tuple(part.view_as(part) for part in parts))
+        share_cell(made).exposed = True  # who gave them has them still
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "defer",
     "is_deferred",
     "own_value",
+    "root_of",
     "store_through",
     "write_through",
 ]

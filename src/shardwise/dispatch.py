@@ -16,7 +16,8 @@ import torch
 from . import infer, policy
 from ._torch import OpOverload, reading_lazy_bits
 from .build import build
-from .engine import tell
+from .deferred import root_of
+from .engine import in_flight, settle, tell
 from .entry import Entry
 from .errors import LayoutError
 from .pending import PendingValue
@@ -81,6 +82,8 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
+    if in_flight and entry.altered:
+        _before_writing(entry, args, kwargs or {})
     if entry.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
         # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
         with torch.inference_mode(False), torch.no_grad():
@@ -129,6 +132,17 @@ def dispatch(
     except BaseException as error:
         tell(error)  # an error in values is this rank's alone: the others must not wait for it
         raise
+
+
+def _before_writing(entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Wait for what still reads the memory that an operator writes."""
+    given = [args[place] for place in entry.writes if place < len(args)]
+    given += [value for name, value in kwargs.items() if name in entry.altered]
+    for each in given:
+        for tensor in each if isinstance(each, (list, tuple)) else (each,):
+            # Nobody reads a value that is still to come.
+            if isinstance(tensor, Wrapper) and not isinstance(tensor, PendingValue):
+                settle(root_of(tensor)._locals)
 
 
 def _run(

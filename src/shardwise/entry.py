@@ -85,6 +85,7 @@ class Entry:
     """What is known of an operator before it is called, and the plans of its calls."""
 
     __slots__ = (
+        "altered",
         "by_type",
         "copies",
         "family",
@@ -113,6 +114,7 @@ class Entry:
         self.by_type = tuple([_by_type(a, user) for a in arguments])
         self.kw_by_type = dict(zip([a.name for a in arguments], self.by_type, strict=True))
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.altered = frozenset(a.name for a in writes)
         self.outs = tuple(a.name for a in writes if a.is_out)
         self.writes = tuple(i for i, a in enumerate(arguments) if a in writes and not a.is_out)
         self.written = self.writes[0] if self.writes else None

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .redistribute import Ready, Run, relaid, run_all, run_between, steps_between
+from .redistribute import Ready, Run, relaid, run_all, run_between, run_later, steps_between
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Locals, Origin, Wrapper, wrap
+from .wrapper import Locals, Origin, Wrapper, is_exposed, wrap
 
 __all__ = [
     "Move",
@@ -213,9 +213,9 @@ def stamps(tensor: Any, index: Any) -> object:
     return stamp(tensor), stamp(index)
 
 
-def _run(tensor: Any, spec: DTensorSpec, fresh: bool, later: bool = False) -> Run:
+def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
     base, local = _source(tensor, spec)
-    return run_between(base, spec, local, fresh=fresh, later=later)
+    return run_between(base, spec, local, fresh=fresh)
 
 
 def started(
@@ -225,7 +225,12 @@ def started(
 
     With `later` the tensors may be written before the results are asked for.
     """
-    return run_all([_run(t, spec, True, later) for t, spec in zip(tensors, specs, strict=True)])
+    pairs = list(zip(tensors, specs, strict=True))
+    if not later:
+        return run_all([_run(tensor, spec, True) for tensor, spec in pairs])
+    found = [(spec, *_source(tensor, spec)) for tensor, spec in pairs]
+    held = any(map(is_exposed, tensors))
+    return run_later([(base, spec, local) for spec, base, local in found], held)
 
 
 def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:

@@ -31,7 +31,7 @@ class PendingValue:
 def pending(spec: DTensorSpec, ready: Ready) -> Any:
     """A DTensor with the local tensors that `ready` gives, asked for when they are used."""
     topology = spec.topology
-    if topology.virtual or topology.coordinate is None:
+    if topology.virtual:
         return wrap(spec, ready())  # nothing is under way
     shape, stride, dtype = spec.meta
     kind = Wrapper.pending  # type: ignore[attr-defined]

@@ -122,8 +122,7 @@ class DTensor(Wrapper):
 
         `cuts` gives for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s.
         `device_mesh` may be another mesh, of other ranks too: all ranks of both must make the call.
-        With `async_op` the last collective overlaps with what follows; the result waits for it when
-        it is first used.
+        With `async_op` it overlaps with what follows; the result waits when it is first used.
 
         >>> import torch, shardwise
         >>> from shardwise import Replicate, Shard
@@ -308,8 +307,8 @@ def redistribute_all(
     """Many tensors in other layouts, in few collectives: those that are alike go out as one.
 
     `placements` are for all tensors, or one list for each. All ranks must give the tensors in the
-    same order. With `async_op` the last collectives overlap with what follows; each result waits
-    when it is first used.
+    same order. With `async_op` they overlap with what follows; each result waits when it is first
+    used.
 
     >>> import torch, shardwise
     >>> from shardwise import Replicate, Shard

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ._torch import disabled_torch_function, make_wrapper
+from ._torch import disabled_torch_function, is_held_elsewhere, make_wrapper
+from .engine import in_flight, settle
 from .spec import DTensorSpec
 
 __all__ = ["Origin", "Plain", "Wrapper", "wrap"]
@@ -98,9 +99,22 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     """
     cell, own = share_cell(tensor), tensor._locals
     cell.exposed = True
+    if in_flight:
+        settle(own)
     if cell.parts is own or len(cell.parts) != len(own):
         return own
     return tuple([_view_of(base, part) for base, part in zip(cell.parts, own, strict=True)])
+
+
+def is_exposed(tensor: Any) -> bool:
+    """Whether a user may write into the local tensors where nobody counts.
+
+    Who was given them may have let go of them since.
+    """
+    cell = tensor._cell
+    if cell is None or not cell.exposed:
+        return False
+    return cell.parts is not tensor._locals or is_held_elsewhere(cell.parts)
 
 
 def _view_of(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

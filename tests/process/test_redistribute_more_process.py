@@ -27,7 +27,7 @@ from shardwise.links import read_links, write_links
 from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
 from shardwise.pending import PendingValue
 from shardwise.placement import Placement
-from shardwise.redistribute import Run, run_all, run_between
+from shardwise.redistribute import run_all, run_between
 from shardwise.spec import DTensorSpec
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
@@ -70,13 +70,13 @@ def move(
     return results
 
 
-def run_of(meshes: dict[str, AnyMesh], case: Case) -> Run:
+def run_of(meshes: dict[str, AnyMesh], case: Case, made: Callable[..., Any] = run_between) -> Any:
     src, dst = (spec_on(meshes[str(side[0])], case, side) for side in case[2:])
     full = whole_numbers(case[0], dtype=case[1])
     order = order_of(case)  # its own inverse
     parts = stored(src, scatter(src, full))
     local = [part.permute(order).contiguous().permute(order) for part in parts]
-    return run_between(src, dst, tuple(local))
+    return made(src, dst, tuple(local))
 
 
 def check(cases: Sequence[Case], got: Sequence[Sequence[Any]]) -> None:

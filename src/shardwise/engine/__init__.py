@@ -3,15 +3,19 @@
 from ..mesh import Topology
 from .buffer import buffer_size, exchange_buffer
 from .faults import tell
-from .process import ProcessEngine
+from .flight import Flight, fly, in_flight, settle
+from .lane import here, rehearsing
+from .process import ProcessEngine, can_fly, in_one_go
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, identity
+from .rehearsal import Rehearsal
 from .virtual import VirtualEngine
 from .wire import as_bytes, backends_reduce, buffer_width, is_plain
 
 __all__ = [
     "Engine",
     "Finish",
+    "Flight",
     "Job",
     "Locals",
     "Parcel",
@@ -19,19 +23,29 @@ __all__ = [
     "backends_reduce",
     "buffer_size",
     "buffer_width",
+    "can_fly",
     "check_reducible",
     "engine_of",
     "exchange_buffer",
+    "fly",
+    "here",
     "identity",
+    "in_flight",
+    "in_one_go",
     "is_plain",
     "narrow",
+    "rehearsing",
+    "settle",
     "tell",
 ]
 
 _virtual: Engine = VirtualEngine()
 _process: Engine = ProcessEngine()
+_rehearsal: Engine = Rehearsal()
 
 
 def engine_of(topology: Topology) -> Engine:
     """The engine that serves a mesh."""
-    return _virtual if topology.virtual else _process
+    if topology.virtual:
+        return _virtual
+    return _rehearsal if here.rehearsing else _process

@@ -8,19 +8,21 @@ from itertools import product
 
 from ..errors import CommunicationError
 from ..geometry import Box, box_numel
+from .lane import here
 
 __all__ = ["buffer_size", "chunks", "exchange_buffer"]
 
 
 class _Buffer:
-    """One for the process: a backward runs in other threads than its forward."""
+    """One for the process: a backward runs in other threads than its forward. What runs in the
+    background has that of its call."""
 
     nbytes = 32 << 20
 
 
 def buffer_size() -> int:
     """The bytes that a collective may pack and unpack at a time."""
-    return _Buffer.nbytes
+    return _Buffer.nbytes if here.nbytes is None else here.nbytes
 
 
 @contextmanager

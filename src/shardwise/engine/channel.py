@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import CommunicationError
 from ..mesh import Coord, Topology, VirtualMesh
+from .faults import look
+from .lane import here
 from .protocol import Task
 
-__all__ = ["Channel", "channel_of", "lanes"]
+__all__ = ["Channel", "channel_of", "is_behind", "lanes"]
 
 
 @dataclass(frozen=True)
@@ -23,24 +26,31 @@ class Channel:
     `group` is None if no process group has these ranks: they then talk in pairs. A group may have
     other ranks of the mesh too, which exchange something else among themselves, or nothing: all
     must count alike how often they talk. A rank that is not on a mesh has no coordinate there.
+    `me` is the place of this rank.
     """
 
-    group: dist.ProcessGroup | None
+    group: Any
     ranks: tuple[int, ...]
     senders: tuple[Coord | None, ...]
     receivers: tuple[Coord | None, ...]
-
-    @cached_property
-    def me(self) -> int:
-        return self.ranks.index(dist.get_rank())
+    me: int
 
 
 def channel_of(tasks: Sequence[Task]) -> Channel:
     """The channel for collectives that go out as one."""
     src, dst = tasks[0].src.topology, tasks[0].dst.topology
+    axes = tuple(sorted({axis for task in tasks for axis in task.axes}))
+    if here.lane is not None:
+        found = _members(src, axes) if src is dst else _of_both(src, dst)
+        return replace(found, group=here.lane.group(found.ranks, look))
     if src is dst:
-        return _on_one_mesh(src, tuple(sorted({axis for task in tasks for axis in task.axes})))
+        return _on_one_mesh(src, axes)
     return _between(src, dst)
+
+
+def is_behind(group: Any) -> bool:
+    """Whether a group is one of the background, which `torch.distributed` does not know."""
+    return not isinstance(group, dist.ProcessGroup)
 
 
 def world() -> dist.ProcessGroup:
@@ -52,17 +62,25 @@ def world() -> dist.ProcessGroup:
 
 @lru_cache(maxsize=4096)
 def _on_one_mesh(topology: Topology, axes: tuple[int, ...]) -> Channel:
-    assert topology.coordinate is not None
     group = _spanning(topology, axes)
     if group is None:
-        members = topology.group_coords(topology.coordinate, axes)
-        ranks = tuple(sorted(map(topology.rank_of, members)))
-    else:
-        ranks = tuple(dist.get_process_group_ranks(group))
+        return _members(topology, axes)
+    return _among(topology, tuple(dist.get_process_group_ranks(group)), group)
+
+
+@lru_cache(maxsize=4096)
+def _members(topology: Topology, axes: tuple[int, ...]) -> Channel:
+    """The members along `axes`, without a group."""
+    assert topology.coordinate is not None
+    members = topology.group_coords(topology.coordinate, axes)
+    return _among(topology, tuple(sorted(map(topology.rank_of, members))), None)
+
+
+def _among(topology: Topology, ranks: tuple[int, ...], group: Any) -> Channel:
     every = topology.group_coords((0,) * topology.ndim, range(topology.ndim))
     where = dict(zip(topology.ranks, every, strict=True))
     coords = tuple(where[rank] for rank in ranks)
-    return Channel(group, ranks, coords, coords)
+    return Channel(group, ranks, coords, coords, coords.index(topology.coordinate))
 
 
 def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -83,17 +101,29 @@ def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 
 @lru_cache(maxsize=4096)
 def _between(src: Topology, dst: Topology) -> Channel:
+    found = _of_both(src, dst)
+    return replace(found, group=world()) if len(found.ranks) == dist.get_world_size() else found
+
+
+@lru_cache(maxsize=4096)
+def _of_both(src: Topology, dst: Topology) -> Channel:
+    """The ranks of two meshes, without a group."""
     senders = dict(zip(src.ranks, src.group_coords((0,) * src.ndim, range(src.ndim)), strict=True))
     receivers = dict(
         zip(dst.ranks, dst.group_coords((0,) * dst.ndim, range(dst.ndim)), strict=True)
     )
     ranks = tuple(sorted({*senders, *receivers}))
-    group = world() if len(ranks) == dist.get_world_size() else None
-    return Channel(group, ranks, tuple(map(senders.get, ranks)), tuple(map(receivers.get, ranks)))
+    mesh = dst if src.coordinate is None else src
+    assert mesh.coordinate is not None
+    me = ranks.index(mesh.rank_of(mesh.coordinate))
+    have, want = tuple(map(senders.get, ranks)), tuple(map(receivers.get, ranks))
+    return Channel(None, ranks, have, want, me)
 
 
-def lanes(topology: Topology, axes: tuple[int, ...]) -> list[dist.ProcessGroup]:
+def lanes(topology: Topology, axes: tuple[int, ...]) -> list[Any]:
     """Groups that, one after another, reduce over `axes`: one if there is one for all of them."""
+    if here.lane is not None:
+        return [here.lane.group(_members(topology, axes).ranks, look)]
     own = tuple(axis for axis in axes if topology.shape[axis] > 1)
     assert not isinstance(topology.mesh, VirtualMesh)
     if len(own) > 1 and own in topology.groups:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from .._torch import shared_store
 from ..errors import CommunicationError, ShardwiseError
+from .lane import Lane, here
 
-__all__ = ["forgive", "tell", "wait", "wait_pairs"]
+__all__ = ["forgive", "leave_note", "look", "tell", "wait", "wait_pairs"]
 
 _KEY = "shardwise/fault"
+_KEY_BEHIND = "shardwise/fault/background"
 _LOOK_AFTER = timedelta(seconds=2)
 
 
@@ -37,9 +39,18 @@ def tell(error: BaseException) -> None:
     _Told.note = True
 
 
+def leave_note(lane: Lane, error: BaseException) -> None:
+    """As `tell`, for what ran in the background. This note stays: its groups are of no more use."""
+    text = f"rank {lane.rank} failed in the background: {type(error).__name__}: {error}"
+    try:
+        lane.store.set(_KEY_BEHIND, text[:2000])
+    except RuntimeError:
+        return  # the store is gone, and with it the process that had it: all hear of that
+
+
 def forgive() -> None:
     """Take the note back: the program caught the error and goes on."""
-    if _Told.note:
+    if _Told.note and here.lane is None:
         shared_store().delete_key(_KEY)
         _Told.note = False
 
@@ -51,9 +62,13 @@ def wait(work: Any, on_cpu: bool) -> None:
     while on_cpu:
         try:
             work.wait(_LOOK_AFTER)
+            if here.lane is not None:
+                here.lane.finished += 1
             return
         except RuntimeError as error:
-            _look(error)
+            if here.lane is not None:
+                here.lane.park()
+            look(error)
             if "timed out" not in str(error).lower():
                 raise
             if work.is_completed():  # it ended just now, well or badly: the next wait tells
@@ -85,15 +100,16 @@ def wait_pairs(works: Sequence[Any], on_cpu: bool) -> None:
 
     threading.Thread(target=wait_for_all, name="shardwise-wait", daemon=True).start()
     while not done.wait(_LOOK_AFTER.total_seconds()):
-        _look(None)
+        look(None)
     if failures:
-        _look(failures[0])
+        look(failures[0])
         raise failures[0]
 
 
-def _look(error: RuntimeError | None) -> None:
+def look(error: RuntimeError | None) -> None:
     """Raise if another rank has left a note."""
-    store = shared_store()
-    if store.check([_KEY]):
-        text = store.get(_KEY).decode()
-        raise CommunicationError(f"a collective cannot finish: {text}.") from error
+    store = shared_store() if here.lane is None else here.lane.store
+    for key in (_KEY, _KEY_BEHIND):
+        if store.check([key]):
+            text = store.get(key).decode()
+            raise CommunicationError(f"a collective cannot finish: {text}.") from error

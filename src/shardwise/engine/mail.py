@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ..mesh import Coord
 from .buffer import buffer_size, chunks
 from .channel import Channel, world
 from .faults import forgive, wait, wait_pairs
+from .groups import all_to_all
 from .protocol import Job, Parcel, narrow
 from .reduction import reduce_into
 from .wire import as_bytes, buffer_width
@@ -35,6 +36,7 @@ def mail(
 ) -> Iterator[Launch]:
     """The collectives, one after another, that bring the pieces of all jobs into `outs`."""
     small: list[tuple[Job, torch.Tensor | None]] = []
+    spare: dict[str, torch.Tensor] = {}  # each round has landed before the next one is launched
     # What comes may lie where it cannot be read if there are several dtypes: it is copied again.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
@@ -43,15 +45,15 @@ def mail(
         if not nbytes:
             continue
         if nbytes > room:
-            yield from _in_rounds(channel, job, out)
+            yield from _in_rounds(channel, job, out, spare)
             continue
         if total + nbytes > room:
-            yield _Round(channel, tuple(small)).launch
+            yield _Round(channel, tuple(small), spare=spare).launch
             small, total = [], 0
         small.append((job, out))
         total += nbytes
     if small:
-        yield _Round(channel, tuple(small)).launch
+        yield _Round(channel, tuple(small), spare=spare).launch
 
 
 def _weight(channel: Channel, job: Job) -> int:
@@ -64,7 +66,9 @@ def _weight(channel: Channel, job: Job) -> int:
     return max(max(sent), max(got))
 
 
-def _in_rounds(channel: Channel, job: Job, out: torch.Tensor | None) -> Iterator[Launch]:
+def _in_rounds(
+    channel: Channel, job: Job, out: torch.Tensor | None, spare: dict[str, torch.Tensor]
+) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
     most = max(1, buffer_size() // 2 // (len(channel.ranks) * buffer_width(job.task, job.dtype)))
     task = job.task
@@ -74,7 +78,6 @@ def _in_rounds(channel: Channel, job: Job, out: torch.Tensor | None) -> Iterator
         for dst in channel.receivers
         if src and dst and task.sends(src, dst)
     ]
-    spare: dict[str, torch.Tensor] = {}  # each round has landed before the next one is launched
     for index in range(max(counts, default=0)):
         yield _Round(channel, ((job, out),), index, most, spare).launch
 
@@ -87,7 +90,7 @@ Packet = tuple[Job, torch.Tensor | None, Coord, Parcel]
 class _Round:
     """One all-to-all: the chunks number `index` of all pieces of some jobs.
 
-    `spare` is memory that rounds of one tensor use one after another.
+    `spare` is memory that rounds use one after another.
     """
 
     channel: Channel
@@ -295,10 +298,7 @@ def _post(
     forgive()
     on_cpu = received.device.type == "cpu"
     if channel.group is not None:
-        work: Any = dist.all_to_all_single(
-            received, sent, incoming, outgoing, group=channel.group, async_op=True
-        )
-        return lambda: wait(work, on_cpu)
+        return partial(wait, all_to_all(channel.group, received, sent, incoming, outgoing), on_cpu)
     pairs: list[dist.P2POp] = []
     arrivals, departures = received.split(incoming), sent.split(outgoing)
     for rank, index in zip(channel.ranks, range(len(channel.ranks)), strict=True):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from ..geometry import Box, box_numel, relative
 from .buffer import buffer_size
-from .channel import Channel
+from .channel import Channel, is_behind
 from .faults import forgive, wait
 from .mail import Land, shaped, tile
 from .protocol import Job, narrow
 from .wire import as_bytes, backends_reduce, from_wire, is_plain, to_wire, wire_op
 
-__all__ = ["native_launch"]
+__all__ = ["native_launch", "prefers_own"]
 
 Launcher = Callable[[Channel, Job, torch.Tensor], Land]
 
@@ -72,6 +72,8 @@ def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
 
     `dist.get_backend` will not do: without a backend in `init_process_group` it says "undefined".
     """
+    if is_behind(group):
+        return False
     config: str = dist.get_backend_config(group)
     return f"{device_type}:gloo" not in config.split(",")
 

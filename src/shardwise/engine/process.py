@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,13 @@ from ..trace import record
 from .buffer import buffer_size
 from .channel import channel_of, lanes
 from .faults import forgive, wait
+from .groups import all_reduce
 from .mail import Land, Launch, mail
-from .native import native_launch
-from .protocol import Finish, Job
+from .native import native_launch, prefers_own
+from .protocol import Finish, Job, Task
 from .wire import backends_reduce, buffer_width, from_wire, is_plain, to_wire, wire_op
 
-__all__ = ["ProcessEngine"]
+__all__ = ["ProcessEngine", "can_fly", "in_one_go"]
 
 
 class ProcessEngine:
@@ -95,6 +97,28 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
         yield partial(launcher, channel, job, out)
+
+
+# --- overlapping ---------------------------------------------------------------------------------
+
+
+def can_fly(topology: Topology) -> bool:
+    """Whether collectives of a mesh can be run in the background. Those of other backends than gloo
+    wait for each other on the device, in whatever order that has them."""
+    return (
+        not topology.virtual
+        and topology.device_type == "cpu"
+        and not prefers_own(dist.group.WORLD, "cpu")
+    )
+
+
+def in_one_go(task: Task, dtype: torch.dtype) -> bool:
+    """Whether a tensor of any size goes in one collective of a backend, without a buffer."""
+    if task.kind != "all_reduce" or not backends_reduce(dtype, task.op):
+        return False
+    if task.src.topology.coordinate is None:
+        return False  # this rank has no part in it
+    return is_plain(dtype, task.op) and len(lanes(task.src.topology, task.axes)) == 1
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
@@ -179,7 +203,6 @@ def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
     return land
 
 
-def _reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Land:
+def _reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Any) -> Land:
     forgive()
-    work = dist.all_reduce(value, op, group=group, async_op=True)
-    return lambda: wait(work, value.device.type == "cpu")
+    return partial(wait, all_reduce(group, value, op), value.device.type == "cpu")

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from ..engine import Finish, Job, Locals, buffer_size, engine_of, identity, narrow
+from ..engine import Finish, Job, Locals, buffer_size, engine_of, here, identity, narrow
 from ..geometry import box_numel, box_shape, is_dense, memory_order, relative, stride_like
 from ..trace import is_heard, record
 from .portions import Portion, portions
@@ -126,7 +126,7 @@ def _collective(members: list[_State]) -> None:
     """One collective for the next steps of several runs."""
     steps = [state.left.pop(0) for state in members]
     jobs = [state.job(step) for state, step in zip(members, steps, strict=True)]
-    if is_heard():
+    if is_heard() and here.lane is None:  # of what runs in the background they have heard
         kinds = {step.kind for step in steps}
         axes = tuple(sorted({axis for step in steps for axis in step.axes}))
         received = bytes_received(steps, [job.dtype.itemsize for job in jobs])

@@ -1,0 +1,504 @@
+"""`async_op=True` on real processes: what takes several messages runs in the background."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise._torch import shared_store
+from shardwise.engine import flight, in_flight, mail
+from shardwise.errors import CommunicationError
+from shardwise.mesh import AnyMesh, DeviceMesh
+from shardwise.pending import PendingValue
+from shardwise.redistribute import run_later
+
+from ..layouts import whole_numbers
+from .harness import ProcessPool
+from .test_redistribute_more_process import RANKS, Case, check, random_cases, run_of
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+Pools = Callable[[int], ProcessPool]
+ROOM = 1 << 12
+"""A buffer so small that the tensors below go in rounds."""
+
+
+def until(said: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Whether something comes true while this thread does nothing."""
+    end = time.monotonic() + seconds
+    while not said() and time.monotonic() < end:
+        time.sleep(0.005)
+    return said()
+
+
+def landed() -> bool:
+    """Whether nothing is in flight, and the thread of the background is gone."""
+    return not in_flight and not any(t.name == "shardwise-background" for t in _threads())
+
+
+def _threads() -> list[threading.Thread]:
+    return threading.enumerate()
+
+
+def given(mesh: AnyMesh, placements: Sequence[Any], full: torch.Tensor) -> sw.DTensor:
+    return sw.distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+# --- it overlaps ----------------------------------------------------------------------------------
+
+
+def flown_alone() -> list[str]:
+    """Rank 0 makes the call long before the others do; all of it runs while nobody waits."""
+    flat, square = sw.init_device_mesh("cpu", (4,)), sw.init_device_mesh("cpu", (2, 2))
+    halves = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    full = whole_numbers((96, 64))
+    x, y = given(flat, [S0], full), given(square, [S0, S1], full)
+    pending = [y.redistribute(placements=each) for each in ([P, Partial("max")], [P, P])]
+    apart, blocks = given(halves[0], [S0], full), given(flat, [Shard(0, 4)], full)
+    moves: dict[str, Callable[[], list[Any]]] = {
+        "rounds": lambda: [x.redistribute(placements=[S1], async_op=True)],
+        "steps": lambda: [pending[1].redistribute(placements=[S0, R], async_op=True)],
+        "portions": lambda: [pending[0].redistribute(placements=[R, S0], async_op=True)],
+        "batch": lambda: sw.redistribute_all([x, y, x], [[S1], [R, R], [R]], async_op=True),
+        "meshes": lambda: [apart.redistribute(halves[1], [S1], async_op=True)],
+        "blocks": lambda: [blocks.redistribute(placements=[Shard(0, 6)], async_op=True)],
+    }
+    store, wrong = shared_store(), []
+    for name, call in moves.items():
+        key = f"test/{name}/{time.time_ns()}" if dist.get_rank() == 0 else ""
+        keys = [key]
+        dist.broadcast_object_list(keys)
+        if dist.get_rank():
+            store.wait(keys)
+        with sw.exchange_buffer(ROOM):
+            made = call()
+        if dist.get_rank() == 0:
+            wrong += [] if in_flight else [f"{name}: not in flight"]
+            store.set(keys[0], "called")  # it came back although nobody else has called
+        if not all(isinstance(each, PendingValue) for each in made):
+            wrong.append(f"{name}: it is there at once")
+        if not until(landed):
+            wrong.append(f"{name}: it does not get on by itself")
+        for each in made:
+            here = each._spec.topology.coordinate is not None
+            if here and not torch.equal(each.full_tensor(), full):
+                wrong.append(f"{name}: values")
+    return wrong
+
+
+def test_what_takes_several_messages_overlaps(processes: Pools) -> None:
+    assert processes(4).run(flown_alone, timeout=120) == [[]] * 4
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def move_later(cases: Sequence[Case], buffer: int, batch: int) -> list[list[torch.Tensor]]:
+    """On one rank: the local tensors after each case; some are waited for late."""
+    meshes: dict[str, AnyMesh] = {}
+    for case in cases:
+        for ranks, *_ in case[2:]:
+            if str(ranks) not in meshes:
+                meshes[str(ranks)] = DeviceMesh("cpu", ranks)
+    ready = []
+    for start in range(0, len(cases), batch):
+        moves = [run_of(meshes, case, source_of) for case in cases[start : start + batch]]
+        with sw.exchange_buffer(buffer):
+            ready += run_later(moves, False)
+    return [list(each()) for each in ready]
+
+
+def source_of(src: Any, dst: Any, local: Any) -> Any:
+    return src, dst, local
+
+
+@pytest.mark.parametrize(("buffer", "batch"), [(48, 1), (64, 20)])
+def test_random_cases_later(processes: Pools, buffer: int, batch: int) -> None:
+    cases = random_cases(100, seed=7 + buffer, ranks=RANKS)
+    check(cases, processes(4).run(move_later, cases, buffer, batch))
+
+
+def dtypes_later() -> list[str]:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    wrong = []
+    kinds = (torch.bool, torch.uint8, torch.int16, torch.float16, torch.complex64, torch.float64)
+    for dtype in kinds:
+        full = whole_numbers((13, 9), dtype=torch.int32).to(dtype)
+        for src, dst in [([S0, S1], [S1, S0]), ([S0, S0], [R, R]), ([R, S1], [S0, R])]:
+            x = given(mesh, src, full)
+            with sw.exchange_buffer(64):
+                y = x.redistribute(placements=dst, async_op=True)
+            if not torch.equal(y.full_tensor(), full):
+                wrong.append(f"{dtype} {src} {dst}")
+        if dtype is torch.bool:
+            continue
+        one = torch.ones(13, 9, dtype=dtype)
+        pending = sw.DTensor.from_local(one, mesh, [P, P])
+        for dst in ([R, R], [S0, S1], [S1, R]):
+            with sw.exchange_buffer(64):
+                y = pending.redistribute(placements=dst, async_op=True)
+            if not torch.equal(y.full_tensor(), one * 4):
+                wrong.append(f"{dtype} pending {dst}")
+    return wrong
+
+
+def test_dtypes_later(processes: Pools) -> None:
+    assert processes(4).run(dtypes_later) == [[]] * 4
+
+
+def gradients() -> list[bool]:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    full = whole_numbers((24, 16), dtype=torch.float64)
+    plain = full.clone().requires_grad_()
+    x = given(mesh, [S0], full).requires_grad_()
+    with sw.exchange_buffer(256):
+        y = x.redistribute(placements=[S1], async_op=True)
+        z = sw.redistribute_all([y, x], [[R], [S1]], async_op=True)
+    facts = [isinstance(each, PendingValue) for each in z]
+    first = torch.autograd.grad((z[0] * z[1] * y).sum(), x, create_graph=True)[0]
+    expected = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)[0]
+    facts.append(torch.equal(first.full_tensor(), expected))
+    (first**2).sum().backward()
+    (expected**2).sum().backward()
+    assert x.grad is not None and plain.grad is not None
+    facts.append(torch.equal(x.grad.full_tensor(), plain.grad))
+    with torch.inference_mode():
+        w = given(mesh, [S0], full)
+        with sw.exchange_buffer(256):
+            w = w.redistribute(placements=[S1], async_op=True)
+        facts.append(torch.equal((w.add_(1)).full_tensor(), full + 1))
+    return facts
+
+
+def test_gradients_through_what_flies(processes: Pools) -> None:
+    assert all(all(facts) for facts in processes(4).run(gradients))
+
+
+def counts() -> list[bool]:
+    """Who listens hears the same, at the call."""
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    full = whole_numbers((32, 32))
+    x, blocks = given(mesh, [S0, S1], full), given(mesh, [Shard(0, 4), R], full)
+    facts = []
+    for value, dst in [(x, [S1, S0]), (x, [R, P]), (blocks, [Shard(0, 8), S1])]:
+        heard = []
+        for later in (False, True):
+            with sw.exchange_buffer(512), sw.CommDebugMode() as comm:
+                made = value.redistribute(placements=dst, async_op=later)
+            heard.append((comm.get_comm_counts(), comm.bytes, str(comm)))
+            facts.append(torch.equal(made.full_tensor(), full))
+        facts.append(heard[0] == heard[1] and bool(heard[0][0]))
+    return facts
+
+
+def test_listeners_hear_of_it_at_the_call(processes: Pools) -> None:
+    assert all(all(facts) for facts in processes(4).run(counts))
+
+
+# --- beside other collectives ---------------------------------------------------------------------
+
+
+def in_between() -> list[str]:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    rank = dist.get_rank()
+    full = whole_numbers((48, 32))
+    x = given(mesh, [S0, S1], full)
+    wrong = []
+    for turn in range(5):
+        with sw.exchange_buffer(1024):
+            made = [(x + n).redistribute(placements=[S1, S0], async_op=True) for n in range(4)]
+        value = torch.ones(3) * rank
+        dist.all_reduce(value)  # the program's own
+        if value.tolist() != [6.0] * 3:
+            wrong.append(f"{turn}: all_reduce {value}")
+        if not torch.equal((x @ x.t()).full_tensor(), full @ full.t()):
+            wrong.append(f"{turn}: product")
+        order = [(n + rank) % 4 for n in range(4)]  # another on each rank
+        parts = {n: made[n].to_local() for n in order}
+        if not torch.equal(x.sum().full_tensor(), full.sum()):
+            wrong.append(f"{turn}: sum")
+        here = full.chunk(2, 1)[rank // 2].chunk(2, 0)[rank % 2]
+        for n, part in parts.items():
+            if not torch.equal(part, here + n):
+                wrong.append(f"{turn}: {n}")
+    return wrong
+
+
+def test_other_collectives_and_any_order_of_use(processes: Pools) -> None:
+    assert processes(4).run(in_between) == [[]] * 4
+
+
+def dropped() -> list[bool]:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    full = whole_numbers((64, 64))
+    x = given(mesh, [S0], full)
+    alive = []
+    with sw.exchange_buffer(ROOM):
+        for turn in range(20):
+            y = x.redistribute(placements=[S1], async_op=True)
+            pair = sw.redistribute_all([x, x], [R], async_op=True)
+            alive += [weakref.ref(each) for each in (y, *pair)]
+            if turn % 4 == dist.get_rank():  # ranks may differ in what they use
+                assert torch.equal(pair[0].full_tensor(), full)
+        source = x.clone()
+        memory = weakref.ref(source._locals[0])
+        source.redistribute(placements=[S1], async_op=True)
+        del y, pair, source
+    facts = [until(landed)]
+    gc.collect()
+    facts += [all(each() is None for each in alive), memory() is None]
+    facts.append(torch.equal(x.redistribute(placements=[R]).to_local(), full))
+    return facts
+
+
+def test_what_is_dropped_is_flown_and_leaks_nothing(processes: Pools) -> None:
+    assert all(all(facts) for facts in processes(4).run(dropped))
+
+
+# --- writing into what is under way ---------------------------------------------------------------
+
+
+def written() -> list[str]:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    full = whole_numbers((64, 48)) + 5
+
+    def held() -> tuple[Any, Callable[[], Any]]:
+        part = given(mesh, [S0], full).to_local().clone()
+        return sw.DTensor.from_local(part, mesh, [S0]), part.zero_
+
+    def exposed() -> tuple[Any, Callable[[], Any]]:
+        x = given(mesh, [S0], full)
+        part = x.to_local()
+        return x, part.zero_
+
+    def seen_by_array() -> tuple[Any, Callable[[], Any]]:
+        part = given(mesh, [S0], full).to_local().clone().numpy()
+        return sw.DTensor.from_local(torch.from_numpy(part), mesh, [S0]), lambda: part.fill(0)
+
+    def own(write: Callable[[Any], Any]) -> Callable[[], tuple[Any, Callable[[], Any]]]:
+        def make() -> tuple[Any, Callable[[], Any]]:
+            x = given(mesh, [S0], full)
+            return x, lambda: write(x)
+
+        return make
+
+    zeros = given(mesh, [S0], torch.zeros_like(full))
+    ways: dict[str, Callable[[], tuple[Any, Callable[[], Any]]]] = {
+        "in place": own(lambda x: x.zero_()),
+        "a slice": own(lambda x: x[3:60].zero_()),
+        "a view elsewhere": own(lambda x: x[5].fill_(1)),
+        "a regrouped view": own(lambda x: x.view(-1).mul_(0)),
+        "detached": own(lambda x: x.detach().zero_()),
+        "a list": own(lambda x: torch._foreach_zero_([x])),
+        "out": own(lambda x: torch.add(zeros, zeros, out=x)),
+        "by mask": own(lambda x: x.__setitem__(x > 5, 0.0)),
+        "by index": own(lambda x: x.__setitem__(torch.tensor([1, 40]), 0.0)),
+        "random": own(lambda x: x.uniform_()),
+        "resized": own(lambda x: x.resize_(2, 2)),
+        "data": own(lambda x: setattr(x, "data", zeros)),
+        "what to_local gives": own(lambda x: x.to_local().zero_()),
+        "what to_local gave": exposed,
+        "what from_local got": held,
+        "an array": seen_by_array,
+    }
+    wrong = []
+    for name, make in ways.items():
+        for count in (1, 3):  # the later ones wait in the queue
+            x, write = make()
+            with sw.exchange_buffer(512):
+                made = [x.redistribute(placements=[S1], async_op=True) for _ in range(count)]
+            write()
+            if not all(torch.equal(each.full_tensor(), full) for each in made):
+                wrong.append(f"{name} {count}")
+    return wrong
+
+
+def test_the_source_may_be_written_at_once(processes: Pools) -> None:
+    assert processes(4).run(written) == [[]] * 4
+
+
+def read_meanwhile() -> list[bool]:
+    """Only who writes waits: the peers make their call when this rank has gone on."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    full = whole_numbers((64, 48))
+    x, other = given(mesh, [S0], full), given(mesh, [S0], full)
+    let_go = sw.DTensor.from_local(full[:16].clone(), mesh, [S0])
+    let_go.to_local().add_(0)
+    keys = [f"test/read/{time.time_ns()}"]
+    dist.broadcast_object_list(keys)
+    store = shared_store()
+    if dist.get_rank():
+        store.wait(keys)
+    with sw.exchange_buffer(512):
+        made = [v.redistribute(placements=[S1], async_op=True) for v in (x, let_go)]
+    other.add_(x)
+    x.detach()
+    facts = [len(in_flight) == 2 or dist.get_rank() > 0]
+    if dist.get_rank() == 0:
+        store.set(keys[0], "called")
+    facts.append(torch.equal(made[0].full_tensor(), full))
+    facts.append(torch.equal(other.full_tensor(), 2 * full))
+    return [*facts, made[1].shape == full.shape]
+
+
+def test_reading_does_not_wait(processes: Pools) -> None:
+    assert all(all(facts) for facts in processes(4).run(read_meanwhile))
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def fail_behind() -> list[str]:
+    mesh = sw.init_device_mesh("cpu", (3,))
+    full = whole_numbers((64, 64))
+    x = given(mesh, [S0], full)
+    with sw.exchange_buffer(ROOM):
+        fine = x.redistribute(placements=[S1], async_op=True)
+        assert torch.equal(fine.full_tensor(), full)
+        if dist.get_rank() == 1:
+            pack, count = mail._packed, [0]
+
+            def fails(*args: Any) -> torch.Tensor:
+                count[0] += 1
+                if count[0] == 2:
+                    raise MemoryError("no room for the second round")
+                return pack(*args)
+
+            mail._packed = fails
+        started = time.monotonic()
+        bad = x.redistribute(placements=[S1], async_op=True)
+        behind = x.redistribute(placements=[R], async_op=True)
+        said = []
+        for each in (bad, bad, behind):
+            with pytest.raises(CommunicationError) as caught:
+                each + 1
+            said.append(str(caught.value))
+        if dist.get_rank() == 1:
+            mail._packed = pack
+        later = x.redistribute(placements=[R], async_op=True)
+        with pytest.raises(CommunicationError) as caught:
+            later.to_local()
+        said.append(str(caught.value))
+    assert time.monotonic() - started < 30
+    assert torch.equal(x.redistribute(placements=[R]).to_local(), full)  # what it does itself works
+    assert until(landed)
+    return said
+
+
+def test_a_failure_behind_is_told_at_first_use() -> None:
+    pool = ProcessPool(3)  # of its own: nothing can fly there after this
+    try:
+        for rank, said in enumerate(pool.run(fail_behind, timeout=90)):
+            for text in said:
+                assert "no room for the second round" in text, (rank, text)
+                assert rank == 1 or "rank 1 failed" in text, (rank, text)
+    finally:
+        pool.stop()
+
+
+def fail_before() -> str:
+    """A rank that fails before it makes the call: the others hear of it at first use."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x, index = given(mesh, [S0], whole_numbers((64, 64))), given(mesh, [R], torch.tensor([99]))
+    with pytest.raises((CommunicationError, RuntimeError)) as caught, sw.exchange_buffer(ROOM):
+        if dist.get_rank():
+            x.index_select(1, index)
+        x.redistribute(placements=[S1], async_op=True).to_local()
+    return type(caught.value).__name__
+
+
+def nothing_made() -> bool:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = given(mesh, [S0], whole_numbers((64, 64)))
+    with sw.exchange_buffer(ROOM):
+        x.redistribute(placements=[S1])
+    x.redistribute(placements=[S1], async_op=True).to_local()  # one message
+    return flight._Airport.runway is None
+
+
+def test_a_rank_that_never_calls_is_heard_of() -> None:
+    pool = ProcessPool(2)
+    try:
+        assert all(pool.run(nothing_made)), "who does not need the background must not pay for it"
+        assert pool.run(fail_before, timeout=60) == ["CommunicationError", "RuntimeError"]
+    finally:
+        pool.stop()
+
+
+# --- the end of a process -------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+import shardwise as sw
+from shardwise import Shard
+
+way = sys.argv[1]
+mesh = sw.init_device_mesh("cpu", (2,))
+full = torch.arange(64.0 * 64).view(64, 64)
+x = sw.distribute_tensor(full, mesh, [Shard(0)])
+dist.barrier()
+first = dist.get_rank() == 0
+if not first and way == "crash":
+    dist.barrier()
+if not first:
+    time.sleep(1)
+with sw.exchange_buffer(1024):
+    y = x.redistribute(placements=[Shard(1)], async_op=True)
+if first and way == "crash":
+    raise ValueError("on purpose")
+if not first:
+    assert torch.equal(y.to_local(), full[:, 32:]), y
+if way == "destroy":
+    dist.destroy_process_group()
+    time.sleep(0.5)
+print("end", dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("way", ["leave", "destroy", "crash"])
+def test_a_process_ends_with_something_in_flight(way: str, tmp_path: Path) -> None:
+    """Others get what they wait for; after an error the process ends at once."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        settings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        settings |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(script), way],
+                env={**os.environ, **settings},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        ends = [each.communicate(timeout=60) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    codes = [each.returncode for each in ranks]
+    if way == "crash":
+        assert codes[0] and "on purpose" in ends[0][1], ends
+        return
+    assert codes == [0, 0], ends
+    assert [out for out, _ in ends] == [f"end {way == 'leave'}\n"] * 2
