@@ -54,6 +54,9 @@ SHAPES = {
     "cdist": (lambda a, b: torch.cdist(a, b), X, numbers(4, 5, seed=1)),
     "diff": (lambda x: x.diff(dim=0), X),
     "fft": (lambda x: torch.fft.rfft(x, dim=0).abs(), X),
+    # Of its own gradient PyTorch knows nothing.
+    "vander": (lambda x: [torch.vander(x.detach(), *of) for of in ((), (3, True), (1,))], X[:, 0]),
+    "vander of truths": (lambda x: torch.vander(x > 0, 2), X[:, 0]),
 }
 LINALG = {
     "inverse": (torch.linalg.inv, POSITIVE),

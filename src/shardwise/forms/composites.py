@@ -12,7 +12,7 @@ from ..outs import out_form
 from ..ragged import settled
 from ..wrapper import Wrapper
 
-__all__ = ["one_hot", "tensor_split"]
+__all__ = ["one_hot", "tensor_split", "vander"]
 
 aten = torch.ops.aten
 
@@ -35,6 +35,17 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
             if part.numel() and num_classes != -1 and part.max() >= num_classes:
                 raise RuntimeError("Class values must be smaller than num_classes.")
     return aten.one_hot.default.decompose(x, num_classes)
+
+
+def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    """Powers of the elements, where these are; PyTorch writes them into a plain tensor."""
+    count = x.shape[0] if N is None and x.ndim else N
+    if not isinstance(x, Wrapper) or x.ndim != 1 or not count or count < 0:
+        return aten.vander.default.decompose(x, N, increasing)
+    whole = not x.dtype.is_floating_point and not x.dtype.is_complex
+    base = (x.to(torch.int64) if whole else x).unsqueeze(1)
+    powers = [torch.ones_like(base), base.expand(-1, count - 1).cumprod(1)]
+    return torch.cat(powers if increasing else [powers[1].flip(1), powers[0]], 1)
 
 
 def _into_out(op: Any) -> Any:
@@ -60,3 +71,4 @@ for _op in (
     take_composite(_op, _into_out(_op))
 take_composite(aten.tensor_split.tensor_indices_or_sections, tensor_split)
 take_composite(aten.one_hot.default, one_hot)
+take_composite(aten.vander.default, vander)
