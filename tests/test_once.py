@@ -180,6 +180,41 @@ def test_one_axis_is_not_reduced_again_for_the_other() -> None:
     torch.testing.assert_close(gate.full_tensor(), whole.sigmoid())
 
 
+def test_a_lazy_conjugate_is_reduced_with_its_tensor() -> None:
+    mesh, z = virtual(2), torch.complex(numbers(5, 3), numbers(5, 3, seed=1))
+    for square in (lambda p: p * p.conj(), lambda p: p.conj().abs() * p.abs()):
+        p = spread(z, mesh, (P,))
+        with CommDebugMode() as comm:
+            made = square(p).full_tensor()
+        assert comm.get_comm_counts() == {"all_reduce": 1}
+        torch.testing.assert_close(made, square(z))
+
+
+def test_a_view_that_regroups_shards_is_made_of_the_reduced_value() -> None:
+    mesh, x = virtual(2, 2), numbers(6, 7)
+    p = spread(x, mesh, (S1, P))
+    p.cos()
+    with Reductions(1) as found:
+        view = p.view(7, 6)
+        made = [view.cos().full_tensor(), (view * 1).cos().full_tensor()]
+    assert found.seen == []
+    for each in made:
+        torch.testing.assert_close(each, x.view(7, 6).cos())
+    view.zero_()
+    assert not p.full_tensor().any() and not view.cos().sub(1).full_tensor().any()
+
+
+def test_what_was_read_whole_is_used_in_shards() -> None:
+    mesh, x = virtual(2, 2), numbers(6, 4)
+    p = spread(x, mesh, (S0, P))
+    p.full_tensor()
+    assert (p * 2).placements == (S0, R)
+    p = spread(x, mesh, (S0, P))
+    sw.moving.moved(p, p._spec.with_placements((R, R)))
+    assert (p * 2).placements == (S0, R)
+    torch.testing.assert_close((p * 2).full_tensor(), x * 2)
+
+
 @pytest.mark.parametrize("where", [((P,), (R,)), ((P, P), (R, R)), ((P, S0), (R, S0))], ids=str)
 def test_infinities_reduce_once(where: tuple[tuple[Placement, ...], ...]) -> None:
     mesh = virtual(*[2] * len(where[0]))

@@ -13,6 +13,7 @@ from .errors import LayoutError, MeshError
 from .moving import moved, started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
+from .redistribute import relaid
 from .spec import DTensorSpec, TensorMeta, default_placements
 from .wrapper import Wrapper, exposed_locals, share_cell, wrap
 
@@ -93,7 +94,8 @@ class WholeLocal(torch.autograd.Function):
         ctx.spec = spec = value._spec
         if not value._locals:
             raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
-        return moved(value, spec.with_placements(default_placements(spec.topology)))[0].clone()
+        whole = spec.with_placements(default_placements(spec.topology))
+        return relaid(spec.reduced, whole, moved(value, spec.reduced))[0].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from .plain import full_local
 from .plans import Plan
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec, default_placements
-from .wrapper import Cell, Locals, Wrapper, share_cell, wrap
+from .wrapper import Cell, Locals, Wrapper, share_cell, tell_origin, wrap
 
 __all__ = [
     "DeferredPlan",
@@ -115,6 +115,7 @@ def defer(
         made = _view(value._spec, shared)
         made._seen, made._value = stamp(root_of(base)), value._locals
         made._of, made._how = base, (op, inner, tuple(args[1:]), kwargs, None)
+        _tell_origin(made)
         return made
     views = []
     several = isinstance(inner._shape, tuple)  # type: ignore[attr-defined]
@@ -122,8 +123,22 @@ def defer(
         made = _view(spec, shared)
         made._of = base
         made._how = (op, _Unaliased(inner), tuple(args[1:]), kwargs, place if several else None)
+        _tell_origin(made)
         views.append(made)
     return views if several else views[0]
+
+
+def _tell_origin(view: Any) -> None:
+    """A view of a pending sum is made of its reduced value, where that is needed."""
+    base, (op, _, args, kwargs, place) = view._of, view._how
+    if type(base) is not Wrapper.public or not base._spec.sums or not view._spec.sums:
+        return
+
+    def again(value: Any) -> Any:
+        found = op(value, *args, **kwargs)
+        return found if place is None else found[place]
+
+    tell_origin(view, base, again)
 
 
 def _without_history(base: Any) -> Any:
@@ -147,6 +162,10 @@ class _Unaliased(Plan):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self._plan = plan
+
+    @property
+    def is_local(self) -> bool:
+        return self._plan.is_local
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self._plan.run(operands, args, kwargs)

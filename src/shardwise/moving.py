@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from .redistribute import Ready, Run, relaid, run_all, run_between, run_later, steps_between
+from .redistribute import (
+    Layout,
+    Ready,
+    Run,
+    relaid,
+    run_all,
+    run_between,
+    run_later,
+    steps_between,
+)
 from .spec import DTensorSpec, TensorMeta
 from .wrapper import Locals, Origin, Wrapper, is_exposed, wrap
 
@@ -33,7 +42,9 @@ Move = tuple[int, DTensorSpec]
 
 def stamp(tensor: Any) -> tuple[object, ...]:
     """What changes when the tensor is written, through the dispatcher or through its local
-    tensors."""
+    tensors; a deferred view changes with what it is a view of."""
+    while tensor._of is not None:
+        tensor = tensor._of
     cell, parts = tensor._cell, tensor._locals
     if cell is None:
         return 0, _versions(parts, False), ()
@@ -126,13 +137,22 @@ def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
         return None
     spec = origin.before
     if not _is_reduced(origin.base):
-        larger = prod(spec.meta.shape) > prod(tensor.shape)
+        larger = prod(spec.meta.shape) > prod(tensor.shape) or _is_crowded(tensor)
         if larger or not alone or target.topology is not spec.topology:
             return None
         if not all(target.placements[axis].is_replicate() for axis in spec.sums):
             return None
     whole = spec.reduced
     return origin.call(wrap(whole, moved(origin.base, whole)))
+
+
+def _is_crowded(tensor: Any) -> bool:
+    """Whether what a deferred view is made of lies on few ranks, as a row does: moved first, each
+    of them reduces its share."""
+    if tensor._of is None:
+        return False
+    base, view = [Layout.of(t._spec.fine or t._spec).most for t in (tensor._of, tensor)]
+    return 2 * base > 3 * view
 
 
 def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
@@ -146,16 +166,22 @@ def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
         kept = _kept(tensor)
         if kept:
             best = min(kept, key=lambda at: len(at.sums))
-            return best, kept[best]
+            if any(step.kind != "slice" for step in steps_between(best, whole)):
+                return best, kept[best]
+            # Some call needed more of it on each rank than the tensor has: others need not.
+            made = relaid(best, whole, kept[best])
+            _keep(tensor, whole, made)
+            return whole, made
     origin = _origin(tensor)
     base = None if origin is None else known(origin.base)
     if origin is None or base is None or base[0] is not origin.before.reduced:
         return None
-    made = origin.call(wrap(*base))
-    if type(made) is not Wrapper.public or made._spec.sums:
+    view = origin.call(wrap(*base))
+    at_once = type(view) is Wrapper.public or view._how[1].is_local
+    if not at_once or view._spec.sums:
         return None
-    _keep(tensor, made._spec, made._locals)
-    return made._spec, made._locals
+    _keep(tensor, view._spec, view._locals)
+    return view._spec, view._locals
 
 
 def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:

@@ -18,7 +18,7 @@ from .redistribute import relaid
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
 from .windows import fetch_parts
-from .wrapper import Locals, Origin, Wrapper, share_cell, wrap
+from .wrapper import Locals, Wrapper, share_cell, tell_origin, wrap
 
 __all__ = [
     "CallPlan",
@@ -206,6 +206,7 @@ class CallPlan(Plan):
         "_shape",
         "_sites",
         "_spots",
+        "_staying",
         "_tails",
         "_target",
         "_watch",
@@ -247,6 +248,7 @@ class CallPlan(Plan):
             for i, (src, dst) in enumerate(zip(specs, inputs, strict=True))
             if src is not dst
         )
+        self._staying = tuple([i for i in range(len(specs)) if i not in self.moving])
         self._notice = describe_moves(self._moves, specs)
         wide = {} if windows is None else windows(inputs, outputs)
         self._windows = tuple(
@@ -316,10 +318,12 @@ class CallPlan(Plan):
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
             policy.on_moves(self._op, self._notice)
-        local = [operand._locals for operand in operands]
+        local: list[Locals] = [()] * len(operands)
         written = self._written
         for index, spec in self._moves:
             local[index] = moved(operands[index], spec, fresh=index == written)
+        for index in self._staying:  # those that move may not be made real as they are
+            local[index] = operands[index]._locals
         for index, spec, tables in self._windows:
             local[index] = fetch_parts(self._op, spec, local[index], tables)
         calls = [
@@ -415,16 +419,8 @@ class CallPlan(Plan):
     def _tell_origin(
         self, made: Any, base: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Views of a pending sum know what they are made of: it is reduced once for all.
-
-        They hold a twin, which has what the base keeps of reduced values, and not its history: a
-        detached loss must not hold the activations.
-        """
+        """Views of a pending sum know what they are made of: it is reduced once for all."""
         rest = tuple(args[1:])
-        if base._memo is None:
-            base._memo = {}
-        twin = wrap(base._spec, base._locals, base._cell)
-        twin._memo, twin._picked, twin._origin = base._memo, base._picked, base._origin
 
         def again(place: int | None, value: Any) -> Any:
             found = self._op(value, *rest, **kwargs)
@@ -432,7 +428,7 @@ class CallPlan(Plan):
 
         views = [(None, made)] if isinstance(made, Wrapper) else list(enumerate(made))
         for place, view in views:
-            view._origin = Origin(twin, partial(again, place), base._spec, view._spec)
+            tell_origin(view, base, partial(again, place))
 
 
 def _returned_type(op: Any) -> type:

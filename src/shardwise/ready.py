@@ -17,7 +17,7 @@ from . import policy
 from .moving import describe_moves, known, moved, same_source
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
-from .wrapper import Locals, Wrapper, wrap
+from .wrapper import Locals, wrap
 
 __all__ = ["ReadyPlan"]
 
@@ -28,12 +28,12 @@ _MOST = 64
 class _Value:
     """What is reduced of an operand, as plans read it."""
 
-    __slots__ = ("_cell", "_lanes", "_locals", "_memo", "_origin", "_picked", "_spec")
+    __slots__ = ("_cell", "_lanes", "_locals", "_memo", "_of", "_origin", "_picked", "_spec")
 
     def __init__(self, spec: DTensorSpec, local: Locals) -> None:
         self._spec = spec
         self._locals = local
-        self._cell = self._lanes = self._memo = self._origin = self._picked = None
+        self._cell = self._lanes = self._memo = self._of = self._origin = self._picked = None
 
 
 class ReadyPlan(Plan):
@@ -90,19 +90,13 @@ class ReadyPlan(Plan):
                 break
         else:
             return None
-        public = Wrapper.public
-        given = [operands[index] for index in self._pending]
-        values = [known(tensor) if type(tensor) is public else None for tensor in given]
+        values = [known(operands[index]) for index in self._pending]
         return values if any(values) else None
 
     def _reduce_shared(self, operands: Sequence[Any]) -> None:
         """Reduce a tensor of which one operand would be reduced, and another would stay."""
-        public = Wrapper.public
-        ours = [index for index in self._pending if type(operands[index]) is public]
-        for index in ours:
-            if index not in self._moving:
-                continue
-            alike = [i for i in ours if same_source(operands[i], operands[index])]
+        for index in self._moving:
+            alike = [i for i in self._pending if same_source(operands[i], operands[index])]
             if len(alike) < 2:
                 continue
             largest = max(alike, key=lambda i: operands[i].numel())

@@ -55,9 +55,23 @@ class Wrapper(torch.Tensor):
     _lanes: dict[tuple[int, ...], tuple[Any, Any]] | None = None
     _picked: Any = None
     _origin: Origin | None = None
+    _of: Any = None
     public: ClassVar[type[Wrapper]]
 
     __torch_function__ = disabled_torch_function
+
+
+def tell_origin(view: Any, base: Any, call: Callable[[Any], Any]) -> None:
+    """Let a view of a pending sum know what it is made of: it is reduced once for all.
+
+    It holds a twin, which has what the base keeps of reduced values, and not its history: a
+    detached loss must not hold the activations.
+    """
+    if base._memo is None:
+        base._memo = {}
+    twin = wrap(base._spec, base._locals, base._cell)
+    twin._memo, twin._picked, twin._origin = base._memo, base._picked, base._origin
+    view._origin = Origin(twin, call, base._spec, view._spec)
 
 
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
