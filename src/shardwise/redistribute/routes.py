@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from ..geometry import Box, Interval, all_coords, flat_index, flat_indices
+from ..geometry import Box, Interval, all_coords, flat_indices
 from ..mesh import Coord
 from .layout import DimMap, Layout, grid_of
 
@@ -123,23 +123,33 @@ class DimMove:
     def holders(self) -> dict[Coord, list[Coord]]:
         """For every place the nearest that hold a part of what is needed there, the rank itself and
         then around: their places on the axes that are asked."""
-        axes, sizes = self.grid.axes, self.grid.sizes
-        around = all_coords(tuple([self._shape[axis] for axis in self.group]))
-        moved = [axes.index(axis) for axis in self.group]
-        order = [axes.index(axis) for axis in self.have.axes]
+        axes, sizes, have = self.grid.axes, self.grid.sizes, self.have
+        coords = all_coords(tuple([self._shape[axis] for axis in have.axes]))
+        pairs = [(index, axes.index(axis)) for index, axis in enumerate(have.axes)]
+        asked = [pair for pair in pairs if have.axes[pair[0]] in self.group]
+        fixed = [pair for pair in pairs if pair not in asked]
+        starts = [have.table[place][0] for place in self._order]
+        stops = [have.table[place][1] for place in self._order]
+        apart = all(stop <= start for stop, start in zip(stops, starts[1:], strict=False))
         table: dict[Coord, list[Coord]] = {}
         for at, (start, stop) in zip(all_coords(sizes), self.needs, strict=True):
+            some = self._order
+            if apart:
+                some = some[bisect_right(stops, start) : bisect_left(starts, stop)]
+            around = {}
+            for place in some:
+                coord = coords[place]
+                if all(coord[index] == at[here] for index, here in fixed):
+                    turn = tuple([(coord[index] - at[here]) % sizes[here] for index, here in asked])
+                    around[turn] = place
             taken: set[Interval] = set()
             found = table[at] = []
-            member = list(at)
-            for turn in around:
-                for index, step in zip(moved, turn, strict=True):
-                    member[index] = (at[index] + step) % sizes[index]
-                a, b = self.have.table[flat_index(member, sizes, order)]
+            for _, place in sorted(around.items()):
+                a, b = have.table[place]
                 part = max(a, start), min(b, stop)
                 if part[0] < part[1] and part not in taken:
                     taken.add(part)
-                    found.append(tuple([member[index] for index in moved]))
+                    found.append(tuple([coords[place][index] for index, _ in asked]))
         return table
 
 
