@@ -165,6 +165,25 @@ def test_a_write_into_local_tensors_makes_it_stale() -> None:
     assert not (p * 2).full_tensor().any()
 
 
+def test_inference_mode() -> None:
+    """Tensors have no versions there: of local tensors that a user holds nothing is kept."""
+    mesh, x, w = virtual(2), numbers(6, 4), numbers(4, 3, seed=1)
+    with torch.inference_mode():
+        p = spread(x, mesh, (S1,)) @ spread(w, mesh, (S0,))
+        held = DTensor.from_local(per_rank(mesh, lambda coord: x * coord[0]), mesh, (P,))
+        with CommDebugMode() as comm:
+            made = [p * p, p * p.cos(), p.mT.exp()]
+        assert comm.get_comm_counts() == {"all_reduce": 1}
+        for each, want in zip(made, [(x @ w) ** 2, (x @ w) * (x @ w).cos()], strict=False):
+            torch.testing.assert_close(each.full_tensor(), want)
+        with CommDebugMode() as comm:
+            square = held * held
+        assert comm.get_comm_counts() == {"all_reduce": 1}
+        torch.testing.assert_close(square.full_tensor(), x * x)
+        p.mT.add_(1)
+        torch.testing.assert_close((p * p).full_tensor(), (x @ w + 1) ** 2)
+
+
 def test_one_axis_is_not_reduced_again_for_the_other() -> None:
     mesh = virtual(2, 2, names=("dp", "tp"))
     p = pending(mesh, (P, P))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import policy
-from .moving import describe_moves, known, moved, same_source
+from .moving import describe_moves, known, moved, same_source, stamp
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
 from .wrapper import Locals, wrap
@@ -101,6 +101,8 @@ class ReadyPlan(Plan):
                 continue
             largest = max(alike, key=lambda i: operands[i].numel())
             tensor, target = operands[largest], operands[largest]._spec.reduced
+            if stamp(tensor) != stamp(tensor):
+                continue  # nothing is kept of what a user may write into unseen
             if not policy.current().silent and known(tensor) is None:
                 specs = [operand._spec for operand in operands]
                 policy.on_moves(self._op, describe_moves([(largest, target)], specs))
