@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.mesh import VirtualMesh
 from shardwise.placement import Placement
-from shardwise.redistribute import relaid
+from shardwise.redistribute import relaid, run_all, run_between
 
 from ..layouts import all_coords, assert_holds, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool
@@ -139,3 +139,44 @@ def test_what_is_held_is_bounded_and_told(
             allowed = min(room, max(told, 0)) + room // 2
             assert min(held) <= allowed, (size, src, dst, room, held, told)
             assert told <= room
+
+
+BATCH: list[Move] = [
+    ((64, 64), [S0, S0], [S1, R], 4096),
+    ((64, 64), [S0, R], [R, S0], 4096),
+    ((64, 64), [P, R], [S0, R], 4096),
+    ((64, 64), [Partial("max"), S0], [R, S1], 4096),
+    ((48, 25), [Shard(0, 3), R], [Shard(0, 4), R], 4096),
+    ((12, 5), [Shard(0, 3), R], [Shard(0, 4), R], 4096),
+    ((10, 5), [S0, S1], [P, R], 4096),
+]
+
+
+def batch_peaks(moves: Sequence[Move], later: bool) -> tuple[list[torch.Tensor], list[int]]:
+    """The results of moves that go out together, and what was held beside them each time."""
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    pairs = [[spec_of(mesh, each, size) for each in places] for size, *places, _ in moves]
+    locals_of = [tuple(stored(src, scatter(src, whole_numbers(src.shape)))) for src, _ in pairs]
+    held = []
+    for _ in range(4):
+        made: list[torch.Tensor] = []
+        with Peak() as peak, sw.exchange_buffer(moves[0][-1]):
+            runs = [
+                run_between(src, dst, local, fresh=True, later=later)
+                for (src, dst), local in zip(pairs, locals_of, strict=True)
+            ]
+            made = [ready()[0] for ready in run_all(runs)]
+        held.append(peak.most - sum([each.nbytes for each in made]))
+    return made, held
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_batch_shares_one_buffer(processes: Pools, later: bool) -> None:
+    got = processes(4).run(batch_peaks, BATCH, later)
+    mesh, room = VirtualMesh("cpu", [[0, 1], [2, 3]]), BATCH[0][-1]
+    for index, (size, src, dst, _) in enumerate(BATCH):
+        spec = spec_of(mesh, dst, size)
+        parts = {coord: got[2 * coord[0] + coord[1]][0][index] for coord in all_coords(spec)}
+        assert_holds(spec, parts, whole_numbers(size), f"from {src}")
+    for _, held in got:
+        assert min(held[1:]) <= room + room // 2, held  # see above

@@ -68,15 +68,18 @@ def _target(job: Job) -> torch.Tensor | None:
 def _fly(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Finish:
     """Run collectives one after another and leave the last one running, to be waited for."""
     running: list[Land] = []
-    for launch in launches:
-        for land in running:
-            land()
-        running = [launch()]
 
-    def finish() -> list[list[torch.Tensor]]:
+    def land() -> None:
         while running:
             running[-1]()  # if it fails it stays: what did not come is never taken for a value
-            running.pop()
+            running.pop()  # its buffers go before the next ones come
+
+    for launch in launches:
+        land()
+        running.append(launch())
+
+    def finish() -> list[list[torch.Tensor]]:
+        land()
         return [[] if out is None else [out] for out in outs]
 
     return finish

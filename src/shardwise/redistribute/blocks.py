@@ -22,7 +22,7 @@ from ..spec import DTensorSpec, TensorMeta
 from .legs import held_by_legs, legs, once
 from .portions import sizes
 
-__all__ = ["Part", "Stretch", "stretches"]
+__all__ = ["Part", "Stretch", "need", "stretches"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _exceeds(src: DTensorSpec, dst: DTensorSpec, room: int) -> bool:
 
 
 @lru_cache(maxsize=16384)
-def _need(src: DTensorSpec, dst: DTensorSpec) -> int:
+def need(src: DTensorSpec, dst: DTensorSpec) -> int:
     """The most bytes that a rank holds beside the source, for each collective with all that goes in
     and out."""
     beside = held_by_legs(legs(src, dst), src.dtype, None)
@@ -154,17 +154,17 @@ def _need(src: DTensorSpec, dst: DTensorSpec) -> int:
 
 
 def _parts(src: DTensorSpec, dst: DTensorSpec, room: int) -> Iterator[Part]:
-    need = _need(src, dst)
+    most = need(src, dst)
     sizes = src.meta.shape
     dims = [dim for dim, size in enumerate(sizes) if size > 1]
-    if need <= room or not dims:
+    if most <= room or not dims:
         yield ()
         return
     # Of a dim that nobody shares all ranks have as much in each part.
     dim = max(
         dims, key=lambda dim: (not _is_shared(src, dim) and not _is_shared(dst, dim), sizes[dim])
     )
-    for stretch in _cut(src, dst, dim, max(1, sizes[dim] // -(-need // room))):
+    for stretch in _cut(src, dst, dim, max(1, sizes[dim] // -(-most // room))):
         for rest in _parts(stretch.of_spec(src), stretch.of_spec(dst), room):
             yield stretch, *rest
 

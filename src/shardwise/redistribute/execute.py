@@ -6,7 +6,7 @@ Many go out together: in each wave the next collectives of all of them that are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ..engine import Finish, Job, Locals, buffer_size, engine_of, here, identity, narrow
 from ..geometry import box_numel, box_shape, is_dense, memory_order, relative, stride_like
 from ..trace import is_heard, record
-from .portions import Portion, portions
+from .portions import Portion, packed_with_others, portions
 from .step import Step
 
 __all__ = [
@@ -39,7 +39,8 @@ class Run:
     `stride` is that of the global tensor: local tensors are made with its order of dims. With
     `fresh` no result shares memory with `local`. `dtype` is that of a tensor of which this rank
     holds nothing yet. `then` makes the result of what the steps give. If it is asked for `later`,
-    `local` may have been written by then, and is copied before.
+    `local` may have been written by then, and is copied before. `start` gives the run itself when
+    its turn comes, which holds at most `need` bytes beside source and target.
     """
 
     steps: Sequence[Step]
@@ -49,6 +50,18 @@ class Run:
     dtype: torch.dtype | None = None
     then: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] | None = None
     later: bool = False
+    start: Callable[[], Run] | None = None
+    need: int = 0
+
+    def started(self) -> Run:
+        """The run itself, when its turn comes."""
+        if self.start is None:
+            return self
+        run, then = self.start().started(), self.then
+        if then is None:
+            return run
+        first = run.then
+        return replace(run, then=then if first is None else lambda made: then(first(made)))
 
     def dtype_of(self) -> torch.dtype:
         """The dtype of the tensor."""
@@ -56,8 +69,14 @@ class Run:
 
     def between(self) -> int:
         """The most bytes that a rank holds between the steps: the same number on every rank."""
+        if self.start is not None:
+            return min(buffer_size(), self.need)
         made = [step.elements_made for step in self.steps[:-1] if step.kind != "slice"]
         return min(buffer_size(), sum(made) * self.dtype_of().itemsize) if made else 0
+
+    def packed(self) -> int:
+        """The most bytes that one of its collectives packs and unpacks, if it goes with others."""
+        return max([packed_with_others(step, self.dtype_of()) for step in self.steps], default=0)
 
 
 def run_steps(
@@ -71,17 +90,28 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
     """Run many redistributions in few collectives; the last one of each may still be under way.
 
     All ranks must give the same runs in the same order. Runs that hold something between their
-    steps go out together as long as all of that fits into the buffer.
+    steps go out together as long as all of that fits into the buffer, with what is packed.
     """
+    if len(runs) == 1:
+        return _run_at_once(runs)
+    groups: list[list[Run]] = [[]]
+    between = packed = 0
+    for run in runs:
+        held, packs = run.between(), run.packed()
+        more = between + held
+        if groups[-1] and more and more + packed + packs > buffer_size():
+            groups.append([])
+            between = packed = 0
+        groups[-1].append(run)
+        between, packed = between + held, packed + packs
     ready: list[Ready] = []
-    start, total = 0, 0
-    for index, run in enumerate(runs):
-        between = run.between()
-        if total and total + between > buffer_size():
-            ready += _run_at_once(runs[start:index])
-            start, total = index, 0
-        total += between
-    return ready + _run_at_once(runs[start:])
+    for group in groups[:-1]:
+        ready += [_made(each()) for each in _run_at_once(group)]
+    return ready + _run_at_once(groups[-1])
+
+
+def _made(local: tuple[torch.Tensor, ...]) -> Ready:
+    return lambda: local
 
 
 def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
@@ -90,8 +120,16 @@ def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
         groups: dict[tuple[object, ...], list[_State]] = {}
         for state in waiting:
             groups.setdefault(state.alike(), []).append(state)
+        flying: list[_Landing] = []
+        total = 0
         for members in groups.values():
-            _collective(members)
+            packed = sum([state.packed() for state in members]) if len(groups) > 1 else 0
+            if total + packed > buffer_size():
+                for landing in flying:
+                    landing.land()
+                flying, total = [], 0
+            flying.append(_collective(members))
+            total += packed
     return [state.result() for state in states]
 
 
@@ -122,7 +160,7 @@ def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
     )
 
 
-def _collective(members: list[_State]) -> None:
+def _collective(members: list[_State]) -> _Landing:
     """One collective for the next steps of several runs."""
     steps = [state.left.pop(0) for state in members]
     jobs = [state.job(step) for state, step in zip(members, steps, strict=True)]
@@ -135,6 +173,7 @@ def _collective(members: list[_State]) -> None:
     landing = _Landing(engine_of(steps[0].src.topology).start(jobs))
     for index, state in enumerate(members):
         state.arrive(landing, index)
+    return landing
 
 
 class _Landing:
@@ -146,9 +185,13 @@ class _Landing:
         self._finish: Finish | None = finish
         self._made: list[list[torch.Tensor]] = []
 
-    def take(self, index: int) -> list[torch.Tensor]:
+    def land(self) -> None:
+        """Wait for it."""
         if self._finish is not None:
             self._made, self._finish = self._finish(), None
+
+    def take(self, index: int) -> list[torch.Tensor]:
+        self.land()
         made, self._made[index] = self._made[index], []  # it is the run's own from now on
         return made
 
@@ -162,7 +205,7 @@ class _State:
     )  # fmt: skip
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._run = run = run.started()
         self._order = memory_order(run.stride)
         self._now: tuple[torch.Tensor, ...] = tuple(run.local)
         self._landing: _Landing | None = None
@@ -215,6 +258,10 @@ class _State:
         step = self.left[0]
         dtype = self._run.dtype_of() if step.op else None
         return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, dtype
+
+    def packed(self) -> int:
+        """The bytes that the next collective packs and unpacks, if it goes with others."""
+        return packed_with_others(self.left[0], self._run.dtype_of())
 
     def _device(self, step: Step) -> torch.device:
         if self._run.local:

@@ -18,7 +18,7 @@ from ..geometry import Interval, all_coords, box_numel, relative
 from .layout import DimMap, Layout
 from .step import Step
 
-__all__ = ["Portion", "held_beside", "portions", "sizes"]
+__all__ = ["Portion", "held_beside", "packed_with_others", "portions", "sizes"]
 
 Steps = tuple[Step, ...]
 
@@ -199,6 +199,15 @@ def _packed(step: Step, dtype: torch.dtype, had: int, has: int) -> int:
     if step.kind in ("reduce_scatter", "all_reduce"):
         parts = step.count
     return (copies * had + parts * has) // dtype.itemsize * width
+
+
+def packed_with_others(step: Step, dtype: torch.dtype) -> int:
+    """What a collective packs and unpacks of a tensor that goes with others, for the rank for which
+    that is most."""
+    had, has = (layout.most * dtype.itemsize for layout in (step.src, step.dst))
+    if step.kind == "all_reduce" and is_plain(dtype, step.op):
+        return 2 * has  # alone it is reduced in place
+    return _packed(step, dtype, had, has)
 
 
 def _cuts(steps: Steps, count: int) -> Iterator[Cut]:

@@ -16,7 +16,7 @@ from ..engine import buffer_size
 from ..finer import seen_alike
 from ..geometry import memory_order, stride_like
 from ..spec import DTensorSpec
-from .blocks import Part, stretches
+from .blocks import Part, need, stretches
 from .execute import Run, run_all
 from .legs import legs, once
 from .plan import plan
@@ -96,7 +96,11 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
         if (first := next(parts, None)) is not None:
             made = _by_stretches(src, dst, local, chain((first,), parts))
             return Run((), made, dst.stride, dtype=dst.dtype)
-        return run_between(way, dst, relaid(src, way, local), fresh=fresh, later=later)
+
+        def start() -> Run:
+            return run_between(way, dst, relaid(src, way, local), fresh=fresh, later=later)
+
+        return Run((), (), dst.stride, dtype=dst.dtype, start=start, need=need(src, dst))
     have, want = way
     seen = [part.reshape(have.local_shape(at)) for at, part in zip(have.slots, local, strict=True)]
     run = run_between(have, want, tuple(seen), fresh=fresh, later=later)
