@@ -50,7 +50,7 @@ def channel_of(tasks: Sequence[Task]) -> Channel:
 
 def is_behind(group: Any) -> bool:
     """Whether a group is one of the background, which `torch.distributed` does not know."""
-    return not isinstance(group, dist.ProcessGroup)
+    return group is not None and not isinstance(group, dist.ProcessGroup)
 
 
 def world() -> dist.ProcessGroup:
