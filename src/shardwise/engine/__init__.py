@@ -3,7 +3,7 @@
 from ..mesh import Topology
 from .buffer import buffer_size, exchange_buffer
 from .faults import tell
-from .flight import Flight, fly, in_flight, settle
+from .flight import fly, in_flight, settle
 from .lane import here, rehearsing
 from .process import ProcessEngine, can_fly, in_one_go
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
@@ -15,7 +15,6 @@ from .wire import as_bytes, backends_reduce, buffer_width, is_plain
 __all__ = [
     "Engine",
     "Finish",
-    "Flight",
     "Job",
     "Locals",
     "Parcel",

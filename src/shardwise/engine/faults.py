@@ -17,11 +17,20 @@ from .._torch import shared_store
 from ..errors import CommunicationError, ShardwiseError
 from .lane import Lane, here
 
-__all__ = ["forgive", "leave_note", "look", "tell", "wait", "wait_pairs"]
+__all__ = [
+    "LOOK_AFTER",
+    "forgive",
+    "leave_note",
+    "look",
+    "note_stands",
+    "tell",
+    "wait",
+    "wait_pairs",
+]
 
 _KEY = "shardwise/fault"
 _KEY_BEHIND = "shardwise/fault/background"
-_LOOK_AFTER = timedelta(seconds=2)
+LOOK_AFTER = timedelta(seconds=2)
 
 
 class _Told:
@@ -48,6 +57,11 @@ def leave_note(lane: Lane, error: BaseException) -> None:
         return  # the store is gone, and with it the process that had it: all hear of that
 
 
+def note_stands(lane: Lane) -> bool:
+    """Whether some rank has failed and does not go on."""
+    return bool(lane.store.check([_KEY]) or lane.store.check([_KEY_BEHIND]))
+
+
 def forgive() -> None:
     """Take the note back: the program caught the error and goes on."""
     if _Told.note and here.lane is None:
@@ -61,7 +75,7 @@ def wait(work: Any, on_cpu: bool) -> None:
         return
     while on_cpu:
         try:
-            work.wait(_LOOK_AFTER)
+            work.wait(LOOK_AFTER)
             if here.lane is not None:
                 here.lane.finished += 1
             return
@@ -99,7 +113,7 @@ def wait_pairs(works: Sequence[Any], on_cpu: bool) -> None:
             done.set()
 
     threading.Thread(target=wait_for_all, name="shardwise-wait", daemon=True).start()
-    while not done.wait(_LOOK_AFTER.total_seconds()):
+    while not done.wait(LOOK_AFTER.total_seconds()):
         look(None)
     if failures:
         look(failures[0])
@@ -107,9 +121,14 @@ def wait_pairs(works: Sequence[Any], on_cpu: bool) -> None:
 
 
 def look(error: RuntimeError | None) -> None:
-    """Raise if another rank has left a note."""
-    store = shared_store() if here.lane is None else here.lane.store
-    for key in (_KEY, _KEY_BEHIND):
-        if store.check([key]):
-            text = store.get(key).decode()
-            raise CommunicationError(f"a collective cannot finish: {text}.") from error
+    """Raise if another rank has left a note: in the background one of those that were left there,
+    for what a rank has called before it failed is run all the same."""
+    if here.lane is not None:
+        store, key = here.lane.store, _KEY_BEHIND
+    elif dist.is_initialized():
+        store, key = shared_store(), _KEY
+    else:
+        return
+    if store.check([key]):
+        text = store.get(key).decode()
+        raise CommunicationError(f"a collective cannot finish: {text}.") from error

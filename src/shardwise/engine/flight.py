@@ -11,8 +11,9 @@ import atexit
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,13 @@ import torch.distributed as dist
 from .._torch import never_free
 from ..errors import CommunicationError, ShardwiseError
 from .buffer import buffer_size
-from .faults import leave_note
+from .faults import LOOK_AFTER, leave_note, look, note_stands
 from .lane import Lane, here, using
 from .protocol import Locals
 
-__all__ = ["Flight", "fly", "in_flight", "settle"]
+__all__ = ["Seat", "fly", "in_flight", "settle"]
+
+Work = Callable[[], Iterable[Locals]]
 
 _PATIENCE = 30.0
 """How many seconds a process that ends waits for others that do nothing."""
@@ -33,54 +36,69 @@ in_flight: list[Flight] = []
 """The flights that may still read their sources."""
 
 
+class Seat:
+    """What a flight makes for one tensor. Nobody else holds it: it goes with the tensor."""
+
+    __slots__ = ("__weakref__", "_flight", "made")
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight: Flight = flight
+        self.made: Locals = ()
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The local tensors, after a wait; an error if the flight failed."""
+        self._flight.wait()
+        error = self._flight.error
+        if isinstance(error, ShardwiseError):
+            raise error
+        if error is not None:
+            raise CommunicationError(
+                f"a redistribution with async_op=True failed: {_told(error)}."
+            ) from error
+        return tuple(self.made)
+
+
 class Flight:
-    """Some work in the background, and what it has made."""
+    """Some work in the background, which reads some memory and fills some seats."""
 
-    __slots__ = ("_done", "_error", "_inference", "_made", "_nbytes", "_work", "reads")
+    __slots__ = ("_done", "_inference", "_nbytes", "_seats", "_work", "error", "reads")
 
-    def __init__(self, work: Callable[[], list[Locals]], reads: frozenset[int]) -> None:
+    def __init__(self, work: Work, reads: frozenset[int]) -> None:
         self.reads = reads
-        self._work: Callable[[], list[Locals]] | None = work
-        self._made: list[Locals] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        self._work: Work | None = work
+        self._seats: list[weakref.ref[Seat]] = []
         self._done = threading.Event()
         self._nbytes = buffer_size()
         self._inference = torch.is_inference_mode_enabled()
 
-    def is_done(self) -> bool:
-        """Whether it has ended, well or badly."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Wait for the end, be it good or bad."""
-        self._done.wait()
-
-    def take(self, index: int) -> tuple[torch.Tensor, ...]:
-        """What it has made for one of its tensors, which has it from now on."""
-        self._done.wait()
-        if isinstance(self._error, ShardwiseError):
-            raise self._error
-        if self._error is not None:
-            raise CommunicationError(
-                f"a redistribution with async_op=True failed: {_told(self._error)}"
-            ) from self._error
-        made, self._made[index] = tuple(self._made[index]), ()
+    def seat(self) -> Seat:
+        """A place for one more of the results."""
+        made = Seat(self)
+        self._seats.append(weakref.ref(made))
         return made
 
-    def run(self, lane: _Runway) -> None:
+    def wait(self) -> None:
+        """Wait for the end, be it good or bad; raise if another rank failed before it called."""
+        while not self._done.wait(LOOK_AFTER.total_seconds()):
+            look(None)
+
+    def run(self, runway: _Runway) -> None:
         """Do the work; its errors are for those who want what it makes."""
         assert self._work is not None
         try:
-            if lane.broken is not None:
+            if runway.broken is not None:
                 raise CommunicationError(
-                    f"a redistribution with async_op=True failed: {lane.broken}. No other one can "
-                    "run in the background after that."
+                    f"a redistribution with async_op=True failed: {runway.broken}. No other one "
+                    "can run in the background after that."
                 )
             with torch.inference_mode(self._inference), torch.no_grad(), using(self._nbytes):
-                self._made = self._work()
+                for made, seat in zip(self._work(), self._seats, strict=True):
+                    if (taken := seat()) is not None:
+                        taken.made = made
         except BaseException as error:  # whatever it is, who waits must hear of it
-            self._error = error
-            lane.fail(error)
+            self.error = error
+            runway.fail(error)
         finally:
             self._work = None
             in_flight.remove(self)
@@ -144,6 +162,8 @@ class _Runway(Lane):
             thread.join(0.1)
             if self.finished != seen:
                 seen, since = self.finished, time.monotonic()
+            elif note_stands(self):
+                return
             elif time.monotonic() - since > _PATIENCE:
                 print(
                     "shardwise: this process ends before a redistribution with async_op=True is "
@@ -170,8 +190,8 @@ class _Airport:
     runway: _Runway | None = None
 
 
-def fly(work: Callable[[], list[Locals]], local: Sequence[torch.Tensor]) -> Flight:
-    """Run `work` in the background, after what was given to it before.
+def fly(work: Work, local: Sequence[torch.Tensor], count: int) -> list[Seat]:
+    """Run `work` in the background, after what was given to it before; it has `count` results.
 
     All ranks that take part give it the same, in the same order. It reads `local`, which nobody may
     write before; see `settle`.
@@ -182,8 +202,9 @@ def fly(work: Callable[[], list[Locals]], local: Sequence[torch.Tensor]) -> Flig
             atexit.register(_leave)
         runway = _Airport.runway = _Runway()
     flight = Flight(work, frozenset(_memory(local)))
+    seats = [flight.seat() for _ in range(count)]
     runway.add(flight)
-    return flight
+    return seats
 
 
 def settle(local: Sequence[torch.Tensor]) -> None:

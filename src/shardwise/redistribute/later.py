@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..engine import buffer_size, buffer_width, can_fly, fly, in_one_go, rehearsing
+from ..engine import buffer_size, buffer_width, can_fly, fly, in_one_go, rehearsing, settle
 from ..spec import DTensorSpec
 from ..trace import is_heard
 from .execute import Ready, run_all
@@ -37,13 +37,14 @@ def run_later(moves: Sequence[Move], held: bool) -> list[Ready]:
     if is_heard():
         with rehearsing():
             _run([(src, dst, tuple([t.to("meta") for t in local])) for src, dst, local in moves])
-    flight = fly(partial(_run, moves), [part for *_, local in moves for part in local])
+    local = [part for *_, parts in moves for part in parts]
+    seats = fly(partial(_run, moves), local, len(moves))
     if held:
-        flight.wait()
-    return [partial(flight.take, index) for index in range(len(moves))]
+        settle(local)
+    return [seat.take for seat in seats]
 
 
-def _run(moves: Sequence[Move]) -> list[Sequence[torch.Tensor]]:
+def _run(moves: Sequence[Move]) -> list[Locals]:
     return [ready() for ready in run_all([run_between(*move, fresh=True) for move in moves])]
 
 
