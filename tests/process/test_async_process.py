@@ -262,7 +262,7 @@ def dropped() -> list[bool]:
         kept = sw.redistribute_all([x, x, x], [R], async_op=True)[1]  # of the others nothing stays
     facts = [until(landed)]
     gc.collect()
-    facts.append(sum(isinstance(each, Seat) for each in gc.get_objects()) == 1)
+    facts.append(sum(type(each) is Seat for each in gc.get_objects()) == 1)
     facts.append(torch.equal(kept.to_local(), full))
     facts += [all(each() is None for each in alive), memory() is None]
     facts.append(torch.equal(x.redistribute(placements=[R]).to_local(), full))
