@@ -107,6 +107,26 @@ def test_backward_takes_what_forward_reduced(name: str) -> None:
     assert len(found.seen) == 1
 
 
+def test_a_pending_gradient_is_reduced_for_the_gradients_of_both_factors() -> None:
+    """Two layers split by columns and by rows: a reduction for each forward, and one back."""
+    x, weights = numbers(8, 6), [numbers(6, 6, seed=seed) for seed in range(4)]
+
+    def step(x: Any, weights: list[Any]) -> Any:
+        for columns, rows in (weights[:2], weights[2:]):
+            x = ((x @ columns) @ rows).relu()
+        x.cos().sum().backward()
+        return [each.grad for each in weights]
+
+    want = step(x, [w.clone().requires_grad_() for w in weights])
+    mesh = virtual(2)
+    ours = [spread(w, mesh, (S0 if i % 2 else S1,)) for i, w in enumerate(weights)]
+    with CommDebugMode() as comm:
+        got = step(spread(x, mesh, (R,)), [w.requires_grad_() for w in ours])
+    assert comm.get_comm_counts() == {"all_reduce": 3}
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
 def test_nothing_is_forced_early() -> None:
     """What is known of one operand does not reduce the other, nor is it needed for it."""
     mesh = virtual(2)

@@ -215,7 +215,8 @@ class _Choice:
 
         A result that is left partial must be reduced, and one that is sharded must be gathered, if
         no operand was so before: without this price a pending sum would be scattered for each of
-        its users instead of reduced once.
+        its users instead of reduced once. A pending operand that is made whole pays what it owed,
+        and serves all its users: else each would gather another operand, its result left pending.
         """
         link = self.specs[0].topology.links[axis]
         total = 0
@@ -232,6 +233,8 @@ class _Choice:
                 total += recut_cost(count, nbytes, link)
             else:
                 total += move_cost(have, want, count, nbytes, link)
+                if have.is_partial() and want.is_replicate():
+                    total -= debt(True, count, nbytes, link)
         held = [spec.placements[axis] for spec in self.specs]
         owed = {True: 0, False: 0}
         # A pending operand is reduced anyway, now or later; what is pending must not grow by it.
