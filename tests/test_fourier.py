@@ -48,6 +48,15 @@ def test_vectors(name: str) -> None:
     assert call(spread(x, eager(7), [Shard(0)])).placements == (where,)
 
 
+def test_a_last_shard_of_less_than_half_a_row() -> None:
+    """The row that it ends in belongs to the shard before, which then ends with the dim."""
+    for size, cuts in ((324, (54, 54, 54, 1)), (130, (13, 13, 13, 13, 13, 1))):
+        x, mesh = COMPLEX[: size // 2 + 1], eager(len(cuts))
+        back = spread(x, mesh, [Shard(0)], cuts=[cuts])
+        assert fft.irfft(back, size).placements == (Shard(0),)
+        assert_same(lambda x, n=size: fft.irfft(x, n), [x], [(Shard(0),)], mesh, cuts=[[cuts]])
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2, -2])
 def test_dims_among_others_that_are_few(dim: int) -> None:
     shape = [2, 3, 1]

@@ -129,7 +129,7 @@ def _near(spec: DTensorSpec, dim: int, columns: int) -> Cuts:
     """The cuts of a dim nearest to its own that make every shard whole rows, but for the last."""
     size = spec.shape[dim]
     ends = [
-        size if end == size else (end + columns // 2) // columns * columns
+        size if end == size else min(size, (end + columns // 2) // columns * columns)
         for end in accumulate(spec.dim_cuts[dim])
     ]
     return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
