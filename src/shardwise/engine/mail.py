@@ -153,10 +153,12 @@ class _Round:
 
     def _room(self, name: str, packets: list[list[Packet]]) -> torch.Tensor:
         nbytes = sum(map(_nbytes, packets))
-        found = self.spare.get(name)
+        found = self.spare.pop(name, None)
         if found is None or found.numel() < nbytes:
+            found = None  # it is given back before more is taken
             device = self.parts[0][0].device
-            found = self.spare[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.spare[name] = found
         return found[:nbytes]
 
     def _as_it_lies(
