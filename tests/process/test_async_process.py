@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -243,6 +244,59 @@ def test_other_collectives_and_any_order_of_use(processes: Pools) -> None:
     assert processes(4).run(in_between) == [[]] * 4
 
 
+def called_in_any_order() -> list[bool]:
+    """Each rank waits for one that waits for the next, if all moves of a rank were one queue."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = whole_numbers((48, 32))
+    names = ("dp", "tp") if dist.get_rank() in (0, 3) else ("tp", "dp")
+    values = {name: given(mesh[name], [S0], full) for name in ("dp", "tp")}
+    with sw.exchange_buffer(512):
+        made = {name: values[name].redistribute(placements=[S1], async_op=True) for name in names}
+    parts = {name: made[name].to_local() for name in names}
+    at = dict(zip(("dp", "tp"), divmod(dist.get_rank(), 2), strict=True))
+    facts = [torch.equal(parts[name], full.chunk(2, 1)[at[name]]) for name in names]
+    with sw.exchange_buffer(512):
+        many = [values[name] for name in ("dp", "tp", "dp")]
+        for each in sw.redistribute_all(many, [S1], async_op=True):
+            facts.append(torch.equal(each.full_tensor(), full))
+    return facts
+
+
+def test_moves_on_other_meshes_may_be_called_in_any_order(processes: Pools) -> None:
+    assert all(all(facts) for facts in processes(4).run(called_in_any_order))
+
+
+def forked() -> list[bool]:
+    """A child of a rank 0 that has something in flight."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    full = whole_numbers((64, 48))
+    x = given(mesh, [S0], full)
+    keys = [f"test/fork/{time.time_ns()}"]
+    dist.broadcast_object_list(keys)
+    if dist.get_rank():
+        shared_store().wait(keys)
+    with sw.exchange_buffer(512):
+        y = x.redistribute(placements=[S1], async_op=True)
+    if dist.get_rank():
+        return [torch.equal(y.full_tensor(), full)]
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        x.add_(1)  # nobody reads it there
+        try:
+            y.to_local()
+        except CommunicationError as error:
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    shared_store().set(keys[0], "forked")
+    return [status == 0, torch.equal(y.full_tensor(), full)]
+
+
+def test_a_child_does_not_wait_for_what_its_parent_flies(processes: Pools) -> None:
+    assert all(all(facts) for facts in processes(2).run(forked))
+
+
 def dropped() -> list[bool]:
     mesh = sw.init_device_mesh("cpu", (4,))
     full = whole_numbers((64, 64))
@@ -431,7 +485,7 @@ def nothing_made() -> bool:
     with sw.exchange_buffer(ROOM):
         x.redistribute(placements=[S1])
     x.redistribute(placements=[S1], async_op=True).to_local()  # one message
-    return flight._Airport.runway is None
+    return not flight._Airport.runways
 
 
 def test_a_rank_that_never_calls_is_heard_of() -> None:
@@ -467,14 +521,15 @@ if first and way == "crash":
     raise ValueError("on purpose")
 if not first:
     assert torch.equal(y.to_local(), full[:, 32:]), y
-if way == "destroy":
+if way in ("destroy", "hurry"):
     dist.destroy_process_group()
+if way == "destroy":
     time.sleep(0.5)
 print("end", dist.is_initialized())
 """
 
 
-@pytest.mark.parametrize("way", ["leave", "destroy", "crash"])
+@pytest.mark.parametrize("way", ["leave", "destroy", "hurry", "crash"])
 def test_a_process_ends_with_something_in_flight(way: str, tmp_path: Path) -> None:
     """Others get what they wait for; after an error the process ends at once."""
     script = tmp_path / "script.py"

@@ -4,7 +4,7 @@ from ..mesh import Topology
 from .buffer import buffer_size, exchange_buffer
 from .faults import tell
 from .flight import fly, in_flight, settle
-from .lane import here, rehearsing
+from .lane import Ends, here, rehearsing
 from .process import ProcessEngine, can_fly, in_one_go
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, identity
@@ -13,6 +13,7 @@ from .virtual import VirtualEngine
 from .wire import as_bytes, backends_reduce, buffer_width, is_plain
 
 __all__ = [
+    "Ends",
     "Engine",
     "Finish",
     "Job",

@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 _KEY = "shardwise/fault"
-_KEY_BEHIND = "shardwise/fault/background"
 LOOK_AFTER = timedelta(seconds=2)
 
 
@@ -52,14 +51,21 @@ def leave_note(lane: Lane, error: BaseException) -> None:
     """As `tell`, for what ran in the background. This note stays: its groups are of no more use."""
     text = f"rank {lane.rank} failed in the background: {type(error).__name__}: {error}"
     try:
-        lane.store.set(_KEY_BEHIND, text[:2000])
+        lane.store.set(_key_of(lane), text[:2000])
     except RuntimeError:
         return  # the store is gone, and with it the process that had it: all hear of that
 
 
 def note_stands(lane: Lane) -> bool:
     """Whether some rank has failed and does not go on."""
-    return bool(lane.store.check([_KEY]) or lane.store.check([_KEY_BEHIND]))
+    try:
+        return any(lane.store.check([key]) for key in (_KEY, _key_of(lane)))
+    except RuntimeError:
+        return True  # the store is gone, and with it the process that had it
+
+
+def _key_of(lane: Lane) -> str:
+    return f"{lane.name}/fault"
 
 
 def forgive() -> None:
@@ -124,7 +130,7 @@ def look(error: RuntimeError | None) -> None:
     """Raise if another rank has left a note: in the background one of those that were left there,
     for what a rank has called before it failed is run all the same."""
     if here.lane is not None:
-        store, key = here.lane.store, _KEY_BEHIND
+        store, key = here.lane.store, _key_of(here.lane)
     elif dist.is_initialized():
         store, key = shared_store(), _KEY
     else:

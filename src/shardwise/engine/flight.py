@@ -1,19 +1,23 @@
-"""Flights: redistributions that a thread of the background runs, one after another as called.
+"""Flights: redistributions that threads of the background run.
 
-Every rank of a mesh calls them in the same order, so the background of each runs the same
-collectives in the same order, whatever the program does meanwhile. The thread lives while there is
-something to do. A flight that nobody waits for is flown to its end all the same: others need it.
+Every rank of a mesh calls those on it in the same order, and a thread runs them one after another,
+so that the background of each rank runs the same collectives in the same order, whatever the
+program does meanwhile. Moves between other meshes have other threads: ranks that are on several
+need not call all of them in one order. A thread lives while there is something to do. A flight that
+nobody waits for is flown to its end all the same: others need it.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +26,7 @@ from .._torch import never_free
 from ..errors import CommunicationError, ShardwiseError
 from .buffer import buffer_size
 from .faults import LOOK_AFTER, leave_note, look, note_stands
-from .lane import Lane, here, using
+from .lane import Ends, Lane, here, using
 from .protocol import Locals
 
 __all__ = ["Seat", "fly", "in_flight", "settle"]
@@ -83,6 +87,12 @@ class Flight:
         while not self._done.wait(LOOK_AFTER.total_seconds()):
             look(None)
 
+    def call_off(self, why: str) -> None:
+        """Let those who want what it makes hear that it does not arrive."""
+        self.error = CommunicationError(f"a redistribution with async_op=True is lost: {why}.")
+        self._done = threading.Event()  # the lock of the old one may be held by a thread
+        self._done.set()
+
     def run(self, runway: _Runway) -> None:
         """Do the work; its errors are for those who want what it makes."""
         assert self._work is not None
@@ -112,18 +122,20 @@ def _told(error: BaseException) -> str:
 class _Runway(Lane):
     """A lane and its queue. The thread that serves it ends when there is nothing left."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, ends: Ends) -> None:
+        super().__init__(ends)
         self.broken: str | None = None
         self._queue: deque[Flight] = deque()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._served = False
+        self._thread = threading.Thread()
 
     def add(self, flight: Flight) -> None:
         with self._lock:
             in_flight.append(flight)
             self._queue.append(flight)
-            if self._thread is None:
+            if not self._served:
+                self._served = True
                 self._thread = threading.Thread(
                     target=self._serve, name="shardwise-background", daemon=True
                 )
@@ -139,7 +151,7 @@ class _Runway(Lane):
         with self._lock:
             if self._queue:
                 return self._queue.popleft()
-            self._thread = None
+            self._served = False
             if dist.group.WORLD is not self.world:
                 self.groups.clear()
             return None
@@ -154,53 +166,49 @@ class _Runway(Lane):
             if not isinstance(error, CommunicationError):
                 leave_note(self, error)
 
-    def drain(self) -> None:
-        """Wait until nothing is left to do, or for nothing but ranks that do nothing."""
-        thread = self._thread
-        seen, since = self.finished, time.monotonic()
-        while thread is not None and thread.is_alive():
-            thread.join(0.1)
-            if self.finished != seen:
-                seen, since = self.finished, time.monotonic()
-            elif note_stands(self):
-                return
-            elif time.monotonic() - since > _PATIENCE:
-                print(
-                    "shardwise: this process ends before a redistribution with async_op=True is "
-                    f"done: for {_PATIENCE:g} seconds other ranks have sent nothing.",
-                    file=sys.stderr,
-                )
-                return
+    def is_busy(self) -> bool:
+        """Whether its thread lives: one that frees a group while Python ends would abort it."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Let the thread end, or at least stop; see `park`."""
-        self.closing, thread = True, self._thread
+        self.closing = True
         end = time.monotonic() + 5
-        while thread is not None and thread.is_alive() and time.monotonic() < end:
-            thread.join(0.05)
-            if self.parked.is_set():
+        while self.is_busy() and time.monotonic() < end:
+            if self.parked.wait(0.05):
                 return
-        if thread is None or not thread.is_alive():
+        if not self.is_busy():
             self.groups.clear()
 
 
 class _Airport:
-    """The one runway that is in use."""
+    """The runways of the world that there is now, and those of former ones that are still busy."""
 
-    runway: _Runway | None = None
+    world: Any = None
+    runways: ClassVar[dict[Ends, _Runway]] = {}
+    former: ClassVar[list[_Runway]] = []
+
+    @classmethod
+    def every(cls) -> list[_Runway]:
+        return [*cls.runways.values(), *cls.former]
 
 
-def fly(work: Work, local: Sequence[torch.Tensor], count: int) -> list[Seat]:
-    """Run `work` in the background, after what was given to it before; it has `count` results.
+def fly(ends: Ends, work: Work, local: Sequence[torch.Tensor], count: int) -> list[Seat]:
+    """Run `work` in the background, after what was given to it before for the same `ends`; it has
+    `count` results.
 
     All ranks that take part give it the same, in the same order. It reads `local`, which nobody may
     write before; see `settle`.
     """
-    runway = _Airport.runway
-    if runway is None or runway.world is not dist.group.WORLD:
-        if runway is None:
+    if _Airport.world is not dist.group.WORLD:
+        if _Airport.world is None:
             atexit.register(_leave)
-        runway = _Airport.runway = _Runway()
+        _Airport.world = dist.group.WORLD
+        _Airport.former[:] = [runway for runway in _Airport.every() if runway.is_busy()]
+        _Airport.runways.clear()
+    runway = _Airport.runways.get(ends)
+    if runway is None:
+        runway = _Airport.runways[ends] = _Runway(ends)
     flight = Flight(work, frozenset(_memory(local)))
     seats = [flight.seat() for _ in range(count)]
     runway.add(flight)
@@ -224,7 +232,45 @@ def _leave() -> None:
 
     Not so after an error that nobody caught: the others must hear of it by the end of this process.
     """
-    if _Airport.runway is not None:
-        if getattr(sys, "last_value", None) is None:
-            _Airport.runway.drain()
-        _Airport.runway.close()
+    runways = _Airport.every()
+    if getattr(sys, "last_value", None) is None:
+        _drain(runways)
+    for runway in runways:
+        runway.closing = True
+    for runway in runways:
+        runway.close()
+
+
+def _drain(runways: Sequence[_Runway]) -> None:
+    """Wait until nothing is left to do, or for nothing but ranks that do nothing."""
+    seen, since = -1, time.monotonic()
+    while busy := [runway for runway in runways if runway.is_busy()]:
+        time.sleep(0.05)
+        finished = sum([runway.finished for runway in runways])
+        if finished != seen:
+            seen, since = finished, time.monotonic()
+        elif all(map(note_stands, busy)):
+            return
+        elif time.monotonic() - since > _PATIENCE:
+            print(
+                "shardwise: this process ends before a redistribution with async_op=True is "
+                f"done: for {_PATIENCE:g} seconds other ranks have sent nothing.",
+                file=sys.stderr,
+            )
+            return
+
+
+def _after_fork() -> None:
+    """A child has the memory and none of the threads: what is in flight does not arrive there, and
+    reads nothing there."""
+    for flight in in_flight:
+        flight.call_off("this process was forked while it was under way")
+    in_flight.clear()
+    for runway in _Airport.every():
+        for group in runway.groups.values():
+            never_free(group)  # its threads are those of the parent
+    _Airport.runways.clear()
+    _Airport.former.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -19,13 +19,18 @@ import torch.distributed as dist
 from .._torch import gloo_group, gloo_timeout, shared_store
 from ..errors import CommunicationError
 
-__all__ = ["Lane", "here", "rehearsing", "using"]
+__all__ = ["Ends", "Lane", "here", "rehearsing", "using"]
+
+Ends = tuple[tuple[int, ...], tuple[int, ...]]
+"""The ranks that have what is moved, and those that get it."""
 
 
 class Lane:
-    """The groups of the background, made when they are first needed, by each set of ranks."""
+    """The groups of the background for moves between two meshes, or on one, made when they are
+    first needed, by each set of ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Ends) -> None:
+        self.name = f"shardwise/lane/{_digest(ends)}"
         self.world = dist.group.WORLD
         self.rank = dist.get_rank()
         self.home: Any = shared_store()  # one process has the server, and must keep it
@@ -45,7 +50,7 @@ class Lane:
         found = self.groups.get(ranks)
         if found is None:
             text = ",".join(map(str, ranks))
-            name = f"shardwise/lane/{sha256(text.encode()).hexdigest()[:32]}"
+            name = f"{self.name}/{_digest(ranks)}"
             turn, last = divmod(self.store.add(name, 1) - 1, len(ranks))
             if last == len(ranks) - 1:
                 self.store.set(f"{name}/{turn}/all", "here")
@@ -79,6 +84,10 @@ class Lane:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+
+
+def _digest(ranks: object) -> str:
+    return sha256(str(ranks).encode()).hexdigest()[:32]
 
 
 class _Here(threading.local):

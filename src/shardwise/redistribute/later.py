@@ -11,7 +11,16 @@ from functools import partial
 
 import torch
 
-from ..engine import buffer_size, buffer_width, can_fly, fly, in_one_go, rehearsing, settle
+from ..engine import (
+    Ends,
+    buffer_size,
+    buffer_width,
+    can_fly,
+    fly,
+    in_one_go,
+    rehearsing,
+    settle,
+)
 from ..spec import DTensorSpec
 from ..trace import is_heard
 from .execute import Ready, run_all
@@ -37,11 +46,22 @@ def run_later(moves: Sequence[Move], held: bool) -> list[Ready]:
     if is_heard():
         with rehearsing():
             _run([(src, dst, tuple([t.to("meta") for t in local])) for src, dst, local in moves])
-    local = [part for *_, parts in moves for part in parts]
-    seats = fly(partial(_run, moves), local, len(moves))
+    together: dict[Ends, list[int]] = {}
+    for index, (src, dst, _) in enumerate(moves):
+        ends = tuple(sorted(src.topology.ranks)), tuple(sorted(dst.topology.ranks))
+        together.setdefault(ends, []).append(index)
+    ready: dict[int, Ready] = {}
+    for ends, places in together.items():
+        some = [moves[index] for index in places]
+        seats = fly(ends, partial(_run, some), _parts(some), len(some))
+        ready |= {index: seat.take for index, seat in zip(places, seats, strict=True)}
     if held:
-        settle(local)
-    return [seat.take for seat in seats]
+        settle(_parts(moves))
+    return [ready[index] for index in range(len(moves))]
+
+
+def _parts(moves: Sequence[Move]) -> list[torch.Tensor]:
+    return [part for *_, local in moves for part in local]
 
 
 def _run(moves: Sequence[Move]) -> list[Locals]:
