@@ -64,6 +64,21 @@ def test_a_rank_local_batch_is_an_error_that_names_the_fix(processes: Pools, pla
             assert "distribute_tensor(tensor, mesh, [Replicate()])" in text
 
 
+def second_derivative() -> None:
+    """That of an absolute value is zeros without memory, which PyTorch adds to another gradient."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for x in (numbers(6), distribute_tensor(numbers(6), mesh, [Shard(0)])):
+        x.requires_grad_()
+        (first,) = torch.autograd.grad(x.abs().pow(3).sum(), x, create_graph=True)
+        first.pow(2).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1].full_tensor(), found[0])
+
+
+def test_zeros_without_memory_are_equal_on_all_ranks(processes: Pools) -> None:
+    processes(2).run(second_derivative)
+
+
 def written_plain_tensors(when: Any) -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     mine = float(dist.get_rank())
