@@ -204,6 +204,28 @@ def test_inference_mode() -> None:
         torch.testing.assert_close((p * p).full_tensor(), (x @ w + 1) ** 2)
 
 
+def test_local_tensors_that_are_looked_at_in_inference_mode() -> None:
+    """Looking changes nothing, and a write is seen, that of NaN included."""
+    mesh, x, w = virtual(2), numbers(6, 4), numbers(4, 3, seed=1)
+    with torch.inference_mode():
+        p = spread(x, mesh, (S1,)) @ spread(w, mesh, (S0,))
+        p.cos()
+        with CommDebugMode() as comm:
+            held = p.mT.to_local()
+            made = [p * p, p.mT.exp()]
+        assert comm.get_total_counts() == 0
+        torch.testing.assert_close(made[0].full_tensor(), (x @ w) ** 2)
+        for value in (2.0, INF - INF):
+            for part in held.parts:
+                part.fill_(value)
+            for each in (p * p, p.mT * p.mT):
+                want = torch.full_like(each.full_tensor(), (2 * value) ** 2)
+                torch.testing.assert_close(each.full_tensor(), want, equal_nan=True)
+        with CommDebugMode() as comm:
+            assert (p * p).isnan().all() and p.sin().isnan().all()
+        assert "all_reduce" not in comm.get_comm_counts()
+
+
 def test_one_axis_is_not_reduced_again_for_the_other() -> None:
     mesh = virtual(2, 2, names=("dp", "tp"))
     p = pending(mesh, (P, P))

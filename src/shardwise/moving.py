@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .engine import as_bytes
 from .redistribute import (
     Layout,
     Ready,
@@ -19,7 +20,7 @@ from .redistribute import (
     steps_between,
 )
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Locals, Origin, Wrapper, is_exposed, wrap
+from .wrapper import Cell, Locals, Origin, Wrapper, is_exposed, wrap
 
 __all__ = [
     "Move",
@@ -48,14 +49,24 @@ def stamp(tensor: Any) -> tuple[object, ...]:
     cell, parts = tensor._cell, tensor._locals
     if cell is None:
         return 0, _versions(parts, False), ()
-    also = () if cell.parts is parts else _versions(cell.parts, cell.exposed)
-    return cell.writes, _versions(parts, cell.exposed), also
+    if cell.copies is not None:
+        _compare(cell, cell.copies)
+    unsure = cell.exposed and cell.copies is None
+    also = () if cell.parts is parts else _versions(cell.parts, unsure)
+    return cell.writes + cell.unseen, _versions(parts, unsure), also
 
 
-def _versions(parts: Locals, exposed: bool) -> tuple[object, ...]:
+def _compare(cell: Cell, copies: Locals) -> None:
+    pairs = zip(cell.parts, copies, strict=True)
+    if not all(torch.equal(as_bytes(part), as_bytes(copy)) for part, copy in pairs):
+        cell.unseen += 1
+        cell.copies = tuple([part.clone() for part in cell.parts])
+
+
+def _versions(parts: Locals, unsure: bool) -> tuple[object, ...]:
     """Inference tensors have no versions: if a user holds them they may have changed."""
     return tuple(
-        [t._version if not t.is_inference() else object() if exposed else None for t in parts]
+        [t._version if not t.is_inference() else object() if unsure else None for t in parts]
     )
 
 

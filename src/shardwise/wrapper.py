@@ -18,14 +18,16 @@ Locals = tuple[torch.Tensor, ...]
 
 class Cell:
     """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
-    of them, whose versions tell of other writes, and whether a user holds any."""
+    of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
+    have no versions: `copies` of a pending sum's tell of what a user wrote, `unseen` counts it."""
 
-    __slots__ = ("exposed", "parts", "writes")
+    __slots__ = ("copies", "exposed", "parts", "unseen", "writes")
 
     def __init__(self, parts: Locals) -> None:
-        self.writes = 0
+        self.writes = self.unseen = 0
         self.parts = parts
         self.exposed = False
+        self.copies: Locals | None = None
 
 
 class Origin(NamedTuple):
@@ -112,9 +114,12 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     dispatcher makes of a local tensor has versions of its own.
     """
     cell, own = share_cell(tensor), tensor._locals
-    cell.exposed = True
     if in_flight:
         settle(own)
+    if not cell.exposed and tensor._spec.sums and any(part.is_inference() for part in cell.parts):
+        # One rank may look alone: what all have reduced must still be good on this one.
+        cell.copies = tuple([part.clone() for part in cell.parts])
+    cell.exposed = True
     if cell.parts is own or len(cell.parts) != len(own):
         return own
     return tuple([_view_of(base, part) for base, part in zip(cell.parts, own, strict=True)])

@@ -52,6 +52,26 @@ def two_axes() -> None:
         torch.testing.assert_close(each.full_tensor(), want)
 
 
+def one_rank_looks() -> None:
+    """What all ranks have reduced stays good on the one that looks at its local tensor."""
+    mesh, x, w = init_device_mesh("cpu", (2,)), numbers(6, 4), numbers(4, 3, seed=1)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            p = spread(x, mesh, (Shard(1),)) @ spread(w, mesh, (S0,))
+            p.cos()
+            if torch.distributed.get_rank() == 0:
+                p.to_local().sum()
+            with CommDebugMode() as comm:
+                made = [p * p, p.mT.exp()]
+            assert comm.get_total_counts() == 0
+            torch.testing.assert_close(made[0].full_tensor(), (x @ w) ** 2)
+            torch.testing.assert_close(made[1].full_tensor(), (x @ w).mT.exp())
+
+
+def test_one_rank_looks(processes: Pools) -> None:
+    processes(2).run(one_rank_looks, timeout=60)
+
+
 def test_one_axis(processes: Pools) -> None:
     processes(2).run(one_axis, timeout=120)
 
