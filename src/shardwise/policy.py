@@ -156,11 +156,11 @@ def pending_products(mode: str) -> Iterator[None]:
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
     >>> x = shardwise.distribute_tensor(torch.ones(1), mesh, [shardwise.Replicate()])
     >>> x = x.redistribute(placements=[shardwise.Partial()])  # the parts are 1 and 0
-    >>> (x * torch.tensor([float("inf")])).full_tensor()
-    tensor([inf])
     >>> with pending_products("trust"):
     ...     (x * torch.tensor([float("inf")])).full_tensor()
     tensor([nan])
+    >>> (x * torch.tensor([float("inf")])).full_tensor()
+    tensor([inf])
     """
     with _set(replace(_state.policy, products=_checked("pending_products", mode, _PRODUCTS))):
         yield

@@ -162,7 +162,10 @@ class _Choice:
         row = next(fitting, None)
         if row is None:
             prices = [self._price(axis, count, row) for row in rows]
-            row = rows[prices.index(min(prices))]
+            cheapest = [
+                row for row, price in zip(rows, prices, strict=True) if price == min(prices)
+            ]
+            row = next((row for row in cheapest if self._reduces_nothing(axis, row)), cheapest[0])
         self.summed = row.multiplied or self.summed
         for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
             for index, place in enumerate(places):
@@ -172,6 +175,14 @@ class _Choice:
 
     def _operands(self) -> range:
         return range(len(self.specs))
+
+    def _reduces_nothing(self, axis: int, row: Row) -> bool:
+        """Whether what is pending stays so: at the same price nothing is reduced early."""
+        held = [spec.placements[axis] for spec in self.specs]
+        return not any(
+            have.is_partial() and want is not have
+            for have, want in zip(held, row.inputs, strict=True)
+        )
 
     def _allowed(self, axis: int) -> tuple[Row, ...]:
         """The rows in which a written operand holds the result; if possible, where it is now.
