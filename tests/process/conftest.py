@@ -18,3 +18,8 @@ def processes() -> Iterator[Callable[[int], ProcessPool]]:
     yield pool
     for each in pools.values():
         each.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what starts processes of its own: the groups of an idle pool wake up all the time."""
+    items.sort(key=lambda item: "processes" in getattr(item, "fixturenames", ()))
