@@ -45,6 +45,9 @@ def all_coords(spec: DTensorSpec) -> list[Coord]:
 def scatter(spec: DTensorSpec, full: torch.Tensor, seed: int = 0) -> dict[Coord, torch.Tensor]:
     """What every rank holds if `full` is laid out as `spec`, pending values chosen at random."""
     generator = torch.Generator().manual_seed(seed)
+    ends = zip(spec.topology.shape, spec.placements, strict=True)
+    # What is drawn are multiples of this, so that averages are exact in any order of the axes.
+    unit = prod([size for size, place in ends if place.is_partial("avg")])
     held = {}
     for base in all_coords(spec):
         if base in held:
@@ -60,7 +63,7 @@ def scatter(spec: DTensorSpec, full: torch.Tensor, seed: int = 0) -> dict[Coord,
                     (*coord[:axis], index, *coord[axis + 1 :]): part
                     for coord, value in group.items()
                     for index, part in enumerate(
-                        _parts(value, len(members[axis]), place.reduce_op, generator)
+                        _parts(value, len(members[axis]), place.reduce_op, generator, unit)
                     )
                 }
         held.update(group)
@@ -109,7 +112,7 @@ def _sizes(size: int, ends: Sequence[int]) -> list[int]:
 
 
 def _parts(
-    value: torch.Tensor, count: int, op: str, generator: torch.Generator
+    value: torch.Tensor, count: int, op: str, generator: torch.Generator, unit: int
 ) -> list[torch.Tensor]:
     """Tensors whose `op` is `value`, the value itself on no rank in particular."""
     owner = torch.randint(0, count, value.shape, generator=generator)
@@ -123,8 +126,7 @@ def _parts(
         signs = [1 - 2 * (d == 1).to(value.dtype) for d in drawn[1:]]
         first = value * prod(signs, start=torch.ones_like(value))
         return [first, *signs]
-    # Multiples of 12, so that averages over 2, 3 or 4 ranks are exact in any order of the axes.
-    others = [part * 12 for part in drawn[1:]]
+    others = [part * unit for part in drawn[1:]]
     total = value * count if op == "avg" else value
     return [total - sum(others, start=torch.zeros_like(value)), *others]
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
-from shardwise.mesh import Topology, init_device_mesh
+from shardwise.mesh import Link, Topology, init_device_mesh
 from shardwise.placement import Partial, Placement, Replicate, Shard
 from shardwise.redistribute import plan, run_steps
 from shardwise.spec import DTensorSpec
@@ -166,6 +166,36 @@ def test_average_of_small_integers_does_not_overflow() -> None:
     local = [torch.tensor([100], dtype=torch.int8)] * 4
     (got,) = run_steps(plan(spec, spec.with_placements([R])), local, spec.stride)
     assert got.dtype is torch.int8 and got.item() == 100
+
+
+LINKS: list[dict[str, Any]] = [{}, {"links": [Link(1e-5, 1e9), Link(1e-6, 1e11), Link(1e-5, 1e10)]}]
+
+
+@pytest.mark.parametrize("links", LINKS, ids=["equal links", "unequal links"])
+def test_averages_among_sums_are_rounded_once(links: dict[str, Any]) -> None:
+    """Only the total over all ranks is a multiple of what it is divided by."""
+    mesh = init_device_mesh("cpu", (3, 2, 3), **links)
+    kinds: list[Placement] = [Partial("sum"), Partial("avg")]
+    for places in layouts_of(3, kinds)[1:]:
+        src = spec_of(mesh, places, (5, 4), torch.float64)
+        parts = [whole_numbers((5, 4), seed, torch.float64) for seed in range(18)]
+        over = prod([size for size, p in zip((3, 2, 3), places, strict=True) if p is kinds[1]])
+        parts[7] -= sum(parts) % over
+        full = sum(parts) / over
+        for target in layouts_of(3, [R, S0, S1]):
+            dst = src.with_placements(target)
+            after = run_steps(plan(src, dst), parts, src.stride)
+            assert_holds(dst, by_coord(dst, after), full, f"from {src}")
+
+
+def test_average_of_small_integers_among_sums_does_not_overflow() -> None:
+    mesh = init_device_mesh("cpu", (4, 2))
+    spec = spec_of(mesh, [Partial("avg"), P], (4,), torch.int8)
+    local = [torch.full((4,), 60 - 50 * (rank % 2), dtype=torch.int8) for rank in range(8)]
+    for target in ([R, R], [S0, R], [R, S0], [S0, S0]):
+        dst = spec.with_placements(target)
+        after = run_steps(plan(spec, dst), local, spec.stride)
+        assert_holds(dst, by_coord(dst, after), torch.full((4,), 70, dtype=torch.int8), "")
 
 
 def test_what_cannot_be_pending_is_said_before_anything_moves() -> None:

@@ -7,7 +7,7 @@ from .flight import fly, in_flight, settle
 from .lane import Ends, here, rehearsing
 from .process import ProcessEngine, can_fly, in_one_go
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
-from .reduction import check_reducible, identity
+from .reduction import check_reducible, has_room, identity
 from .rehearsal import Rehearsal
 from .virtual import VirtualEngine
 from .wire import as_bytes, backends_reduce, buffer_width, is_plain
@@ -28,6 +28,7 @@ __all__ = [
     "engine_of",
     "exchange_buffer",
     "fly",
+    "has_room",
     "here",
     "identity",
     "in_flight",

@@ -274,7 +274,7 @@ def _unpack(packets: list[list[Packet]], flat: torch.Tensor, own: list[Packet]) 
     for parts in together.values():
         parts.sort(key=lambda part: part[0])  # in the order of the mesh, whatever the ranks' is
         job, out, _, parcel = parts[0][1]
-        reduce_into(_place(out, parcel), [place for *_, place in parts], job.task.op)
+        reduce_into(_place(out, parcel), [place for *_, place in parts], job.task.op, job.task.over)
 
 
 def _unpack_rows(given: list[list[Packet]], flat: torch.Tensor) -> None:
@@ -283,7 +283,7 @@ def _unpack_rows(given: list[list[Packet]], flat: torch.Tensor) -> None:
     rows = flat.view(job.dtype).view(len(given), -1)
     order = sorted(range(len(given)), key=lambda index: given[index][0][2])
     total = rows[order[0]]
-    reduce_into(total, [rows[index] for index in order], job.task.op)
+    reduce_into(total, [rows[index] for index in order], job.task.op, job.task.over)
     parts = total.split([parcel.numel for *_, parcel in given[0]])
     for packet, part in zip(given[0], parts, strict=True):
         _place(packet[1], packet[3]).copy_(_shaped(packet, part))

@@ -135,7 +135,7 @@ def _reduce_scatter(channel: Channel, job: Job, out: torch.Tensor) -> Land:
 
     def land() -> None:
         wait(work, total.device.type == "cpu")
-        flat = from_wire(total[: out.numel()], job.dtype, task.op, len(boxes))
+        flat = from_wire(total[: out.numel()], job.dtype, task.op, task.over)
         out.copy_(shaped(flat, task.dst.box(here), job.order))
 
     return land

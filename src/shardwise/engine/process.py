@@ -171,21 +171,13 @@ def _together(parts: list[tuple[Job, torch.Tensor]]) -> Land:
 
     def scatter() -> None:
         land()
-        count = _count(job)
         start = 0
         for each, out in parts:
             part = whole[start : start + out.numel()].view(out.shape)
-            out.copy_(from_wire(part, each.dtype, each.task.op, count))
+            out.copy_(from_wire(part, each.dtype, each.task.op, each.task.over))
             start += out.numel()
 
     return scatter
-
-
-def _count(job: Job) -> int:
-    task = job.task
-    coord = task.src.topology.coordinate
-    assert coord is not None
-    return len(task.src.topology.group_coords(coord, task.axes))
 
 
 def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
@@ -201,7 +193,7 @@ def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
         if last is not None:
             last()
         if out is not None and (out is not wire or task.op == "avg"):
-            out.copy_(from_wire(wire, job.dtype, task.op, _count(job)))
+            out.copy_(from_wire(wire, job.dtype, task.op, task.over))
 
     return land
 

@@ -12,6 +12,7 @@ from ..errors import LayoutError
 __all__ = [
     "check_reducible",
     "finished",
+    "has_room",
     "identity",
     "is_wide",
     "reduce_into",
@@ -29,6 +30,9 @@ _WIDER = {
     torch.float8_e5m2fnuz: torch.float32,
 }
 """dtypes that kernels or backends refuse to reduce, and what they are reduced in."""
+_ROOM = (
+    torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
 _WITHOUT_INF = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -51,8 +55,9 @@ def check_reducible(op: str, dtype: torch.dtype) -> None:
 _INTO = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
 
-def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
-    """Put the reduction of tensors of one shape into `result`, in the order in which they come."""
+def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], op: str, over: int) -> None:
+    """Put the reduction of tensors of one shape into `result`, in the order in which they come; an
+    average is the total divided by `over`."""
     dtype = result.dtype
     call: Any = _INTO["sum" if op == "avg" else op]
     wide = widened(parts[0], op)
@@ -60,18 +65,18 @@ def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], op: str) ->
         call(parts[0], parts[1], out=result)
         for part in parts[2:]:
             call(result, part, out=result)
-        finished(result, dtype, op, len(parts))
+        finished(result, dtype, op, over)
         return
     total = wide.clone()
     for part in parts[1:]:
         call(total, widened(part, op), out=total)
-    result.copy_(finished(total, dtype, op, len(parts)))
+    result.copy_(finished(total, dtype, op, over))
 
 
 def reduce_list(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of tensors of one shape; a new tensor, never one of the parts."""
     result = torch.empty_like(parts[0])
-    reduce_into(result, parts, op)
+    reduce_into(result, parts, op, len(parts))
     return result
 
 
@@ -91,12 +96,17 @@ def _wider(dtype: torch.dtype, op: str) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
-def finished(total: torch.Tensor, dtype: torch.dtype, op: str, count: int) -> torch.Tensor:
-    """The result in its own dtype, from the total of `count` widened values; `total` is used up."""
+def finished(total: torch.Tensor, dtype: torch.dtype, op: str, over: int) -> torch.Tensor:
+    """The result in its own dtype, from the total of widened values; `total` is used up."""
     if op == "avg":
         exact = total.dtype.is_floating_point or total.dtype.is_complex
-        total.div_(count, rounding_mode=None if exact else "trunc")
+        total.div_(over, rounding_mode=None if exact else "trunc")
     return total.to(dtype)
+
+
+def has_room(dtype: torch.dtype) -> bool:
+    """Whether values have room for what averages are added up to before they are divided."""
+    return dtype in _ROOM
 
 
 def identity(op: str, dtype: torch.dtype) -> bool | int | float:

@@ -38,7 +38,7 @@ def _made(job: Job, target: Coord) -> torch.Tensor:
     for piece, parts in pieces.items():
         place = narrow(result, relative(piece, box))
         if task.op:
-            reduce_into(place, parts, task.op)
+            reduce_into(place, parts, task.op, task.over)
         else:
             place.copy_(parts[0])
     return result

@@ -81,14 +81,14 @@ def to_wire(value: torch.Tensor, op: str) -> torch.Tensor:
     return bits.masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
 
 
-def from_wire(total: torch.Tensor, dtype: torch.dtype, op: str, count: int) -> torch.Tensor:
-    """The result, in its own dtype, of a reduction over `count` ranks."""
+def from_wire(total: torch.Tensor, dtype: torch.dtype, op: str, over: int) -> torch.Tensor:
+    """The result of a reduction in its own dtype; an average is the total divided by `over`."""
     if dtype is torch.bool:
         return total.view(torch.bool)
     if op in ("max", "min") and dtype.is_floating_point:
         total = _flip_negative(total)
         total = total.view(torch.float64 if total.dtype is torch.int64 else torch.float32)
-    return finished(total, dtype, op, count)
+    return finished(total, dtype, op, over)
 
 
 def _flip_negative(bits: torch.Tensor) -> torch.Tensor:

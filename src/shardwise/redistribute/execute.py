@@ -257,7 +257,7 @@ class _State:
         """What steps that share a collective have in common."""
         step = self.left[0]
         dtype = self._run.dtype_of() if step.op else None
-        return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, dtype
+        return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, step.over, dtype
 
     def packed(self) -> int:
         """The bytes that the next collective packs and unpacks, if it goes with others."""

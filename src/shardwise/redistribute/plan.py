@@ -8,10 +8,11 @@ are worked out only if they may be cheaper by what placements say, and the cheap
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
-from ..engine import check_reducible
+from ..engine import check_reducible, has_room
 from ..geometry import chunk_cuts, intervals
 from ..mesh import Topology
 from ..placement import Partial
@@ -24,6 +25,8 @@ from .step import Step
 from .ways import Order, Way, other_ways
 
 __all__ = ["plan"]
+
+_LINEAR = ("sum", "avg")
 
 
 @lru_cache(maxsize=16384)
@@ -45,7 +48,24 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
         bounds = {way: bound.of_way(way, least) for way in ways}
         for way in sorted(ways, key=lambda way: sum(bounds[way])):
             best, least = _cheaper(way, now, goal, best, least, itemsize, bounds[way])
-    return best
+    return _divided_last(best) if has_room(src.dtype) else best
+
+
+def _divided_last(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps with averages added up like sums, and divided once by the last of them: whatever
+    the order of reductions, it is rounded once."""
+    found, last = list(steps), -1
+    for index in reversed(range(len(steps))):
+        step = found[index]
+        if any(op not in _LINEAR for _, op in (*step.src.partial, *step.dst.partial)):
+            last = -1  # it would not be the same for these
+        elif last < 0:
+            last = index if step.op else last
+        elif step.op == "avg":
+            later = found[last]
+            found[last] = replace(later, op="avg", divisor=later.over * step.over)
+            found[index] = replace(step, op="sum", divisor=None)
+    return tuple(found)
 
 
 def _cheaper(
@@ -102,8 +122,7 @@ def _steps(now: Layout, goal: Layout, order: Order = Order.PLAIN) -> Iterator[St
 
 
 def _commute(a: str, b: str) -> bool:
-    linear = ("sum", "avg")
-    return a == b or (a in linear and b in linear)
+    return a == b or (a in _LINEAR and b in _LINEAR)
 
 
 def _axes_to_reduce(now: Layout, goal: Layout) -> set[int]:
@@ -164,13 +183,15 @@ def _part(topology: Topology, have: DimMap, want: DimMap, busy: set[int]) -> Dim
 def _reduce(now: Layout, goal: Layout, reduced: set[int], at_once: bool) -> Iterator[Step]:
     """Reductions: kinds that do not commute last axis first, axes of one kind together.
 
-    Axes that end in a shard scatter, and first, because that leaves less for the others.
+    Axes that end in a shard scatter, and first, because that leaves less for the others. Else sums
+    come before averages, which are rounded.
     """
     pending = dict(now.partial)
     order = sorted(reduced, reverse=True)
-    if all(_commute(pending[a], pending[b]) for a in order for b in order):
-        order.sort(key=lambda axis: (pending[axis], -axis))
     shards = {axis for dim in goal.dims for axis in dim.axes}
+    if all(_commute(pending[a], pending[b]) for a in order for b in order):
+        first = {pending[axis] for axis in order if axis in shards}
+        order.sort(key=lambda axis: (pending[axis] not in first, pending[axis] == "avg", -axis))
     for op, run in groupby(order, key=pending.__getitem__):
         axes = sorted(run)
         scattered = [axis for axis in axes if axis in shards]

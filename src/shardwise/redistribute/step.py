@@ -22,7 +22,8 @@ class Step:
 
     `kind` is slice, make_partial (both local), all_reduce, reduce_scatter, all_gather, exchange,
     reduce_exchange (an exchange in which each piece comes from every member along `reduced`), or
-    transfer (from one mesh to another).
+    transfer (from one mesh to another). What an "avg" adds up it divides by `divisor`, if that is
+    not the number of ranks that give something.
     """
 
     kind: str
@@ -31,6 +32,15 @@ class Step:
     axes: tuple[int, ...] = ()
     op: str = ""
     reduced: tuple[int, ...] = ()
+    divisor: int | None = None
+
+    @property
+    def over(self) -> int:
+        """What the total is divided by."""
+        if self.op != "avg":
+            return 1
+        shape = self.src.topology.shape
+        return self.divisor or prod([shape[axis] for axis in self.reduced or self.axes])
 
     @property
     def is_local(self) -> bool:
