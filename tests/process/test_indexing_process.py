@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -17,8 +18,8 @@ from shardwise import (
     init_device_mesh,
 )
 
-from .. import test_counting, test_indexing
-from ..compare import check, ints, numbers
+from .. import test_counting, test_indexing, test_posting, test_searching
+from ..compare import assert_same, check, ints, numbers
 from ..test_picked import check_picks
 from .harness import ProcessPool
 
@@ -47,6 +48,19 @@ def test_picked_rows(processes: Pools) -> None:
 
 def test_by_index(processes: Pools) -> None:
     processes(4).run(by_index, timeout=120)
+
+
+def asking() -> None:
+    warnings.filterwarnings("ignore", "torch.searchsorted.*non-contiguous")
+    for cases in (test_posting.CALLS, test_searching.CALLS):
+        for f, *inputs in cases.values():
+            for shape, where in (((4,), (Shard(0),)), ((2, 2), (Shard(0), Shard(0)))):
+                mesh = test_searching.eager(*shape)
+                assert_same(f, inputs, [where] * len(inputs), mesh, grad=False)
+
+
+def test_elements_go_to_their_owners(processes: Pools) -> None:
+    processes(4).run(asking, timeout=60)
 
 
 def counting() -> None:

@@ -29,6 +29,7 @@ from . import (
     reductions,
     scalars,
     scanning,
+    searching,
     selecting,
 )
 
@@ -61,5 +62,6 @@ __all__ = [
     "reductions",
     "scalars",
     "scanning",
+    "searching",
     "selecting",
 ]

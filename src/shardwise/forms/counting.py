@@ -251,7 +251,7 @@ def _where_found(
     mesh = spec.topology
     places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
     facts = told(
-        op, spec, 0, [torch.stack([f[1].new_tensor(len(f[0])), f[2][:1].sum()]) for f in found]
+        op, spec, [torch.stack([f[1].new_tensor(len(f[0])), f[2][:1].sum()]) for f in found]
     )
     filled = [min(size, 1) for size, _ in facts]
     ends = [values[[0, -1]] if len(values) else values for values, *_ in found]

@@ -143,18 +143,18 @@ def mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
         torch.cat([(part != part).sum().view(1), run.sizes.flatten()])
         for part, run in zip(parts, runs, strict=True)
     ]
-    table = torch.tensor(told(op, spec, dim, facts))
+    table = torch.tensor(told(op, spec, facts))
     if table[:, 0].any():  # next to NaN, which is not equal to itself, PyTorch sorts nothing
         return fallback_form(op)(x, dim, keepdim)
     sizes = table[:, 1:].unflatten(1, (count, 2, prod(rest)))
-    found = torch.tensor(told(op, spec, dim, _counted(op, spec, dim, runs, sizes)))
+    found = torch.tensor(told(op, spec, _counted(op, spec, dim, runs, sizes)))
     most = found[..., 0] == found[..., 0].amax(0)
     key = found[..., 1].masked_fill(~most, torch.iinfo(torch.int64).max).amin(0)
     own = [
         _last(part, row, key.to(part.device), spec.box(coord)[dim][0])
         for coord, part, row in zip(spec.slots, parts, rows, strict=True)
     ]
-    places, bits = torch.tensor(told(op, spec, dim, own)).unbind(-1)
+    places, bits = torch.tensor(told(op, spec, own)).unbind(-1)
     place, shard = places.max(0)
     value = bits.gather(0, shard.unsqueeze(0)).to(BITS[x.dtype.itemsize]).view(x.dtype)
     shape = [*rest[:dim], *[1] * keepdim, *rest[dim:]]

@@ -21,7 +21,7 @@ from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Locals, wrap
 from .shards import relaid, sent_on, told
 
-__all__ = ["asks", "picked", "sends", "written"]
+__all__ = ["Post", "asks", "picked", "sends", "short", "written"]
 
 
 def _are_alike(*specs: DTensorSpec) -> bool:
@@ -37,7 +37,8 @@ def _are_alike(*specs: DTensorSpec) -> bool:
     )
 
 
-def _short(size: int) -> torch.dtype:
+def short(size: int) -> torch.dtype:
+    """The narrowest integers of 4 or 8 bytes that hold the places of a dim."""
     return torch.int32 if size < 1 << 31 else torch.int64
 
 
@@ -61,7 +62,7 @@ def sends(call: Call) -> bool:
     fits = _are_alike(index, source) and index.dim_cuts == source.dim_cuts
     if not fits or not (x.is_replicated() or _are_alike(x, index)):
         return False
-    narrow, width = _short(x.shape[0]).itemsize, source.dtype.itemsize
+    narrow, width = short(x.shape[0]).itemsize, source.dtype.itemsize
     return _less(index, [narrow + width], [8, width])
 
 
@@ -72,24 +73,37 @@ def asks(call: Call) -> bool:
     x, index = call.specs
     if index.dtype is not torch.int64 and index.dtype is not torch.int32:
         return False
-    narrow, width = _short(x.shape[0]).itemsize, x.dtype.itemsize
+    narrow, width = short(x.shape[0]).itemsize, x.dtype.itemsize
     return _less(index, [narrow, width], [index.dtype.itemsize, width // len(index.pieces(0))])
 
 
 class Post(NamedTuple):
-    """Places that go to their owners: in which order each rank sends its own, and how many each
+    """Elements that go to their owners: in which order each rank sends its own, and how many each
     shard has for every other."""
 
     orders: list[torch.Tensor]
-    places: Locals
     sizes: list[list[int]]
 
-    @property
-    def splits(self) -> list[Cuts]:
-        return [tuple(accumulate(row)) for row in self.sizes]
+    def forth(self, op: Any, like: DTensorSpec, *given: Sequence[torch.Tensor]) -> list[Locals]:
+        """What arrives of vectors in the shards of `like`, in one exchange: that of the first shard
+        first."""
+        splits = [tuple(accumulate(row)) for row in self.sizes]
+        vectors = [
+            (tuple(part[order] for part, order in zip(parts, self.orders, strict=True)), splits)
+            for parts in given
+        ]
+        found = sent_on(op, like, vectors)
+        return [tuple(torch.cat(pieces) for pieces in each) for each in found]
+
+    def back(self, op: Any, like: DTensorSpec, answers: Locals) -> Locals:
+        """One answer to each element that arrived, in the order in which a rank sent its own."""
+        splits: list[Cuts] = [tuple(accumulate(row)) for row in zip(*self.sizes, strict=True)]
+        (found,) = sent_on(op, like, [(answers, splits)])
+        return tuple(torch.cat(pieces) for pieces in found)
 
 
-def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> Post:
+def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> tuple[Post, Locals]:
+    """Who gets which place in `index`, and the places."""
     size = x.shape[0]
     ends = torch.tensor(list(accumulate(x.dim_cuts[0])), device=index.device)
     orders, places, facts = [], [], []
@@ -97,17 +111,16 @@ def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> Post:
         given = torch.cat([part.to(torch.int64), part.new_zeros(1, dtype=torch.int64)])
         place = torch.where(given < 0, given + size, given)[:-1] if wraps else given[:-1]
         owner = torch.bucketize(place, ends, right=True).clamp_(max=len(ends) - 1)
-        order = owner.sort(stable=True).indices
-        orders.append(order)
-        places.append(place[order].to(_short(size)))
+        orders.append(owner.sort(stable=True).indices)
+        places.append(place.to(short(size)))
         range_ = torch.stack(torch.aminmax(given))
         facts.append(torch.cat([range_, torch.bincount(owner, minlength=len(ends))]))
-    table = told(op, index._spec, 0, facts)
+    table = told(op, index._spec, facts)
     low, high = min(row[0] for row in table), max(row[1] for row in table)
     if low < (-size if wraps else 0) or high >= size:
         bad = high if high >= size else low
         raise OutOfRangeError(f"index {bad} is out of bounds for dimension 0 with size {size}")
-    return Post(orders, tuple(places), [row[2:] for row in table])
+    return Post(orders, [row[2:] for row in table]), tuple(places)
 
 
 def written(op: Any, x: Any, index: Any, source: Any) -> Any:
@@ -116,11 +129,10 @@ def written(op: Any, x: Any, index: Any, source: Any) -> Any:
     if x._spec.is_replicated():
         x = relaid(op, x, x._spec.with_placements(index.placements))
     spec = x._spec
-    post = _post(op, spec, index, wraps=False)
-    values = tuple(part[order] for part, order in zip(source._locals, post.orders, strict=True))
-    places, sources = sent_on(op, spec, [(post.places, post.splits), (values, post.splits)])
+    post, given = _post(op, spec, index, wraps=False)
+    places, sources = post.forth(op, spec, given, source._locals)
     parts = [
-        part.scatter(0, torch.cat(at).to(torch.int64) - spec.box(coord)[0][0], torch.cat(new))
+        part.scatter(0, at.to(torch.int64) - spec.box(coord)[0][0], new)
         for coord, part, at, new in zip(spec.slots, x._locals, places, sources, strict=True)
     ]
     return wrap(spec, tuple(parts))
@@ -130,16 +142,15 @@ def picked(op: Any, x: Any, index: Any, wraps: bool) -> Any:
     """The elements of `x` at the places in `index`, laid out as the index is."""
     mesh_of(op, [x, index])
     spec = x._spec
-    post = _post(op, spec, index, wraps)
-    (wanted,) = sent_on(op, spec, [(post.places, post.splits)])
+    post, given = _post(op, spec, index, wraps)
+    (wanted,) = post.forth(op, spec, given)
     answers = tuple(
-        part[torch.cat(places).to(torch.int64) - spec.box(coord)[0][0]]
+        part[places.to(torch.int64) - spec.box(coord)[0][0]]
         for coord, part, places in zip(spec.slots, x._locals, wanted, strict=True)
     )
-    splits = [tuple(accumulate(row)) for row in zip(*post.sizes, strict=True)]
-    (found,) = sent_on(op, spec, [(answers, splits)])
-    parts = []
-    for order, pieces in zip(post.orders, found, strict=True):
-        new = torch.cat(pieces)
-        parts.append(torch.empty_like(new).index_copy_(0, order, new))
+    found = post.back(op, spec, answers)
+    parts = [
+        torch.empty_like(new).index_copy_(0, order, new)
+        for order, new in zip(post.orders, found, strict=True)
+    ]
     return wrap(index._spec.with_meta(TensorMeta(index._spec.shape, (1,), x.dtype)), tuple(parts))

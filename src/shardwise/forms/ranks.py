@@ -168,7 +168,7 @@ def _found(op: Any, x: Any, rank: int | None, keepdim: bool, ignore_nan: bool = 
     (key,) = _ranked(op, spec, rows, [rank], _width(x.dtype))
     firsts = [(keys_of(part) == key).nonzero()[:1] for part in x._locals]
     own = [torch.cat([first, first.new_full((1, 1), -1)])[:1] for first in firsts]
-    pairs = zip(spec.pieces(0), told(op, spec, 0, own), strict=True)
+    pairs = zip(spec.pieces(0), told(op, spec, own), strict=True)
     where = next(start + row[0][0] for (start, _), row in pairs if row[0][0] >= 0)
     value = _value(key, x.dtype, x.device).reshape([1] * keepdim)
     index = torch.tensor(where, device=x.device).reshape([1] * keepdim)
@@ -286,7 +286,7 @@ def _splits(op: Any, spec: DTensorSpec, rows: Sequence[torch.Tensor], width: int
     own = [
         torch.stack([torch.searchsorted(row, keys, right=r) for r in (False, True)]) for row in rows
     ]
-    table = told(op, spec, 0, own)
+    table = told(op, spec, own)
     splits: list[Cuts] = []
     taken = [0] * len(inner)
     below = [sum(row[0][j] for row in table) for j in range(len(inner))]

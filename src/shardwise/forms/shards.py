@@ -113,9 +113,9 @@ def candidates(
     return found
 
 
-def told(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tensor]) -> list[Any]:
-    """The integers that every shard of the only dim in shards has, on every rank, as lists."""
-    shape = (len(spec.pieces(dim)), *own[0].shape)
+def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
+    """The integers that every shard has, on every rank, as lists: axes outer to inner."""
+    shape = (spec.num_shards, *own[0].shape)
     meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
     places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
     parts = tuple(part.unsqueeze(0) for part in own)
