@@ -19,6 +19,7 @@ from .errors import RuleError
 from .infer import Unknown, infer
 from .meeting import meet
 from .mesh import Topology
+from .newton import WholePlan, may_iterate
 from .outs import out_form, reshape_form
 from .picked import picker
 from .plain import bring_grads_back, full_local
@@ -58,6 +59,8 @@ def build(
     if pending:
         again = partial(_checked, entry)
         made = ReadyPlan(entry.op, made, pending, again, fast=not entry.has_views)
+    if may_iterate(entry.op, operands, kwargs):
+        made = WholePlan(entry.op, made)
     return made if entry.op._schema.returns else Silent(made)
 
 

@@ -7,13 +7,12 @@ axes: it counts as replicated over them, and is checked to be.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 from . import policy
 from ._torch import OpOverload
+from .caller import caller
 from .engine import engine_of
 from .errors import MeshError, PlainTensorError
 from .mesh import Topology, around, axes_in
@@ -63,14 +62,7 @@ def meet(op: OpOverload, operands: Sequence[Any], writes: Sequence[int]) -> Call
 
 def _is_optimizer() -> bool:
     """Whether the code that calls Shardwise now is an optimizer of PyTorch."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _module(frame).startswith("shardwise."):
-        frame = frame.f_back
-    return frame is not None and _module(frame).startswith("torch.optim.")
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    return caller().startswith("torch.optim.")
 
 
 def _lifted(op: OpOverload, value: Any, whole: Topology, home: Topology) -> Any:

@@ -14,6 +14,7 @@ from shardwise.errors import PlainTensorError
 from ..test_optimizers import (
     check_clipping,
     check_lbfgs,
+    check_muon,
     check_optimizer,
     check_scaled,
     lbfgs_layouts,
@@ -34,6 +35,7 @@ def steps() -> None:
     check_scaled(mesh, "Adagrad, foreach", bad=True)
     for where in lbfgs_layouts(mesh):
         check_lbfgs(where, None)
+    check_muon(mesh)
 
 
 def test_optimizers(processes: Pools) -> None:
