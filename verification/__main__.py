@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, help="at most so many samples an entry")
     parser.add_argument("--sample", type=int, help="only so many entries, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=int, default=120, help="CPU time of an entry")
+    parser.add_argument("--seconds", type=int, default=300, help="CPU time of an entry")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="go on with nothing")
     parser.add_argument("names", nargs="*", help="only these entries")
