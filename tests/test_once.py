@@ -186,7 +186,7 @@ def test_a_write_into_local_tensors_makes_it_stale() -> None:
 
 
 def test_inference_mode() -> None:
-    """Tensors have no versions there: of local tensors that a user holds nothing is kept."""
+    """Tensors have no versions there."""
     mesh, x, w = virtual(2), numbers(6, 4), numbers(4, 3, seed=1)
     with torch.inference_mode():
         p = spread(x, mesh, (S1,)) @ spread(w, mesh, (S0,))
@@ -202,6 +202,32 @@ def test_inference_mode() -> None:
         torch.testing.assert_close(square.full_tensor(), x * x)
         p.mT.add_(1)
         torch.testing.assert_close((p * p).full_tensor(), (x @ w + 1) ** 2)
+
+
+def test_local_tensors_that_are_given_in_inference_mode() -> None:
+    """Who gave them may write into them, through whatever view: it is seen at the next use."""
+    for shape, places in LAYOUTS:
+        mesh = virtual(*shape)
+        with torch.inference_mode():
+            p = pending(mesh, places)
+            given = p.to_local()
+            assert all(part.is_inference() for part in given.parts)
+            whole = pending(mesh, places).full_tensor()
+            with Reductions(1) as found:
+                made = [p.cos(), p.sigmoid() * p, p.mT.cos(), *torch._foreach_cos([p, p]), p * 2]
+            assert len(found.seen) == 1
+            want = [whole.cos(), whole.sigmoid() * whole, whole.mT.cos(), *[whole.cos()] * 2]
+            for mine, theirs in zip(of_all(made), [*want, whole * 2], strict=True):
+                torch.testing.assert_close(mine, theirs)
+            view = p.mT
+            for value in (3.0, INF - INF):
+                for part in given.parts:
+                    part[0] = value
+                whole = DTensor.from_local(given, mesh, places).full_tensor()
+                for mine, theirs in [(view.cos(), whole.mT.cos()), (p * p, whole * whole)]:
+                    torch.testing.assert_close(mine.full_tensor(), theirs, equal_nan=True)
+            p.zero_()
+            assert not p.full_tensor().any() and not view.sin().full_tensor().any()
 
 
 def test_local_tensors_that_are_looked_at_in_inference_mode() -> None:
@@ -289,6 +315,63 @@ def test_infinities_reduce_once(where: tuple[tuple[Placement, ...], ...]) -> Non
         torch.testing.assert_close(each.full_tensor(), whole * y)
     p.add_(1)
     torch.testing.assert_close((p * given).full_tensor(), (whole + 1) * y)
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "reduced": lambda p: p.cos(),
+    "a view": lambda p: p.mT.cos(),
+    "read": lambda p: of_all(p)[0],
+    "a gate": lambda p: p.sigmoid() * p,
+    "scattered": lambda p: cut(p) if isinstance(p, DTensor) else p,
+}
+
+
+def cut(p: Any) -> Any:
+    """A pending sum reduced into shards, as a call that needs them has it."""
+    places = [Shard(p.ndim - 1) if place.is_partial() else place for place in p.placements]
+    spec = p._spec.with_placements(places)
+    return sw.wrapper.wrap(spec, sw.moving.moved(p, spec))
+
+
+LANES = [
+    ((2, 2), (P, S0), (R, S0)),
+    ((2, 3), (S0, P), (S0, R)),
+    ((2, 2), (Partial("avg"), S0), (R, S0)),
+    ((2, 2, 2), (P, P, S0), (R, R, S0)),
+    ((2, 2, 2), (P, Partial("avg"), S0), (R, R, S0)),
+]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_some_ranks_reduced_for_an_infinity_serves_all_calls(name: str) -> None:
+    """The factor differs along another axis than the sum: some ranks see nothing infinite."""
+    for shape, places, others in LANES:
+        if name == "scattered" and len(shape) > 2:
+            continue
+        mesh, y = virtual(*shape), numbers(*pending(virtual(*shape), places).shape, seed=1)
+        y[0, 0] = INF
+        p, whole = pending(mesh, places), pending(mesh, places).full_tensor()
+        given, f = spread(y, mesh, others), LATER[name]
+        with Reductions(p.numel() // 2) as found:
+            made = [p * given, f(p), p * given]
+        assert set(found.seen) == {"all_reduce"}
+        assert len(found.seen) == len({place for place in places if place.is_partial()})
+        for mine, theirs in zip(of_all(made), [whole * y, f(whole), whole * y], strict=True):
+            torch.testing.assert_close(mine, theirs)
+        p.add_(1)
+        torch.testing.assert_close(of_all(f(p))[0], f(whole + 1))
+
+
+def test_copies_of_a_small_sum_are_added_up_alike() -> None:
+    mesh, y = virtual(3, 2), numbers(4, 6, seed=1)
+    y[0, 0] = INF
+    p, given = pending(mesh, (P, R), (1, 6)), spread(y, mesh, (R, S0))
+    x = pending(mesh, (P, R), (1, 6)).full_tensor()
+    with CommDebugMode() as comm:
+        made = [p * given, p.cos()]
+    assert comm.get_comm_counts() == {"all_reduce": 1}
+    for mine, want in zip(of_all(made), (x * y, x.cos()), strict=True):
+        torch.testing.assert_close(mine, want)
 
 
 def test_a_reduction_is_announced_and_what_is_known_is_not() -> None:

@@ -15,7 +15,7 @@ from .pending import pending
 from .placement import Partial, Placement, Replicate
 from .redistribute import relaid
 from .spec import DTensorSpec, TensorMeta, default_placements
-from .wrapper import Wrapper, exposed_locals, share_cell, wrap
+from .wrapper import Wrapper, exposed_locals, has_inference, share_cell, wrap
 
 __all__ = [
     "FromLocal",
@@ -131,7 +131,9 @@ class FromLocal(torch.autograd.Function):
     def forward(ctx: Any, spec: DTensorSpec, *parts: torch.Tensor) -> Any:
         ctx.spec = spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
-        share_cell(made).exposed = True  # who gave them has them still
+        cell = share_cell(made)
+        cell.exposed = True  # who gave them has them still
+        cell.given = bool(spec.sums) and has_inference(made._locals)
         return made
 
     @staticmethod

@@ -8,7 +8,7 @@ pending as it would have been.
 
 What they reduce is kept with the sum for the next product. If all ranks of the mesh hold the same
 `y` it is the reduced value, which any call may take. If not, ranks elsewhere know nothing of it,
-and it is for products along the same axes alone.
+and it decides nothing: it only spares who has it to reduce the sum along the same axes again.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .engine import as_bytes
+from .engine import as_bytes, engine_of
 from .redistribute import (
     Layout,
     Ready,
@@ -24,6 +24,7 @@ from .wrapper import Cell, Locals, Origin, Wrapper, is_exposed, wrap
 
 __all__ = [
     "Move",
+    "agree",
     "describe_moves",
     "known",
     "moved",
@@ -41,26 +42,46 @@ Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
 
 
-def stamp(tensor: Any) -> tuple[object, ...]:
+def stamp(tensor: Any, *, agreed: bool = False) -> tuple[object, ...]:
     """What changes when the tensor is written, through the dispatcher or through its local
-    tensors; a deferred view changes with what it is a view of."""
+    tensors; a deferred view changes with what it is a view of.
+
+    With `agreed` it is as it was when ranks last asked each other (`agree`).
+    """
     while tensor._of is not None:
         tensor = tensor._of
     cell, parts = tensor._cell, tensor._locals
     if cell is None:
         return 0, _versions(parts, False), ()
-    if cell.copies is not None:
-        _compare(cell, cell.copies)
-    unsure = cell.exposed and cell.copies is None
+    if cell.copies is not None and not cell.given:
+        cell.unseen += _differs(cell, cell.copies)
+    unsure = cell.exposed and (cell.copies is None or (cell.given and not agreed))
     also = () if cell.parts is parts else _versions(cell.parts, unsure)
     return cell.writes + cell.unseen, _versions(parts, unsure), also
 
 
-def _compare(cell: Cell, copies: Locals) -> None:
+def _differs(cell: Cell, copies: Locals) -> bool:
+    """Whether local tensors are not what they were when this was last asked."""
     pairs = zip(cell.parts, copies, strict=True)
-    if not all(torch.equal(as_bytes(part), as_bytes(copy)) for part, copy in pairs):
-        cell.unseen += 1
+    if all(torch.equal(as_bytes(part), as_bytes(copy)) for part, copy in pairs):
+        return False
+    cell.copies = tuple([part.clone() for part in cell.parts])
+    return True
+
+
+def agree(tensor: Any) -> None:
+    """Let all ranks know if a user wrote on one of them into tensors without versions: on another
+    the same write may have changed nothing."""
+    while tensor._of is not None:
+        tensor = tensor._of
+    cell, mesh = tensor._cell, tensor._spec.topology
+    if cell is None or not cell.given:
+        return
+    if cell.copies is None:  # of what nobody reduces there is none
         cell.copies = tuple([part.clone() for part in cell.parts])
+        return
+    now = cell.unseen + _differs(cell, cell.copies)
+    cell.unseen = now if engine_of(mesh).check_equal(mesh, now) else cell.unseen + 1
 
 
 def _versions(parts: Locals, unsure: bool) -> tuple[object, ...]:
@@ -100,15 +121,38 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         return tuple(own_copy(t, spec.meta) for t in tensor._locals) if fresh else tensor._locals
     if fresh or not src.sums:
         return relaid(src, spec, tensor._locals, fresh=fresh)
-    memo, now = tensor._memo, stamp(tensor)
+    agree(tensor)
+    memo, now = tensor._memo, stamp(tensor, agreed=True)
     if memo is None:
         memo = tensor._memo = {}
     found = memo.get(spec)
     if found is None or found[0] != now:
         base, local = _source(tensor, spec, alone=True)
-        found = memo[spec] = (now, relaid(base, spec, local))
-    done: Locals = found[1]
-    return done
+        done = _by_lane(tensor, spec) if base is src and tensor._lanes else None
+        found = memo[spec] = (now, relaid(base, spec, local) if done is None else done)
+    made: Locals = found[1]
+    return made
+
+
+def _by_lane(tensor: Any, target: DTensorSpec) -> Locals | None:
+    """The layout `target` of what was reduced along the pending axes alone, where reducing it again
+    would keep these ranks busy with each other alone: nobody else waits for them."""
+    src = tensor._spec
+    whole, axes, found = src.reduced, src.sums, tensor._lanes.get(tuple(src.sums))
+    if found is None or found[0] != stamp(tensor) or target.sums:
+        return None
+    moves = [step for step in steps_between(src, target) if not step.is_local]
+    if sorted([axis for step in moves for axis in step.axes]) != axes:
+        return None
+    if any(step.kind != "slice" for step in steps_between(whole, target)):
+        return None
+    kinds = {step.kind for step in moves}
+    if all(place.is_shard() or axis in axes for axis, place in enumerate(src.placements)):
+        # Over several axes other collectives may be part of a larger one.
+        alone = kinds == {"all_reduce"} or (kinds == {"reduce_scatter"} and len(axes) == 1)
+    else:  # there are copies elsewhere, which must be added up in the same way to the last bit
+        alone = kinds == {"all_reduce"} and target is whole and not src.meta.repeated
+    return relaid(whole, target, tuple([found[1](at) for at in whole.slots])) if alone else None
 
 
 def _source(tensor: Any, target: DTensorSpec, *, alone: bool = False) -> tuple[DTensorSpec, Locals]:
@@ -171,8 +215,9 @@ def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
     memo = tensor._memo
     whole: DTensorSpec = tensor._spec.reduced
     if memo:
+        agree(tensor)
         found = memo.get(whole)
-        if found is not None and found[0] == stamp(tensor):
+        if found is not None and found[0] == stamp(tensor, agreed=True):
             return whole, found[1]
         kept = _kept(tensor)
         if kept:
@@ -200,7 +245,7 @@ def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
     memo: dict[DTensorSpec, tuple[Any, Locals]] | None = tensor._memo
     if not memo:
         return {}
-    now, spec = stamp(tensor), tensor._spec
+    now, spec = stamp(tensor, agreed=True), tensor._spec
     count, mesh = len(spec.sums), spec.topology
     return {
         at: value
@@ -213,7 +258,7 @@ def _keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     memo = tensor._memo
     if memo is None:
         memo = tensor._memo = {}
-    memo[spec] = (stamp(tensor), value)
+    memo[spec] = (stamp(tensor, agreed=True), value)
 
 
 def same_source(one: Any, other: Any) -> bool:
@@ -263,6 +308,9 @@ def started(
     With `later` the tensors may be written before the results are asked for.
     """
     pairs = list(zip(tensors, specs, strict=True))
+    for tensor in tensors:
+        if tensor._memo:
+            agree(tensor)
     if not later:
         return run_all([_run(tensor, spec, True) for tensor, spec in pairs])
     found = [(spec, *_source(tensor, spec)) for tensor, spec in pairs]
@@ -276,12 +324,14 @@ def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
     same: dict[tuple[int, DTensorSpec], int] = {}
     runs: list[tuple[int, Run]] = []
     for index, (tensor, spec, fresh) in enumerate(moves):
+        if tensor._spec.sums and (tensor._memo or not fresh):
+            agree(tensor)
         memo = tensor._memo
         if tensor._spec is spec:
             found[index] = moved(tensor, spec, fresh=fresh)
         elif not fresh and (id(tensor), spec) in same:
             continue
-        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor):
+        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor, agreed=True):
             found[index] = memo[spec][1]
         else:
             if not fresh:

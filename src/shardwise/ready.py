@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import policy
-from .moving import describe_moves, known, moved, same_source, stamp
+from .moving import agree, describe_moves, known, moved, same_source, stamp
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
 from .wrapper import Locals, wrap
@@ -101,7 +101,8 @@ class ReadyPlan(Plan):
                 continue
             largest = max(alike, key=lambda i: operands[i].numel())
             tensor, target = operands[largest], operands[largest]._spec.reduced
-            if stamp(tensor) != stamp(tensor):
+            agree(tensor)
+            if stamp(tensor, agreed=True) != stamp(tensor, agreed=True):
                 continue  # nothing is kept of what a user may write into unseen
             if not policy.current().silent and known(tensor) is None:
                 specs = [operand._spec for operand in operands]

@@ -19,14 +19,15 @@ Locals = tuple[torch.Tensor, ...]
 class Cell:
     """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
     of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
-    have no versions: `copies` of a pending sum's tell of what a user wrote, `unseen` counts it."""
+    have no versions: `copies` of a pending sum's tell of what a user wrote, `unseen` counts it. If
+    the sum is made of tensors that were `given` on all ranks, all ask each other."""
 
-    __slots__ = ("copies", "exposed", "parts", "unseen", "writes")
+    __slots__ = ("copies", "exposed", "given", "parts", "unseen", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = self.unseen = 0
         self.parts = parts
-        self.exposed = False
+        self.exposed = self.given = False
         self.copies: Locals | None = None
 
 
@@ -71,8 +72,11 @@ def tell_origin(view: Any, base: Any, call: Callable[[Any], Any]) -> None:
     """
     if base._memo is None:
         base._memo = {}
+    if base._lanes is None:
+        base._lanes = {}
     twin = wrap(base._spec, base._locals, base._cell)
-    twin._memo, twin._picked, twin._origin = base._memo, base._picked, base._origin
+    twin._memo, twin._lanes = base._memo, base._lanes
+    twin._picked, twin._origin = base._picked, base._origin
     view._origin = Origin(twin, call, base._spec, view._spec)
 
 
@@ -116,13 +120,19 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     cell, own = share_cell(tensor), tensor._locals
     if in_flight:
         settle(own)
-    if not cell.exposed and tensor._spec.sums and any(part.is_inference() for part in cell.parts):
+    if not cell.exposed and tensor._spec.sums and has_inference(cell.parts):
         # One rank may look alone: what all have reduced must still be good on this one.
         cell.copies = tuple([part.clone() for part in cell.parts])
     cell.exposed = True
     if cell.parts is own or len(cell.parts) != len(own):
         return own
     return tuple([_view_of(base, part) for base, part in zip(cell.parts, own, strict=True)])
+
+
+def has_inference(parts: Locals) -> bool:
+    """Whether some are tensors without versions, of which copies can be compared."""
+    values = all(type(part) is torch.Tensor and not part.is_meta for part in parts)
+    return values and any(part.is_inference() for part in parts)
 
 
 def is_exposed(tensor: Any) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard, init_device_mesh
+from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, init_device_mesh
 
 from ..compare import numbers, spread
-from ..test_once import PROGRAMS, Reductions, of_all, pending
+from ..test_once import LATER, PROGRAMS, Reductions, of_all, pending
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -29,17 +29,18 @@ def one_axis() -> None:
 
 def two_axes() -> None:
     """An infinity in the shard of two ranks: they reduce once for two products, the others never;
-    then all reduce for what all need."""
+    then the others reduce for what all need."""
     mesh = init_device_mesh("cpu", (2, 2))
     x, y = numbers(4, 6), numbers(4, 6, seed=1)
     y[0, 0] = float("inf")
     p, factor = spread(x, mesh, (P, S0)), spread(y, mesh, (R, S0))
     with CommDebugMode() as comm:
         made = [p * factor, p * factor]
-    assert comm.get_total_counts() == (torch.distributed.get_rank() in (0, 2))
+    saw = torch.distributed.get_rank() in (0, 2)
+    assert comm.get_total_counts() == saw
     with CommDebugMode() as comm:
         gate = p.sigmoid() * p
-    assert comm.get_comm_counts() == {"all_reduce": 1}
+    assert comm.get_total_counts() == (not saw)
     for each in made:
         torch.testing.assert_close(each.full_tensor(), x * y)
     torch.testing.assert_close(gate.full_tensor(), x.sigmoid() * x)
@@ -50,6 +51,35 @@ def two_axes() -> None:
     assert comm.get_comm_counts() == {"all_reduce": 1}
     for each, want in zip(made, (x * y, x * y, x.sigmoid() * y), strict=True):
         torch.testing.assert_close(each.full_tensor(), want)
+
+
+def some_ranks_know() -> None:
+    """What two ranks reduced for an infinity serves whatever follows, in which the other two talk
+    alone; what goes out with others, and what was written since, all reduce."""
+    mesh, y = init_device_mesh("cpu", (2, 2)), numbers(4, 6, seed=1)
+    y[3, 0] = float("inf")
+    saw = torch.distributed.get_rank() in (1, 3)
+    x, factor = numbers(4, 6), spread(y, mesh, (R, S0))
+    for f in LATER.values():
+        p = spread(x, mesh, (P, S0))
+        product = p * factor
+        with Reductions(1) as found:
+            made = f(p)
+        assert len(found.seen) == (not saw)
+        torch.testing.assert_close(of_all(made)[0], f(x))
+        torch.testing.assert_close(product.full_tensor(), x * y)
+        p.add_(1)
+        product = p * factor
+        listed = [*torch._foreach_cos([p, p * 2]), product]
+        p.mul_(2)
+        listed.append(p.cos())
+        wanted = [(x + 1).cos(), (2 * x + 2).cos(), (x + 1) * y, (2 * x + 2).cos()]
+        for mine, theirs in zip(listed, wanted, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def test_some_ranks_know(processes: Pools) -> None:
+    processes(4).run(some_ranks_know, timeout=120)
 
 
 def one_rank_looks() -> None:
@@ -66,6 +96,26 @@ def one_rank_looks() -> None:
             assert comm.get_total_counts() == 0
             torch.testing.assert_close(made[0].full_tensor(), (x @ w) ** 2)
             torch.testing.assert_close(made[1].full_tensor(), (x @ w).mT.exp())
+
+
+def zeros_stay_zeros() -> None:
+    """A write in inference mode that changes nothing on one rank is known there all the same."""
+    mesh, x = init_device_mesh("cpu", (2,)), numbers(6, 4)
+    with torch.inference_mode():
+        mine = x * (torch.distributed.get_rank() == 0)
+        p = DTensor.from_local(mine, mesh, (P,))
+        view = p.mT
+        for turn, factor in enumerate((1, 2, 1, -1)):
+            x, mine = x * factor, mine.mul_(factor)
+            with Reductions(1) as found:
+                made = [p.cos(), view.cos(), p.sigmoid() * p, p * 2]
+            assert len(found.seen) == (factor != 1 or not turn)
+            for each, want in zip(made, [x.cos(), x.mT.cos(), x.sigmoid() * x, x * 2], strict=True):
+                torch.testing.assert_close(each.full_tensor(), want)
+
+
+def test_zeros_stay_zeros(processes: Pools) -> None:
+    processes(2).run(zeros_stay_zeros, timeout=60)
 
 
 def test_one_rank_looks(processes: Pools) -> None:
