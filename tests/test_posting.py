@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Link, Replicate, Shard, init_device_mesh
+from shardwise import CommDebugMode, Link, Partial, Replicate, Shard, init_device_mesh
 from shardwise.errors import OutOfRangeError
 
 from .compare import assert_same, ints, numbers, spread, virtual
 
 X, SOURCE = numbers(211), numbers(300, seed=1)
-INDEX = ints(300, high=211)
+INDEX = ints(300, high=210)
 ORDER = torch.randperm(211, generator=torch.Generator().manual_seed(0))
+WRAPPED = torch.where(INDEX % 3 == 0, INDEX - 211, INDEX)
+TABLE, NUMBER = numbers(35, 6), torch.tensor(2.5, dtype=torch.float64)
+
+
+def scatter_reduce(x: Any, index: Any, source: Any, **how: Any) -> Any:
+    return x.scatter_reduce(0, index, source, **how)
+
+
 CALLS: dict[str, tuple[Any, ...]] = {
     "gather": (lambda x, i: x.gather(0, i), X, INDEX),
     "index_select": (lambda x, i: x.index_select(0, i), X, INDEX),
-    "negative places": (lambda x, i: x[i], X, torch.where(INDEX % 3 == 0, INDEX - 211, INDEX)),
+    "negative places": (lambda x, i: x[i], X, WRAPPED),
+    "places of two dims": (lambda x, i: x[i], X, WRAPPED.view(20, 15)),
+    "take": (lambda x, i: x.take(i), TABLE, (INDEX - 105).view(30, 10)),
     "scatter": (lambda x, i, s: x.scatter(0, i, s), X, ORDER, SOURCE[:211]),
     "scatter, few": (lambda x, i, s: x.scatter(0, i, s), X, ORDER[:150], SOURCE[:150]),
     "scatter_": (lambda x, i, s: x.clone().scatter_(0, i, s), X, ORDER, SOURCE[:211]),
-}
+    "scatter, a number": (lambda x, i: x.scatter(0, i, 2.5), X, INDEX),
+    "scatter_, multiplied": (
+        lambda x, i: x.detach().clone().scatter_(0, i, 2.5, reduce="multiply"), X, INDEX
+    ),
+    "scatter_add": (lambda x, i, s: x.scatter_add(0, i, s), X, INDEX, SOURCE),
+    **{
+        f"scatter_reduce, {how}, {self}": (
+            partial(scatter_reduce, reduce=how, include_self=self), X, INDEX, SOURCE
+        )
+        for how in ("sum", "prod", "mean", "amax", "amin")
+        for self in (True, False)
+    },
+    "index_add": (lambda x, i, s: x.index_add(0, i, s, alpha=-2), X, INDEX, SOURCE),
+    "index_add_": (lambda x, i, s: x.clone().index_add_(0, i, s), X, INDEX.int(), SOURCE),
+    "index_copy": (lambda x, i, s: x.index_copy(0, i, s), X, ORDER, SOURCE[:211]),
+    "index_fill": (lambda x, i: x.index_fill(0, i, 2.5), X, WRAPPED),
+    "index_fill, a tensor": (lambda x, i, n: x.index_fill(0, i, n), X, INDEX, NUMBER),
+    "index_put": (lambda x, i, s: x.index_put((i,), s), X, ORDER, SOURCE[:211]),
+    "index_put, added": (lambda x, i, s: x.index_put((i,), s, True), X, WRAPPED, SOURCE),
+    "index_put_, a tensor": (lambda x, i, n: x.clone().index_put_((i,), n), X, WRAPPED, NUMBER),
+    "index_put of two dims": (
+        lambda x, i, s: x.index_put((i,), s, True), X, WRAPPED.view(30, 10), SOURCE.view(30, 10)
+    ),
+    "put": (lambda x, i, s: x.put(i, s), TABLE, ORDER[ORDER < 210] - 105, SOURCE[:210]),
+    "put_, added": (
+        lambda x, i, s: x.clone().put_(i, s, accumulate=True), TABLE, INDEX - 105, SOURCE
+    ),
+}  # fmt: skip
 
 
 def eager(*shape: int) -> Any:
@@ -30,15 +68,47 @@ def eager(*shape: int) -> Any:
     return init_device_mesh("cpu", shape, links=Link(0, 1e9))
 
 
+def layouts(given: Any, *where: Any) -> list[Any]:
+    """The same layout for all but numbers."""
+    return [where if t.ndim else (Replicate(),) * len(where) for t in given]
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("name", CALLS)
 def test_vectors(name: str) -> None:
     call, *given = CALLS[name]
-    count, last = len(given), given[-1].numel()
-    assert_same(call, given, [(Shard(0),)] * count, eager(4))
-    assert_same(call, given, [(Replicate(), Shard(0))] * count, eager(2, 5))
-    assert_same(call, given, [(Shard(0), Shard(0))] * count, eager(2, 3))
-    cuts = [[(0, 100, 111, 0)], *[[(90, 0, last - 100, 10)]] * (count - 1)]
-    assert_same(call, given, [(Shard(0),)] * count, eager(4), cuts=cuts)
+    assert_same(call, given, layouts(given, Shard(0)), eager(4))
+    assert_same(call, given, layouts(given, Replicate(), Shard(0)), eager(2, 5))
+    assert_same(call, given, layouts(given, Shard(0), Shard(0)), eager(2, 3))
+    if all(t.ndim == 1 for t in given):
+        last = given[-1].numel()
+        cuts = [[(0, 100, 111, 0)], *[[(90, 0, last - 100, 10)]] * (len(given) - 1)]
+        assert_same(call, given, layouts(given, Shard(0)), eager(4), cuts=cuts)
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_gathered(name: str) -> None:
+    """A rank receives its share of what is asked or sent, 12 or 16 bytes for each place."""
+    call, *given = CALLS[name]
+    mesh = eager(8)
+    ours = [spread(t, mesh, at) for t, at in zip(given, layouts(given, Shard(0)), strict=True)]
+    with CommDebugMode() as comm:
+        made = call(*ours)
+    assert made.placements == (Shard(0),)
+    table = 8 * 8 * 10
+    assert sum(comm.bytes.values()) < 2 * 16 * given[1].numel() // 8 + table
+
+
+def test_few_sums_of_many_elements_stay_pending() -> None:
+    mesh = eager(4)
+    index, source = ints(4000, high=7), numbers(4000)
+    ours = [spread(t, mesh, [Shard(0)]) for t in (numbers(7), index, source)]
+    with CommDebugMode() as comm:
+        made = ours[0].index_add(0, *ours[1:])
+    assert made.placements == (Partial(),)
+    assert not comm.bytes
+    torch.testing.assert_close(made.full_tensor(), numbers(7).index_add(0, index, source))
 
 
 def test_of_several_written_elements_the_last_counts() -> None:

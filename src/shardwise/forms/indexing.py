@@ -16,7 +16,7 @@ from ..rules.indexing import of_two_shapes
 from ..wrapper import Wrapper
 from .posting import asks, picked, sends, written
 
-__all__ = ["gather", "index_select", "scatter", "scatter_", "scatter_copy", "sparse_gradient"]
+__all__ = ["gather", "index_select", "scatter", "sparse_gradient", "take"]
 
 aten = torch.ops.aten
 
@@ -33,14 +33,20 @@ def _cut(x: Any, shape: Any, skip: int | None = None) -> Any:
 def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """An index smaller than the tensor walks along its first places only."""
     if x.ndim == 1:
-        return picked(aten.gather.default, x, index, wraps=False)
+        return picked(aten.gather.default, False, x, dim, index)
     return aten.gather.default(_cut(x, index.shape, dim % x.ndim), dim, index)
 
 
 @register_form("index_select", when=asks)
 def index_select(x: Any, dim: int, index: Any) -> Any:
     """Elements of a vector come from their owners."""
-    return picked(aten.index_select.default, x, index, wraps=False)
+    return picked(aten.index_select.default, False, x, dim, index)
+
+
+@register_form("take", when=asks)
+def take(x: Any, index: Any) -> Any:
+    """Elements come from their owners."""
+    return picked(aten.take.default, True, x, index)
 
 
 def scatter(write: Any, x: Any, dim: int, index: Any, value: Any, *rest: Any, **named: Any) -> Any:
@@ -51,8 +57,10 @@ def scatter(write: Any, x: Any, dim: int, index: Any, value: Any, *rest: Any, **
     return x
 
 
-def _scatter_copy(write: Any, x: Any, *given: Any, **named: Any) -> Any:
+def _scatter_copy(copy: Any, write: Any, x: Any, *given: Any, **named: Any) -> Any:
     args = list(given)
+    if _is_vector(x, *args):
+        return written(copy, False, x, *args, **named)
     mesh = mesh_of(write, list(tensors_in((x, *args), {})))
     how = [value for value in (*args, *named.values()) if isinstance(value, str)]
     if how in (["amax"], ["amin"]):
@@ -62,35 +70,42 @@ def _scatter_copy(write: Any, x: Any, *given: Any, **named: Any) -> Any:
     return scatter(write, aten.clone.default(as_dtensor(x, mesh)), *args, **named)
 
 
-for _name, _overloads in {
-    "scatter": ("value", "reduce", "value_reduce"),
-    "scatter_add": ("default",),
-    "scatter_reduce": ("two",),
-}.items():
-    for _overload in _overloads:
-        _write = getattr(getattr(aten, f"{_name}_"), _overload)
-        register_form(f"{_name}.{_overload}", when=of_two_shapes)(partial(_scatter_copy, _write))
-        register_form(f"{_name}_.{_overload}", when=of_two_shapes)(partial(scatter, _write))
+def _scatter_into(copy: Any, write: Any, x: Any, *args: Any, **named: Any) -> Any:
+    if _is_vector(x, *args):
+        return x.copy_(written(copy, False, x, *args, **named))
+    return scatter(write, x, *args, **named)
+
+
+def _is_vector(x: Any, dim: int, index: Any, value: Any, *rest: Any) -> bool:
+    """Whether no place of a vector and its index has to be left out."""
+    return x.ndim == 1 and (not isinstance(value, torch.Tensor) or value.shape == index.shape)
 
 
 def _sends_or_cuts(call: Call) -> bool:
     return of_two_shapes(call) or sends(call)
 
 
-@register_form("scatter.src", when=_sends_or_cuts)
-def scatter_copy(x: Any, dim: int, index: Any, src: Any) -> Any:
-    """Elements of a vector go to their owners."""
-    if x.ndim == 1 and index.shape == src.shape:
-        return written(aten.scatter.src, x, index, src)
-    return _scatter_copy(aten.scatter_.src, x, dim, index, src)
+for _name, _overloads in {
+    "scatter": ("src", "value", "reduce", "value_reduce"),
+    "scatter_add": ("default",),
+    "scatter_reduce": ("two",),
+}.items():
+    for _overload in _overloads:
+        _pair = [getattr(getattr(aten, each), _overload) for each in (_name, f"{_name}_")]
+        for _form, _kind in ((_scatter_copy, _name), (_scatter_into, f"{_name}_")):
+            register_form(f"{_kind}.{_overload}", when=_sends_or_cuts)(partial(_form, *_pair))
 
 
-@register_form("scatter_.src", when=_sends_or_cuts)
-def scatter_(x: Any, dim: int, index: Any, src: Any) -> Any:
-    """As `scatter_copy`, into the tensor."""
-    if x.ndim == 1 and index.shape == src.shape:
-        return x.copy_(written(aten.scatter_.src, x, index, src))
-    return scatter(aten.scatter_.src, x, dim, index, src)
+for _op, _wraps in (
+    (aten.index_add.default, False),
+    (aten.index_copy.default, False),
+    (aten.index_reduce.default, False),
+    (aten.index_fill.int_Scalar, True),
+    (aten.index_fill.int_Tensor, True),
+    (aten.put.default, True),
+):
+    _at = f"{_op._schema.name.removeprefix('aten::')}.{_op._overloadname or 'default'}"
+    register_form(_at, when=sends)(partial(written, _op, _wraps))
 
 
 @register_form("_sparse_coo_tensor_with_dims_and_tensors", always=True)

@@ -19,7 +19,7 @@ from ..replicated import fallback_form, mesh_of
 from ..rules.indexing import has_mask
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper, wrap
-from .posting import asks, picked
+from .posting import asks, picked, sends, written
 
 __all__ = [
     "index",
@@ -147,7 +147,7 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
     come from their owners."""
     op = aten.index.Tensor
     if not any(_is_mask(index) for index in indices if index is not None):
-        return picked(op, x, indices[0], wraps=True)
+        return picked(op, True, x, indices)
     mask = _one_mask(indices)
     both = None if mask is None else _aligned(op, mesh_of(op, [x, *indices]), x, mask)
     if both is None:
@@ -188,8 +188,11 @@ def index_put(
     write: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *rest: Any
 ) -> Any:
     """Values for all places of a mask are written pointwise; others go to the rank of their
-    place."""
+    place, and so do values for elements of a vector."""
     in_place = write._schema.is_mutable
+    if not any(_is_mask(index) for index in indices if index is not None):
+        made = written(aten.index_put.default, True, x, indices, values, accumulate)
+        return x.copy_(made) if in_place else made
     mesh = mesh_of(write, [x, *indices, values])
     if not in_place:
         x = as_dtensor(x, mesh)
@@ -235,7 +238,9 @@ def _put_pieces(write: Any, both: _Aligned, values: Any, accumulate: bool) -> An
 
 
 for _name in ("index_put", "index_put_", "_unsafe_index_put"):
-    register_form(_name, when=has_mask)(partial(index_put, getattr(aten, _name).default))
+    register_form(_name, when=lambda call: has_mask(call) or sends(call))(
+        partial(index_put, getattr(aten, _name).default)
+    )
 
 
 @register_form("masked_scatter")

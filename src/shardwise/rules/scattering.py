@@ -17,7 +17,7 @@ from .indexing import Names, has_mask, index_dims, indexed_whole, local_address,
 from .pointwise import base_name
 from .rule import Local, Rule, Site, along
 
-__all__ = ["index_put", "index_write", "put", "scatter"]
+__all__ = ["index_put", "index_write", "put", "scatter", "stays_pending"]
 
 _PENDING = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}
 _SAME = {"add": "sum", "multiply": "prod"}
@@ -33,9 +33,15 @@ def _merge(call: Call) -> str:
     return "copy" if how is None else _SAME.get(how, how)
 
 
+def stays_pending(call: Call) -> bool:
+    """Whether what ranks write, each for some of the places, can be joined later."""
+    known = _merge(call) in _PENDING and call.specs[0].dtype is not torch.uint64
+    return known and bool(call.get("include_self", True))
+
+
 def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
     """What may be pending in the tensor and in what is written into it."""
-    dtype, include_self = call.specs[0].dtype, call.get("include_self", True)
+    dtype = call.specs[0].dtype
     both = (0, *values)
     traits: dict[str, Any] = {"reduce": None, "averages": has_fractions(dtype)}
     if merge == "copy" and values:
@@ -52,7 +58,7 @@ def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
         )
     elif merge in ("amax", "amin"):
         traits["passes"] = ((both, _PENDING[merge], _PENDING[merge]),) if values else ()
-    if include_self and merge in _PENDING and dtype is not torch.uint64:
+    if stays_pending(call):
         traits["reduce"] = _PENDING[merge]
         # The largest of a value and itself is the value; a sum would count it on every rank.
         traits["added"] = frozenset((0,) if merge in ("sum", "prod") else ())
