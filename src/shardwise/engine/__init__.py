@@ -1,7 +1,7 @@
 """Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
 
 from ..mesh import Topology
-from .buffer import buffer_size, exchange_buffer
+from .buffer import buffer_size, exchange_buffer, give_back
 from .faults import tell
 from .flight import fly, in_flight, settle
 from .lane import Ends, here, rehearsing
@@ -28,6 +28,7 @@ __all__ = [
     "engine_of",
     "exchange_buffer",
     "fly",
+    "give_back",
     "has_room",
     "here",
     "identity",

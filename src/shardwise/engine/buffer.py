@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
+
+import torch
 
 from ..errors import CommunicationError
 from ..geometry import Box, box_numel
 from .lane import here
 
-__all__ = ["buffer_size", "chunks", "exchange_buffer"]
+__all__ = ["Rooms", "buffer_size", "chunks", "exchange_buffer", "give_back"]
 
 
 class _Buffer:
@@ -45,6 +47,41 @@ def exchange_buffer(nbytes: int) -> Iterator[None]:
         yield
     finally:
         _Buffer.nbytes = before
+
+
+def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
+    """Free the memory of tensors that nobody needs any more, but not that of `kept`.
+
+    To forget them is not enough: gloo's own thread may hold what it was given a while longer than
+    the wait for it, and another buffer is made meanwhile.
+    """
+    keep = {each.untyped_storage().data_ptr() for each in kept}
+    for part in parts:
+        memory = part.untyped_storage()
+        if part.device.type != "meta" and memory.data_ptr() not in keep:
+            memory.resize_(0)
+
+
+class Rooms:
+    """The memory into which a collective packs, round by round."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, torch.Tensor] = {}
+
+    def room(self, name: str, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Some bytes: those that had this name before, if they are enough."""
+        found = self._made.pop(name, None)
+        if found is None or found.numel() < nbytes:
+            if found is not None:
+                give_back([found])  # before more is taken
+            found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._made[name] = found
+        return found[:nbytes]
+
+    def close(self) -> None:
+        """Give it back: all rounds have landed."""
+        give_back(self._made.values())
+        self._made.clear()
 
 
 def chunks(box: Box, most: int) -> list[Box]:

@@ -7,7 +7,7 @@ its rank is copied; pieces that lie in memory as they are sent, or received, nee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..geometry import Box, box_numel, box_shape
 from ..mesh import Coord
-from .buffer import buffer_size, chunks
+from .buffer import Rooms, buffer_size, chunks
 from .channel import Channel, world
 from .faults import forgive, wait, wait_pairs
 from .groups import all_to_all
@@ -32,11 +32,11 @@ Launch = Callable[[], Land]
 
 
 def mail(
-    channel: Channel, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]
+    channel: Channel, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None], rooms: Rooms
 ) -> Iterator[Launch]:
-    """The collectives, one after another, that bring the pieces of all jobs into `outs`."""
+    """The collectives, one after another, that bring the pieces of all jobs into `outs`. Each must
+    have landed before the next one is launched, into the same `rooms`."""
     small: list[tuple[Job, torch.Tensor | None]] = []
-    spare: dict[str, torch.Tensor] = {}  # each round has landed before the next one is launched
     # What comes may lie where it cannot be read if there are several dtypes: it is copied again.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
@@ -45,15 +45,15 @@ def mail(
         if not nbytes:
             continue
         if nbytes > room:
-            yield from _in_rounds(channel, job, out, spare)
+            yield from _in_rounds(channel, job, out, rooms)
             continue
         if total + nbytes > room:
-            yield _Round(channel, tuple(small), spare=spare).launch
+            yield _Round(channel, tuple(small), rooms).launch
             small, total = [], 0
         small.append((job, out))
         total += nbytes
     if small:
-        yield _Round(channel, tuple(small), spare=spare).launch
+        yield _Round(channel, tuple(small), rooms).launch
 
 
 def _weight(channel: Channel, job: Job) -> int:
@@ -67,7 +67,7 @@ def _weight(channel: Channel, job: Job) -> int:
 
 
 def _in_rounds(
-    channel: Channel, job: Job, out: torch.Tensor | None, spare: dict[str, torch.Tensor]
+    channel: Channel, job: Job, out: torch.Tensor | None, rooms: Rooms
 ) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
     most = max(1, buffer_size() // 2 // (len(channel.ranks) * buffer_width(job.task, job.dtype)))
@@ -79,7 +79,7 @@ def _in_rounds(
         if src and dst and task.sends(src, dst)
     ]
     for index in range(max(counts, default=0)):
-        yield _Round(channel, ((job, out),), index, most, spare).launch
+        yield _Round(channel, ((job, out),), rooms, index, most).launch
 
 
 Packet = tuple[Job, torch.Tensor | None, Coord, Parcel]
@@ -88,16 +88,13 @@ Packet = tuple[Job, torch.Tensor | None, Coord, Parcel]
 
 @dataclass(frozen=True)
 class _Round:
-    """One all-to-all: the chunks number `index` of all pieces of some jobs.
-
-    `spare` is memory that rounds use one after another.
-    """
+    """One all-to-all: the chunks number `index` of all pieces of some jobs."""
 
     channel: Channel
     parts: tuple[tuple[Job, torch.Tensor | None], ...]
+    rooms: Rooms
     index: int = 0
     most: int = 0
-    spare: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def _packets(self, src: Coord | None, dst: Coord | None) -> list[Packet]:
         if src is None or dst is None:
@@ -152,14 +149,7 @@ class _Round:
         return not job.task.op or (self.most > 0 and not job.later)
 
     def _room(self, name: str, packets: list[list[Packet]]) -> torch.Tensor:
-        nbytes = sum(map(_nbytes, packets))
-        found = self.spare.pop(name, None)
-        if found is None or found.numel() < nbytes:
-            found = None  # it is given back before more is taken
-            device = self.parts[0][0].device
-            found = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.spare[name] = found
-        return found[:nbytes]
+        return self.rooms.room(name, sum(map(_nbytes, packets)), self.parts[0][0].device)
 
     def _as_it_lies(
         self, packets: list[list[Packet]], here: Coord | None, sending: bool

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..mesh import Topology
 from ..trace import record
-from .buffer import buffer_size
+from .buffer import Rooms, buffer_size, give_back
 from .channel import channel_of, lanes
 from .faults import forgive, wait
 from .groups import all_reduce
@@ -40,7 +40,8 @@ class ProcessEngine:
 
     def start(self, jobs: Sequence[Job]) -> Finish:
         outs = [_target(job) for job in jobs]
-        return _fly(_launches(jobs, outs), outs)
+        rooms = Rooms()
+        return _fly(_launches(jobs, outs, rooms), outs, rooms)
 
     def check_equal(
         self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
@@ -65,14 +66,14 @@ def _target(job: Job) -> torch.Tensor | None:
     return None if here is None else job.empty(job.task.dst.box(here))
 
 
-def _fly(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Finish:
+def _fly(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None], rooms: Rooms) -> Finish:
     """Run collectives one after another and leave the last one running, to be waited for."""
     running: list[Land] = []
 
     def land() -> None:
         while running:
             running[-1]()  # if it fails it stays: what did not come is never taken for a value
-            running.pop()  # its buffers go before the next ones come
+            running.pop()
 
     for launch in launches:
         land()
@@ -80,12 +81,15 @@ def _fly(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Fin
 
     def finish() -> list[list[torch.Tensor]]:
         land()
+        rooms.close()
         return [[] if out is None else [out] for out in outs]
 
     return finish
 
 
-def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
+def _launches(
+    jobs: Sequence[Job], outs: Sequence[torch.Tensor | None], rooms: Rooms
+) -> Iterator[Launch]:
     task = jobs[0].task
     if task.src.topology.coordinate is None and task.dst.topology.coordinate is None:
         return
@@ -95,7 +99,7 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
     channel = channel_of([job.task for job in jobs])
     launcher = native_launch(channel, jobs)
     if launcher is None:
-        yield from mail(channel, jobs, outs)
+        yield from mail(channel, jobs, outs, rooms)
         return
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
@@ -176,6 +180,7 @@ def _together(parts: list[tuple[Job, torch.Tensor]]) -> Land:
             part = whole[start : start + out.numel()].view(out.shape)
             out.copy_(from_wire(part, each.dtype, each.task.op, each.task.over))
             start += out.numel()
+        give_back([whole])
 
     return scatter
 
@@ -194,6 +199,7 @@ def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
             last()
         if out is not None and (out is not wire or task.op == "avg"):
             out.copy_(from_wire(wire, job.dtype, task.op, task.over))
+            give_back([wire], kept=[out])
 
     return land
 

@@ -11,7 +11,17 @@ from itertools import pairwise
 
 import torch
 
-from ..engine import Finish, Job, Locals, buffer_size, engine_of, here, identity, narrow
+from ..engine import (
+    Finish,
+    Job,
+    Locals,
+    buffer_size,
+    engine_of,
+    give_back,
+    here,
+    identity,
+    narrow,
+)
 from ..geometry import box_numel, box_shape, is_dense, memory_order, relative, stride_like
 from ..trace import is_heard, record
 from .portions import Portion, packed_with_others, portions
@@ -200,14 +210,15 @@ class _State:
     """A run on its way: the collectives that are left, the local tensors, what must still land."""
 
     __slots__ = (
-        "_after", "_coming", "_index", "_landing", "_now", "_order", "_portion", "_portions",
-        "_run", "_target", "left",
+        "_after", "_between", "_coming", "_index", "_landing", "_now", "_order", "_portion",
+        "_portions", "_run", "_target", "left",
     )  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self._run = run = run.started()
         self._order = memory_order(run.stride)
         self._now: tuple[torch.Tensor, ...] = tuple(run.local)
+        self._between: tuple[torch.Tensor, ...] = ()  # what is there now, if the run has made it
         self._landing: _Landing | None = None
         self._index = 0
         self._after: list[Step] = []
@@ -251,7 +262,8 @@ class _State:
             places = self._portion.of_locals(self._run.steps[-1].dst, self._target)
             for place, part in zip(places, self._settle(), strict=True):
                 place.copy_(part)
-            self._now, self._portion = (), None
+            self._becomes(())
+            self._portion = None
 
     def alike(self) -> tuple[object, ...]:
         """What steps that share a collective have in common."""
@@ -281,14 +293,22 @@ class _State:
     def _settle(self) -> tuple[torch.Tensor, ...]:
         """The local tensors now: what is under way has landed, local steps are done."""
         if self._landing is not None:
-            self._now, self._landing = tuple(self._landing.take(self._index)), None
+            made, self._landing = tuple(self._landing.take(self._index)), None
+            self._becomes(made)
         for step in self._after:
             if step.kind == "slice":
                 self._now = tuple(_slice(step, self._now))
             else:
-                self._now = tuple(_make_partial(step, self._now, self._seen_order()))
+                made = tuple(_make_partial(step, self._now, self._seen_order()))
+                self._becomes(made)
         self._after = []
         return self._now
+
+    def _becomes(self, made: tuple[torch.Tensor, ...]) -> None:
+        """Go on with what was made; what was made before, which nobody else has, is not needed."""
+        if self._between and not self._run.steps[0].src.topology.virtual:
+            give_back(self._between)
+        self._now = self._between = made
 
     def _seen_order(self) -> tuple[int, ...]:
         """The order in memory of the dims, of those of a portion if there is one."""

@@ -12,7 +12,7 @@ from itertools import chain
 
 import torch
 
-from ..engine import buffer_size
+from ..engine import buffer_size, give_back
 from ..finer import seen_alike
 from ..geometry import memory_order, stride_like
 from ..spec import DTensorSpec
@@ -97,10 +97,20 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
             made = _by_stretches(src, dst, local, chain((first,), parts))
             return Run((), made, dst.stride, dtype=dst.dtype)
 
-        def start() -> Run:
-            return run_between(way, dst, relaid(src, way, local), fresh=fresh, later=later)
+        between: list[torch.Tensor] = []
 
-        return Run((), (), dst.stride, dtype=dst.dtype, start=start, need=need(src, dst))
+        def start() -> Run:
+            first = relaid(src, way, local)
+            run = run_between(way, dst, first, fresh=fresh, later=later).started()
+            between.extend(run.local)
+            _forget(src, first, (*local, *between))  # if it went on, or was copied to be seen so
+            return run
+
+        def done(made: Locals) -> Locals:
+            _forget(src, between, (*local, *made))
+            return made
+
+        return Run((), (), dst.stride, dtype=dst.dtype, then=done, start=start, need=need(src, dst))
     have, want = way
     seen = [part.reshape(have.local_shape(at)) for at, part in zip(have.slots, local, strict=True)]
     run = run_between(have, want, tuple(seen), fresh=fresh, later=later)
@@ -135,5 +145,13 @@ def _move_part(src: DTensorSpec, dst: DTensorSpec, local: Locals, made: Locals, 
         local = tuple([stretch.of_local(src, *own) for own in zip(src.slots, local, strict=True)])
         made = tuple([stretch.of_local(dst, *own) for own in zip(dst.slots, made, strict=True)])
         src, dst = stretch.of_spec(src), stretch.of_spec(dst)
-    for place, came in zip(made, relaid(src, dst, local), strict=True):
-        place.copy_(came)
+    came = relaid(src, dst, local)
+    for place, each in zip(made, came, strict=True):
+        place.copy_(each)
+    _forget(src, came, local)
+
+
+def _forget(spec: DTensorSpec, parts: Iterable[torch.Tensor], kept: Locals) -> None:
+    """Give back what was made on the way, unless it is a view of what is kept."""
+    if not spec.topology.virtual:
+        give_back(parts, kept)
