@@ -16,7 +16,7 @@ from ..rules.indexing import of_two_shapes
 from ..wrapper import Wrapper
 from .posting import asks, picked, sends, written
 
-__all__ = ["gather", "index_select", "scatter", "sparse_gradient", "take"]
+__all__ = ["gather", "scatter", "sparse_gradient"]
 
 aten = torch.ops.aten
 
@@ -32,21 +32,25 @@ def _cut(x: Any, shape: Any, skip: int | None = None) -> Any:
 @register_form("gather", when=lambda call: of_two_shapes(call) or asks(call))
 def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """An index smaller than the tensor walks along its first places only."""
-    if x.ndim == 1:
+    if _are_alike(x, dim, index):
         return picked(aten.gather.default, False, x, dim, index)
     return aten.gather.default(_cut(x, index.shape, dim % x.ndim), dim, index)
 
 
-@register_form("index_select", when=asks)
-def index_select(x: Any, dim: int, index: Any) -> Any:
-    """Elements of a vector come from their owners."""
-    return picked(aten.index_select.default, False, x, dim, index)
+for _op, _wraps in (
+    (aten.index_select.default, False),
+    (aten.take.default, True),
+    (aten.embedding.default, False),
+):
+    register_form(_op._schema.name.removeprefix("aten::"), when=asks)(partial(picked, _op, _wraps))
 
 
-@register_form("take", when=asks)
-def take(x: Any, index: Any) -> Any:
-    """Elements come from their owners."""
-    return picked(aten.take.default, True, x, index)
+def _are_alike(x: Any, dim: int, index: Any, *values: Any) -> bool:
+    """Whether no place has to be left out: sizes are the same, but those of the indexed dim."""
+    sources = [value for value in values if isinstance(value, torch.Tensor)]
+    return all(source.shape == index.shape for source in sources) and all(
+        size == index.shape[d] for d, size in enumerate(x.shape) if d != dim % x.ndim
+    )
 
 
 def scatter(write: Any, x: Any, dim: int, index: Any, value: Any, *rest: Any, **named: Any) -> Any:
@@ -59,7 +63,7 @@ def scatter(write: Any, x: Any, dim: int, index: Any, value: Any, *rest: Any, **
 
 def _scatter_copy(copy: Any, write: Any, x: Any, *given: Any, **named: Any) -> Any:
     args = list(given)
-    if _is_vector(x, *args):
+    if _are_alike(x, *args):
         return written(copy, False, x, *args, **named)
     mesh = mesh_of(write, list(tensors_in((x, *args), {})))
     how = [value for value in (*args, *named.values()) if isinstance(value, str)]
@@ -71,14 +75,9 @@ def _scatter_copy(copy: Any, write: Any, x: Any, *given: Any, **named: Any) -> A
 
 
 def _scatter_into(copy: Any, write: Any, x: Any, *args: Any, **named: Any) -> Any:
-    if _is_vector(x, *args):
+    if _are_alike(x, *args):
         return x.copy_(written(copy, False, x, *args, **named))
     return scatter(write, x, *args, **named)
-
-
-def _is_vector(x: Any, dim: int, index: Any, value: Any, *rest: Any) -> bool:
-    """Whether no place of a vector and its index has to be left out."""
-    return x.ndim == 1 and (not isinstance(value, torch.Tensor) or value.shape == index.shape)
 
 
 def _sends_or_cuts(call: Call) -> bool:

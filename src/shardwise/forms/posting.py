@@ -1,4 +1,4 @@
-"""Elements by index, both in shards: each goes straight to its owner.
+"""Elements or rows by index, both in shards: each goes straight to its owner.
 
 A rule makes the index whole on every rank. Where that is much, a rank sends what it writes, or asks
 for what it picks, in order of who owns the places; only those who own them learn of it.
@@ -16,6 +16,7 @@ import torch
 from ..cost import Link
 from ..errors import OutOfRangeError
 from ..geometry import Cuts, contiguous_stride
+from ..placement import Shard
 from ..plans import filled, tensors_in
 from ..ragged import as_dtensor
 from ..replicated import mesh_of
@@ -23,7 +24,7 @@ from ..rules import Call
 from ..rules.scattering import stays_pending
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Locals, wrap
-from .shards import relaid, sent_on, told
+from .shards import lacking, relaid, sent_on, told
 
 __all__ = ["Post", "asks", "picked", "sends", "short", "written"]
 
@@ -33,35 +34,84 @@ def short(size: int) -> torch.dtype:
     return torch.int32 if size < 1 << 31 else torch.int64
 
 
-def _line(spec: DTensorSpec) -> DTensorSpec | None:
-    """A tensor in shards of its first dim, and nothing pending, as a vector in the order of its
-    elements."""
-    if not spec.is_sharded() or any(spec.dim_axes[1:]) or spec.sums or spec.groups is not None:
+_FLAT = frozenset(("take", "put"))
+"""What counts places through all elements."""
+_ONE_BY_ONE = frozenset(("gather", "scatter", "scatter_add", "scatter_reduce"))
+"""What has a place along a dim for each element."""
+
+
+def _name(op: Any) -> str:
+    return str(op._schema.name).removeprefix("aten::").removesuffix("_")
+
+
+def _by_rows(op: Any) -> bool:
+    """Whether one place stands for all that has the same place in the indexed dim."""
+    return _name(op) not in _FLAT | _ONE_BY_ONE
+
+
+# --- when it is less -------------------------------------------------------------------------
+
+
+def _front(spec: DTensorSpec, dim: int) -> DTensorSpec:
+    """The layout of a tensor with `dim` before the others."""
+    order = [dim, *(d for d in range(spec.ndim) if d != dim)]
+    shape = tuple(spec.shape[d] for d in order)
+    meta = TensorMeta(shape, contiguous_stride(shape), spec.dtype)
+    cuts = None if spec.cuts is None else [spec.cuts[d] for d in order]
+    places = [
+        Shard(order.index(place.dim)) if isinstance(place, Shard) else place
+        for place in spec.placements
+    ]
+    return DTensorSpec(spec.topology, places, meta, cuts=cuts)
+
+
+def _in_front(call: Call) -> list[DTensorSpec] | None:
+    """The operands with the indexed dim in front; None if it is not the only one in shards, if the
+    index is no tensor of integers, or something is pending."""
+    x, index, *sources = call.specs
+    if any(spec.groups is not None or spec.sums for spec in call.specs):
         return None
-    inner = prod(spec.shape[1:])
-    meta = TensorMeta((prod(spec.shape),), (1,), spec.dtype)
-    cuts = [tuple(size * inner for size in spec.dim_cuts[0])]
-    return DTensorSpec(spec.topology, spec.placements, meta, cuts=cuts)
+    if index.dtype not in (torch.int64, torch.int32) or not prod(index.shape):
+        return None
+    given = call.get("indices")
+    if isinstance(given, (list, tuple)) and [each is None for each in given] != [False]:
+        return None
+    if not x.ndim or not prod(x.shape):
+        return None
+    dim = (call.get("dim") or 0) % x.ndim
+    if _name(call.op) in _ONE_BY_ONE:
+        if index.ndim != x.ndim or _rest(index, dim) != _rest(x, dim):
+            return None
+        index = _front(index, dim)
+    moved = [_front(each, dim) if each.ndim == x.ndim else each for each in sources]
+    x = _front(x, dim)
+    return None if any(any(spec.dim_axes[1:]) for spec in (x, *moved)) else [x, index, *moved]
 
 
-def _price(link: Link, index: DTensorSpec, step: Sequence[int]) -> int:
-    """What it costs to learn who gets how many elements, and to exchange so many bytes of each."""
+def _rest(spec: DTensorSpec, dim: int) -> list[int]:
+    return [size for d, size in enumerate(spec.shape) if d != dim]
+
+
+def _asking(link: Link, index: DTensorSpec, *widths: int) -> int:
+    """The price of learning who gets how much, and of exchanging so many bytes for each place."""
     count = index.num_shards
     table = 8 * count * (count + 2)
-    return link.price(table) + sum(link.price(prod(index.shape) * n // count) for n in step)
+    return link.price(table) + sum(link.price(prod(index.shape) * n // count) for n in widths)
 
 
-def _gathering(link: Link, spec: DTensorSpec) -> int:
-    count = spec.num_shards
-    return link.price(prod(spec.shape) * spec.dtype.itemsize * (count - 1) // count)
+def _gathering(link: Link, *specs: DTensorSpec) -> int:
+    count = specs[0].num_shards
+    sizes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+    return sum(link.price(size * (count - 1) // count) for size in sizes)
+
+
+def _exchanging(link: Link, *specs: DTensorSpec) -> int:
+    """The price of cutting another dim."""
+    return sum(link.price(lacking(spec, 0)) for spec in specs)
 
 
 def _links(spec: DTensorSpec) -> list[Link]:
     return [spec.topology.links[axis] for axis in spec.slot_axes]
-
-
-def _is_index(spec: DTensorSpec) -> bool:
-    return spec.dtype in (torch.int64, torch.int32) and spec.groups is None and not spec.sums
 
 
 def sends(call: Call) -> bool:
@@ -70,57 +120,67 @@ def sends(call: Call) -> bool:
     Index and source are in shards of their first dim, so that of what is written into one place the
     last comes last.
     """
-    x, index, *sources = call.specs
-    line = x if x.is_replicated() else _line(x)
-    where = _line(index)
-    if not x.ndim or (x.ndim != 1 and call.op._schema.name not in _FLAT):
+    found = _in_front(call)
+    if found is None:
         return False
-    if line is None or where is None or not _is_index(index) or not prod(x.shape):
-        return False
-    fits = x.is_replicated() or line.slot_axes == where.slot_axes
-    if not fits or not all(_goes_with(index, source) for source in sources):
+    x, index, *sources = found
+    if not index.is_sharded() or any(index.dim_axes[1:]):
         return False
     pending = stays_pending(call)
-    if pending and x.is_replicated():
-        return False  # it is not made whole by being pending
+    if x.is_replicated():
+        # It is not made whole by being pending; in place it would be made whole again.
+        if pending or call.op._schema.is_mutable:
+            return False
+    elif x.slot_axes != index.slot_axes:
+        return False
+    rest = tuple(x.shape[1:]) if _by_rows(call.op) else ()
     sent = [source for source in sources if source.ndim]
-    step = short(prod(x.shape)).itemsize + sum(source.dtype.itemsize for source in sent)
+    if not all(_goes_with(index, source, rest) for source in sources):
+        return False
+    width = short(prod(x.shape)).itemsize + sum(s.dtype.itemsize * prod(rest) for s in sent)
     for link in _links(index):
-        now = sum(_gathering(link, spec) for spec in (index, *sent))
+        ways = [_gathering(link, index, *sent)]
+        if not x.is_replicated() and _name(call.op) not in _FLAT:
+            ways.append(_exchanging(link, x, index, *sent))
         if pending:
-            now = min(now, 2 * _gathering(link, line))
-        if _price(link, index, [step]) >= now:
+            ways.append(2 * _gathering(link, x))
+        if _asking(link, index, width) >= min(ways):
             return False
     return True
 
 
-_FLAT = ("aten::take", "aten::put", "aten::put_")
-"""What counts places through all dims."""
-
-
-def _goes_with(index: DTensorSpec, source: DTensorSpec) -> bool:
-    """Whether there is an element for each place, where the place is, or a number for all."""
+def _goes_with(index: DTensorSpec, source: DTensorSpec, rest: tuple[int, ...]) -> bool:
+    """Whether there is a row for each place, where the place is, or a number for all."""
     if not source.ndim:
         return source.is_replicated()
-    same = source.shape == index.shape and source.placements == index.placements
-    return same and source.dim_cuts == index.dim_cuts
+    same = tuple(source.shape) == (*index.shape, *rest) and source.placements == index.placements
+    return same and source.dim_cuts[0] == index.dim_cuts[0]
 
 
 def asks(call: Call) -> bool:
-    """Whether a call picks elements by an index from their owners."""
-    if len(call.specs) != 2:
+    """Whether a call picks by an index from the owners of the places."""
+    found = _in_front(call) if len(call.specs) == 2 else None
+    if found is None:
         return False
-    x, index = call.specs
-    line = _line(x)
-    if line is None or (x.ndim != 1 and call.op._schema.name not in _FLAT):
+    x, index = found
+    if not x.is_sharded() or x.slot_axes != index.slot_axes:
         return False
-    if not _is_index(index) or line.slot_axes != index.slot_axes or not prod(x.shape):
+    if any(index.dim_axes[1:]) and _name(call.op) in _ONE_BY_ONE:
         return False
-    step = [short(prod(x.shape)).itemsize, x.dtype.itemsize]
-    return all(
-        _price(link, index, step) < min(_gathering(link, index), _gathering(link, line))
-        for link in _links(index)
-    )
+    count = x.num_shards
+    width = x.dtype.itemsize * (prod(x.shape[1:]) if _by_rows(call.op) else 1)
+    narrow = short(prod(x.shape)).itemsize
+    for link in _links(index):
+        picked = link.price(prod(index.shape) * width // count * (count - 1) // count)
+        ways = [_gathering(link, x), _gathering(link, index) + picked]
+        if not any(index.dim_axes[1:]) and _name(call.op) not in _FLAT:
+            ways.append(_exchanging(link, x, index))
+        if _asking(link, index, narrow, width) >= min(ways):
+            return False
+    return True
+
+
+# --- sending and asking ----------------------------------------------------------------------
 
 
 class Post(NamedTuple):
@@ -149,18 +209,20 @@ class Post(NamedTuple):
 
 
 def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> tuple[Post, Locals]:
-    """Who gets which place in `index`, and the places, counted through all elements."""
-    line = _line(x)
-    assert line is not None
-    size = line.shape[0]
-    ends = torch.tensor(list(accumulate(line.dim_cuts[0])), device=index.device)
+    """Who gets which place in `index`, and the places: of rows, or counted through all elements."""
+    inner = 1 if _by_rows(op) else prod(x.shape[1:])
+    size = prod(x.shape) if _name(op) in _FLAT else x.shape[0]
+    ends = torch.tensor([end * inner for end in accumulate(x.dim_cuts[0])], device=index.device)
     orders, places, facts = [], [], []
     for part in index._locals:
         given = torch.cat([part.flatten().to(torch.int64), ends.new_zeros(1)])
         place = torch.where(given < 0, given + size, given)[:-1] if wraps else given[:-1]
+        if _name(op) in _ONE_BY_ONE:
+            columns = torch.arange(inner, device=place.device)
+            place = (place.view(-1, inner) * inner + columns).flatten()
         owner = torch.bucketize(place, ends, right=True).clamp_(max=len(ends) - 1)
         orders.append(owner.sort(stable=True).indices)
-        places.append(place.to(short(size)))
+        places.append(place.to(short(prod(x.shape))))
         range_ = torch.stack(torch.aminmax(given))
         facts.append(torch.cat([range_, torch.bincount(owner, minlength=len(ends))]))
     table = told(op, index._spec, facts)
@@ -171,51 +233,78 @@ def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> tuple[Post, Local
     return Post(orders, [row[2:] for row in table]), tuple(places)
 
 
-def _inside(spec: DTensorSpec, places: Locals) -> Iterator[torch.Tensor]:
-    """Places counted through all elements as places counted through each local tensor."""
-    inner = prod(spec.shape[1:])
-    for coord, each in zip(spec.slots, places, strict=True):
-        yield each.to(torch.int64) - spec.box(coord)[0][0] * inner
+def _pieces(op: Any, x: Any, places: Locals) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each local tensor, flat if every element has a place, with places counted through it."""
+    spec = x._spec
+    inner = 1 if _by_rows(op) else prod(spec.shape[1:])
+    for coord, part, at in zip(spec.slots, x._locals, places, strict=True):
+        flat = part.flatten() if _name(op) in _ONE_BY_ONE else part
+        yield flat, at.to(torch.int64) - spec.box(coord)[0][0] * inner
+
+
+def _turned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
+    """`run` with the indexed dim in front, and back."""
+    x, dim = args[:2]
+    dim = dim % x.ndim if isinstance(dim, int) else 0
+    if not dim:
+        return run(args, kwargs)
+
+    def turn(tensor: Any) -> Any:
+        whole = tensor.ndim == x.ndim and (_name(op) in _ONE_BY_ONE or tensor is not args[2])
+        return tensor.movedim(dim, 0) if whole else tensor
+
+    given, named = filled(args, kwargs, map(turn, tensors_in(args, kwargs)))
+    return run((given[0], 0, *given[2:]), named).movedim(0, dim)
 
 
 def written(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
     """A call that writes by an index: each rank writes what it is sent, in the order of all."""
-    mesh = mesh_of(op, list(tensors_in(args, kwargs)))
-    operands: list[Any] = [as_dtensor(each, mesh) for each in tensors_in(args, kwargs)]
-    x, index, *sources = operands
-    if x._spec.is_replicated():
-        x = relaid(op, x, x._spec.with_placements(index.placements))
-    spec = x._spec
-    post, given = _post(op, spec, index, wraps)
-    sent = [[part.flatten() for part in each._locals] for each in sources if each.ndim]
-    places, *came = post.forth(op, spec, given, *sent)
-    parts = []
-    for slot, (part, at) in enumerate(zip(x._locals, _inside(spec, places), strict=True)):
-        arrived = iter(came)
-        new = [next(arrived)[slot] if each.ndim else each._locals[0] for each in sources]
-        own, named = filled(args, kwargs, iter((part, at, *new)))
-        parts.append(op(*own, **named))
-    return wrap(spec, tuple(parts))
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh = mesh_of(op, list(tensors_in(args, kwargs)))
+        operands: list[Any] = [as_dtensor(each, mesh) for each in tensors_in(args, kwargs)]
+        x, index, *sources = operands
+        if x._spec.is_replicated():
+            x = relaid(op, x, x._spec.with_placements(index.placements))
+        post, given = _post(op, x._spec, index, wraps)
+        rest = x.shape[1:] if _by_rows(op) else ()
+        sent = [[part.reshape(-1, *rest) for part in s._locals] for s in sources if s.ndim]
+        places, *came = post.forth(op, x._spec, given, *sent)
+        parts = []
+        for slot, (part, at) in enumerate(_pieces(op, x, places)):
+            arrived = iter(came)
+            new = [next(arrived)[slot] if each.ndim else each._locals[0] for each in sources]
+            own, named = filled(args, kwargs, iter((part, at, *new)))
+            parts.append(op(*own, **named).view(x._locals[slot].shape))
+        return wrap(x._spec, tuple(parts))
+
+    return _turned(op, args, kwargs, run)
 
 
 def picked(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
-    """A call that picks elements by an index: they come from their owners, laid out as the index
+    """A call that picks by an index: what it picks comes from its owners, laid out as the index
     is."""
-    operands: list[Any] = list(tensors_in(args, kwargs))
-    mesh_of(op, operands)
-    x, index = operands
-    spec, out = x._spec, index._spec
-    post, given = _post(op, spec, index, wraps)
-    (wanted,) = post.forth(op, out, given)
-    answers = []
-    for part, at in zip(x._locals, _inside(spec, wanted), strict=True):
-        own, named = filled(args, kwargs, iter((part, at)))
-        answers.append(op(*own, **named))
-    found = post.back(op, out, tuple(answers))
-    parts = [
-        torch.empty_like(new).index_copy_(0, order, new).view(out.local_shape(coord))
-        for coord, order, new in zip(out.slots, post.orders, found, strict=True)
-    ]
-    return wrap(
-        out.with_meta(TensorMeta(out.shape, contiguous_stride(out.shape), x.dtype)), tuple(parts)
-    )
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands: list[Any] = list(tensors_in(args, kwargs))
+        mesh_of(op, operands)
+        x, index = operands
+        out = index._spec
+        post, given = _post(op, x._spec, index, wraps)
+        (wanted,) = post.forth(op, out, given)
+        answers = []
+        for piece in _pieces(op, x, wanted):
+            own, named = filled(args, kwargs, iter(piece))
+            answers.append(op(*own, **named))
+        found = post.back(op, out, tuple(answers))
+        rest = tuple(x.shape[1:]) if _by_rows(op) else ()
+        parts = [
+            torch.empty_like(new).index_copy_(0, order, new).view(*out.local_shape(coord), *rest)
+            for coord, order, new in zip(out.slots, post.orders, found, strict=True)
+        ]
+        shape = (*out.shape, *rest)
+        cuts = None if out.cuts is None else [*out.cuts, *[None] * len(rest)]
+        meta = TensorMeta(shape, contiguous_stride(shape), x.dtype)
+        return wrap(DTensorSpec(out.topology, out.placements, meta, cuts=cuts), tuple(parts))
+
+    return _turned(op, args, kwargs, run)

@@ -126,7 +126,7 @@ def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
 def sent_on(
     op: Any, like: DTensorSpec, vectors: Sequence[tuple[Locals, Sequence[Cuts]]]
 ) -> list[list[list[torch.Tensor]]]:
-    """For each vector and each slot what the shards have for it, all in one exchange.
+    """For each vector, maybe of rows, and each slot what the shards have for it, in one exchange.
 
     Vectors are in as many shards as `like` is. Each is its local tensors and, for each of its
     shards, how many elements are before the end of what is for the first shard, the second and on.
@@ -135,8 +135,9 @@ def sent_on(
     wanted = []
     for parts, splits in vectors:
         cuts = tuple(ends[-1] for ends in splits)
-        meta = TensorMeta((sum(cuts),), (1,), parts[0].dtype)
-        spec = DTensorSpec(like.topology, places, meta, cuts=[cuts])
+        shape = (sum(cuts), *parts[0].shape[1:])
+        meta = TensorMeta(shape, contiguous_stride(shape), parts[0].dtype)
+        spec = DTensorSpec(like.topology, places, meta, cuts=[cuts, *[None] * (len(shape) - 1)])
         for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
             firsts = (0, *ends[:-1])
             table = tuple((start + a, start + b) for a, b in zip(firsts, ends, strict=True))
