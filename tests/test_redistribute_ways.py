@@ -12,13 +12,20 @@ import torch
 
 from shardwise import DTensorSpec, Partial, Placement, Replicate, Shard, TensorMeta
 from shardwise.mesh import VirtualMesh, topology
-from shardwise.redistribute import Layout, Step
+from shardwise.redistribute import Layout, Step, plan
 from shardwise.redistribute.bound import Bound
-from shardwise.redistribute.ways import Order, Places
+from shardwise.redistribute.ways import Order, Places, other_ways
 
 planner = importlib.import_module("shardwise.redistribute.plan")
 
 KINDS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
+OF_TWO_KINDS: list[tuple[Places, Places]] = [
+    ((Partial("avg"), Partial("max"), Shard(0)), (Shard(1), Shard(0), Partial("max"))),
+    ((Partial(), Partial("max"), Partial()), (Shard(0), Partial("avg"), Shard(0))),
+    ((Partial("max"), Shard(0), Partial()), (Shard(0), Replicate(), Shard(0))),
+    ((Partial("max"), Partial("avg"), Partial("max")), (Shard(0), Partial("max"), Shard(1))),
+]
+"""One kind is reduced in the midst of another."""
 LINKS = {"equal": None, "unequal": ["infiniband", "pcie", "nvlink"]}
 
 
@@ -42,7 +49,7 @@ def test_no_hop_costs_less_than_its_bound(
     ranks = torch.arange(prod(mesh_shape)).view(mesh_shape)
     mesh = VirtualMesh("cpu", ranks, links=LINKS[links])
     kinds = [*KINDS, Partial("max"), Partial("avg")]
-    for src, dst in pairs_of(KINDS, 3, 120) + pairs_of(kinds, 3, 120):
+    for src, dst in pairs_of(KINDS, 3, 120) + pairs_of(kinds, 3, 120) + OF_TWO_KINDS:
         now, goal = (Layout.of(spec_of(mesh, places, size)) for places in (src, dst))
         one_kind = len({p for p in (*src, *dst) if p.is_partial()}) < 2
         for order in Order:
@@ -55,7 +62,28 @@ def test_no_hop_costs_less_than_its_bound(
             assert Bound(topology(mesh), size, 4).of((src, dst, order)) <= price, (src, dst, order)
 
 
-@pytest.mark.parametrize(("links", "most", "mean"), [("equal", 3, 1.4), ("unequal", 6, 1.6)])
+@pytest.mark.parametrize(("size", "count"), [((64, 64), 120), ((7, 5), 60)], ids=str)
+@pytest.mark.parametrize("links", LINKS)
+def test_no_way_is_cheaper_than_the_plan(links: str, size: tuple[int, int], count: int) -> None:
+    mesh = VirtualMesh("cpu", torch.arange(8).view(2, 2, 2), links=LINKS[links])
+    kinds = [*KINDS, Partial("max"), Partial("avg")]
+    for src, dst in [*pairs_of(KINDS, 3, count), *pairs_of(kinds, 3, count), *OF_TWO_KINDS]:
+        have, want = (spec_of(mesh, places, size) for places in (src, dst))
+        now, goal = Layout.of(have), Layout.of(want)
+        prices = []
+        for way in [
+            ((src, dst, Order.PLAIN),),
+            *other_ways(have, want, planner._axes_to_reduce(now, goal)),
+        ]:
+            layouts = [now, *[now.laid(places) for _, places, _ in way[:-1]], goal]
+            orders = [order for *_, order in way]
+            hops = zip(layouts, layouts[1:], orders, strict=False)
+            steps = [step for hop in hops for step in planner._steps(*hop)]
+            prices.append(sum(step.price(4) for step in steps))
+        assert sum(step.price(4) for step in plan(have, want)) == min(prices), (src, dst)
+
+
+@pytest.mark.parametrize(("links", "most", "mean"), [("equal", 3, 1.2), ("unequal", 3, 1.25)])
 def test_few_hops_are_worked_out(
     links: str, most: int, mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,13 @@ Prices count the rank that pays most, which pays no less than ranks do on averag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import prod
 
 from ..mesh import Topology
 from ..placement import Partial, Shard
-from .ways import Hop, Order, Places, Way
+from .step import summed_price
+from .ways import Hop, Order, Places
 
 __all__ = ["Bound"]
 
@@ -21,7 +23,8 @@ class Bound:
     """The least that hops cost for a tensor of some sizes, cut as `torch.chunk` would."""
 
     __slots__ = (
-        "_axes", "_fastest", "_itemsize", "_shape", "_sizes", "_slowest", "_speeds", "_starts",
+        "_axes", "_cuts", "_fastest", "_itemsize", "_known", "_shape", "_sizes", "_slowest",
+        "_speeds", "_starts", "_uncut",
     )  # fmt: skip
 
     def __init__(self, topology: Topology, sizes: Sequence[int], itemsize: int) -> None:
@@ -30,72 +33,73 @@ class Bound:
         self._speeds = [link.per_byte for link in topology.links]
         self._slowest, self._fastest = max(self._speeds), min(self._speeds)
         self._axes = [axis for axis, size in enumerate(self._shape) if size > 1]
-
-    def of_way(self, way: Way, enough: int) -> list[int]:
-        """The least that each hop of a way costs, up to the one with which it is `enough`."""
-        found, total = [], 0
-        for hop in way:
-            found.append(self.of(hop))
-            total += found[-1]
-            if total >= enough:
-                break
-        return found
+        self._uncut: list[Axes] = [[] for _ in sizes]
+        self._known: dict[Hop, int] = {}
+        self._cuts: dict[Places, list[Axes]] = {}
 
     def of(self, hop: Hop) -> int:
         """The least that a hop costs."""
-        src, dst, order = hop
-        shape = self._shape
-        held: list[Axes] = [[] for _ in self._sizes]  # the axes that cut each dim when it moves
-        wanted: list[Axes] = [[] for _ in self._sizes]
-        inside = [1] * len(self._sizes)  # into how many parts a reduction cuts each dim besides
-        cut = 1  # into how many parts the tensor is cut when it is reduced
+        found = self._known.get(hop)
+        if found is None:
+            found = self._known[hop] = self._of(*hop)
+        return found
+
+    def _of(self, src: Places, dst: Places, order: Order) -> int:
         scattered: Axes = []
         reduced: Axes = []
         made: Axes = []
+        kinds = set()
         for axis in self._axes:
             have, want = src[axis], dst[axis]
-            if isinstance(want, Shard):
-                wanted[want.dim].append(axis)
-            if isinstance(have, Shard):
-                held[have.dim].append(axis)
-                cut *= shape[axis]
-                if isinstance(want, Partial) and want.reduce_op != "avg":
-                    made.append(axis)
-            elif isinstance(have, Partial):
+            if isinstance(have, Partial):
+                kinds.add(have)
                 if isinstance(want, Shard):
                     scattered.append(axis)
-                    inside[want.dim] *= shape[axis]
-                elif not want.is_partial():
+                elif not isinstance(want, Partial):
                     reduced.append(axis)
-            elif isinstance(want, Shard):
-                cut *= shape[axis]
-        at_once = order is Order.AT_ONCE
-        if made and not at_once:
-            whole = self._made_whole(held, inside, made, order)
-            if order is Order.SPREAD_FIRST:
-                cut //= whole
-        new, price, start = self._moved(held, wanted, None if at_once else inside)
-        size = prod(self._sizes) // cut
+            elif isinstance(want, Partial) and isinstance(have, Shard) and want.reduce_op != "avg":
+                made.append(axis)
+        held, wanted, alike = self._cut(src), self._cut(dst), len(kinds) < 2
+        if order is Order.AT_ONCE:
+            # Of several kinds one is reduced at once, but the others before it or after it.
+            return self._at_once(held, wanted, scattered, reduced) if alike else 0
+        inside = self._uncut
         if scattered:
-            size //= prod([shape[axis] for axis in scattered])
-            first = max([self._starts[axis] for axis in scattered])
-            start = max(start, first) if at_once else start + first
-            price += self._scattered(src, scattered, new if at_once else size)
-        if reduced:
-            price += self._reduced(src, reduced, size)
-        return start + price
-
-    def _made_whole(self, held: list[Axes], inside: Axes, made: Axes, order: Order) -> int:
-        """Take the axes away along which shards are put together before they move; how many parts
-        become one. None are where others cut inside of them."""
+            inside = [[axis for axis in axes if axis in scattered] for axes in wanted]
         parts = 1
-        for dim, axes in enumerate(held):
-            if self._sizes[dim] % (inside[dim] * self._count(axes)):
-                held[dim] = []  # shards of many lengths, or none: who has what is not so simple
-            elif order is Order.SPREAD_FIRST or inside[dim] == 1:
-                while axes and axes[-1] in made:
-                    parts *= self._shape[axes.pop()]
-        return parts
+        if made:
+            held, parts = self._made_whole(held, inside, made, order)
+        _, lacking, far, start = self._moved(held, wanted, inside if alike else self._uncut)
+        price = lacking * self._fastest + far * (self._slowest - self._fastest)
+        if scattered or reduced:
+            size = self._size(src, dst) * parts
+            start += self._start(scattered) + self._start(reduced)
+            price += size * self._scattered(scattered, alike)
+            price += self._reduced(reduced, size, alike)
+        return start + price * self._itemsize
+
+    def _at_once(self, held: list[Axes], wanted: list[Axes], scattered: Axes, reduced: Axes) -> int:
+        """What it costs at least if each piece comes from every member along `scattered` axes."""
+        new, lacking, far, start = self._moved(held, wanted, self._uncut)
+        speeds = 0, self._fastest, self._slowest
+        free, fast, slow = [self._summed(scattered, speed) for speed in speeds]
+        price = (new - lacking) * free + (lacking - far) * fast + far * slow
+        start = max(start, self._start(scattered)) + self._start(reduced)
+        return start + (price + self._reduced(reduced, new, True)) * self._itemsize
+
+    def _start(self, axes: Axes) -> int:
+        return max([self._starts[axis] for axis in axes]) if axes else 0
+
+    def _cut(self, places: Places) -> list[Axes]:
+        """The axes that cut each dim."""
+        found = self._cuts.get(places)
+        if found is None:
+            found = self._cuts[places] = [[] for _ in self._sizes]
+            for axis in self._axes:
+                place = places[axis]
+                if isinstance(place, Shard):
+                    found[place.dim].append(axis)
+        return found
 
     def _count(self, axes: Axes) -> int:
         count = 1
@@ -103,59 +107,95 @@ class Bound:
             count *= self._shape[axis]
         return count
 
+    def _made_whole(
+        self, held: list[Axes], inside: list[Axes], made: Axes, order: Order
+    ) -> tuple[list[Axes], int]:
+        """The axes that are left where shards are put together before they move, and how many parts
+        become one. None do where others cut inside of them."""
+        parts, rest = 1, []
+        for size, axes, inner in zip(self._sizes, held, inside, strict=True):
+            left = list(axes)
+            if size % self._count(axes + inner):
+                left = []  # shards of many lengths, or none: who has what is not so simple
+            elif order is Order.SPREAD_FIRST or not inner:
+                while left and left[-1] in made:
+                    parts *= self._shape[left.pop()]
+            rest.append(left)
+        return rest, parts if order is Order.SPREAD_FIRST else 1
+
     def _moved(
-        self, held: Sequence[Axes], wanted: Sequence[Axes], inside: Sequence[int] | None
-    ) -> tuple[int, int, int]:
-        """How many elements a rank will hold, what it pays for those that it lacks, and what the
-        start costs.
-
-        If a dim is cut by one axis first and will be cut by another, some rank has nothing of what
-        it will need.
-        """
+        self, held: list[Axes], wanted: list[Axes], inside: list[Axes]
+    ) -> tuple[int, int, int, int]:
+        """How many elements a rank will hold, how many of them it lacks, how many of these come
+        over the slowest links, and what the start costs."""
         new, kept, near, start = 1, 1, 1, 0
-        for dim, (size, have, want) in enumerate(zip(self._sizes, held, wanted, strict=True)):
-            after, parts = self._count(want), self._count(have)
-            part = -(-size // after)
-            new *= part
-            if not have:
-                kept, near = kept * part, near * part
-                continue
-            most = parts if inside is None else parts * inside[dim]
-            slow = self._count([axis for axis in have if self._speeds[axis] == self._slowest])
-            kept *= part if most <= after else -(-size // most)
-            near *= part if slow <= after else -(-size // slow)
-            if size % most or size % after:
-                continue
-            at = 0
-            while at < len(have) and at < len(want) and have[at] == want[at]:
-                at += 1
-            if at == len(have):
-                continue
-            asked = have[at:]  # if all that is left is gathered, along all of these axes
-            if at < len(want):
-                asked, kept = have[at : at + 1], 0
-                near = 0 if self._speeds[have[at]] == self._slowest else near
-            start = max([start, *[self._starts[axis] for axis in asked]])
-        far = max(0, new - near)
-        lacking = max(new - kept, far)
+        for size, have, want, inner in zip(self._sizes, held, wanted, inside, strict=True):
+            after = self._count(want)
+            part = own = close = -(-size // after)
+            if have != want[: len(have)]:  # else it is only cut further
+                digits = have + inner
+                parts = self._count(digits)
+                if size % after or size % parts:
+                    own = min(part, -(-size // parts))
+                    close = min(part, -(-size // self._count(self._slow(have))))
+                else:
+                    asked = self._asked(digits, want)
+                    start = max([start, *[self._starts[axis] for axis in asked]])
+                    own = self._left(part, asked, digits[len(want) :])
+                    close = self._left(part, self._slow(asked), digits[len(want) :])
+            new, kept, near = new * part, kept * own, near * close
+        lacking = new - min(kept, near)
         start = (start or min(self._starts)) if lacking else 0
-        paid = lacking * self._fastest + far * (self._slowest - self._fastest)
-        return new, paid * self._itemsize, start
+        return new, lacking, new - near, start
 
-    def _scattered(self, src: Places, axes: Axes, size: int) -> int:
-        """What it costs at least to reduce and scatter, if `size` elements are left."""
-        if len(axes) == 1:
-            return (self._shape[axes[0]] - 1) * size * self._itemsize * self._speeds[axes[0]]
+    def _slow(self, axes: Axes) -> Axes:
+        return [axis for axis in axes if self._speeds[axis] == self._slowest]
+
+    def _asked(self, digits: Axes, want: Axes) -> Axes:
+        """The axes along which some rank must ask for what it will need of a dim.
+
+        Where shards are of one length each axis that cuts the dim is a digit of a shard's place. A
+        digit that is another axis after than before, or none, is at times asked of others there.
+        """
+        asked = []
+        for before, after in zip_longest(digits, want[: len(digits)]):
+            if before != after:
+                asked.append(before)
+                if after is not None and self._shape[before] != self._shape[after]:
+                    break  # from here on the digits are not the same ones
+        return asked
+
+    def _left(self, part: int, asked: Axes, gathered: Axes) -> int:
+        """How much of a part a rank has that asks nobody along these axes: its share if all are
+        gathered, else at times nothing."""
+        for axis in asked:
+            part = part // self._shape[axis] if axis in gathered else 0
+        return part
+
+    def _size(self, src: Places, dst: Places) -> int:
+        """How many elements are left to a rank when what it will hold a shard of is scattered."""
+        some = [axis for axis in self._axes if src[axis].is_shard() or dst[axis].is_shard()]
+        return prod(self._sizes) // self._count(some)
+
+    def _summed(self, axes: Axes, per_byte: int) -> int:
+        return summed_price([(self._shape[axis], self._speeds[axis]) for axis in axes], per_byte)
+
+    def _scattered(self, axes: Axes, together: bool) -> int:
+        """What it costs at least to reduce and scatter, for each element that is left."""
+        if not axes:
+            return 0
+        if together:
+            return self._summed(axes, 0)
         left, price = self._count(axes), 0
-        alike = len({src[axis] for axis in axes}) == 1  # then they are reduced together
-        for axis in sorted(axes, key=self._speeds.__getitem__, reverse=alike):
+        for axis in sorted(axes, key=self._speeds.__getitem__):
             left //= self._shape[axis]
-            price += (self._shape[axis] - 1) * left * size * self._itemsize * self._speeds[axis]
+            price += (self._shape[axis] - 1) * left * self._speeds[axis]
         return price
 
-    def _reduced(self, src: Places, axes: Axes, size: int) -> int:
+    def _reduced(self, axes: Axes, size: int, together: bool) -> int:
         """What it costs at least to reduce `size` elements so that all have them."""
+        if not axes:
+            return 0
         slowest = max(axes, key=self._speeds.__getitem__)
-        count = self._count([axis for axis in axes if src[axis] is src[slowest]])
-        received = 2 * (count - 1) * size // count
-        return self._starts[slowest] + received * self._itemsize * self._speeds[slowest]
+        count = self._count(axes if together else [slowest])
+        return 2 * (count - 1) * size // count * self._speeds[slowest]

@@ -129,6 +129,8 @@ class Layout:
     @lru_cache(maxsize=16384)
     def of(spec: DTensorSpec) -> Layout:
         """The layout that a spec says."""
+        if not spec.cuts and not spec.groups:
+            return _laid(spec.topology, spec.meta.shape, spec.placements)
         maps = [
             DimMap(axes, intervals(cuts))
             for axes, cuts in zip(spec.dim_axes, spec.dim_cuts, strict=True)
@@ -137,16 +139,7 @@ class Layout:
 
     def laid(self, placements: tuple[Placement, ...]) -> Layout:
         """The same tensor with other placements, cut as `torch.chunk` would."""
-        axes: list[list[int]] = [[] for _ in self.dims]
-        for axis, place in enumerate(placements):
-            if isinstance(place, Shard):
-                axes[place.dim].append(axis)
-        shape = self.topology.shape
-        maps = [
-            _chunked(dim.table[-1][1], tuple(own), tuple([shape[axis] for axis in own]))
-            for dim, own in zip(self.dims, axes, strict=True)
-        ]
-        return Layout(self.topology, tuple(maps), _pending(placements))
+        return _laid(self.topology, [dim.table[-1][1] for dim in self.dims], placements)
 
     @lazy
     def axes(self) -> tuple[int, ...]:
@@ -187,3 +180,15 @@ class Layout:
         return Layout(
             self.topology, self.dims, tuple([p for p in self.partial if p[0] not in axes])
         )
+
+
+def _laid(where: Topology, sizes: Sequence[int], placements: tuple[Placement, ...]) -> Layout:
+    axes: list[list[int]] = [[] for _ in sizes]
+    for axis, place in enumerate(placements):
+        if isinstance(place, Shard):
+            axes[place.dim].append(axis)
+    maps = [
+        _chunked(size, tuple(own), tuple([where.shape[axis] for axis in own]))
+        for size, own in zip(sizes, axes, strict=True)
+    ]
+    return Layout(where, tuple(maps), _pending(placements))

@@ -1,15 +1,16 @@
 """`plan(src, dst)`: the steps from one layout to another. Pure and cached; no tensor, no rank.
 
-The order is: shrink (local slices), reduce (partials), move (one gather or exchange over just the
-axes that must talk), and last make partial. Adjacent axes that do the same go together. Other ways
-are worked out only if they may be cheaper by what placements say, and the cheapest is kept.
+The plain order is: shrink (local slices), reduce (partials), move (one gather or exchange over just
+the axes that must talk), and last make partial. Adjacent axes that do the same go together. Ways
+are worked out only if they may be cheapest by what placements say, and the cheapest is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from heapq import heapreplace
 from itertools import groupby
 
 from ..engine import check_reducible, has_room
@@ -38,17 +39,16 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
     if src.topology is not dst.topology:
         return tuple(between_meshes(src, dst, plan))
     now, goal = Layout.of(src), Layout.of(dst)
-    best = tuple(_steps(now, goal))
-    ways = dict.fromkeys(other_ways(src, dst, best))
-    if ways:
+    plain: Way = ((src.placements, dst.placements, Order.PLAIN),)
+    ways = dict.fromkeys([plain, *other_ways(src, dst, _axes_to_reduce(now, goal))])
+    if len(ways) == 1:
+        steps = tuple(_steps(now, goal))
+    else:
         itemsize = src.dtype.itemsize
-        least = sum([step.price(itemsize) for step in best])
         sizes = (0,) * src.ndim if src.cuts or dst.cuts else tuple(src.meta.shape)
         bound = Bound(src.topology, sizes, itemsize)
-        bounds = {way: bound.of_way(way, least) for way in ways}
-        for way in sorted(ways, key=lambda way: sum(bounds[way])):
-            best, least = _cheaper(way, now, goal, best, least, itemsize, bounds[way])
-    return _divided_last(best) if has_room(src.dtype) else best
+        steps = _cheapest([_tried(way, now, goal, bound, itemsize) for way in ways])
+    return _divided_last(steps) if has_room(src.dtype) else steps
 
 
 def _divided_last(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -68,34 +68,44 @@ def _divided_last(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def _cheaper(
-    way: Way,
-    now: Layout,
-    goal: Layout,
-    best: tuple[Step, ...],
-    least: int,
-    itemsize: int,
-    bounds: list[int],
-) -> tuple[tuple[Step, ...], int]:
-    """The cheaper of a way and the best so far, with its price.
+Trial = Generator[int, None, tuple[Step, ...]]
+"""What a way costs at least, ever more exactly, and then its steps."""
 
-    The hop that costs most by its bound, or else the last, is looked at first: so few ways need to
-    be looked at to the end.
+
+def _cheapest(trials: list[Trial]) -> tuple[Step, ...]:
+    """The steps of the cheapest way, and of those that cost the same of the first.
+
+    Always the one that may be cheapest goes on, so few are worked out to the end.
     """
-    price = sum(bounds)  # of hops that are not looked at yet
-    if price >= least:
-        return best, least
+    waiting = [(0, index) for index in range(len(trials))]
+    while True:
+        try:
+            price = next(trials[waiting[0][1]])
+        except StopIteration as end:
+            steps: tuple[Step, ...] = end.value
+            return steps
+        heapreplace(waiting, (price, waiting[0][1]))
+
+
+def _tried(way: Way, now: Layout, goal: Layout, bound: Bound, itemsize: int) -> Trial:
+    """First the hops' bounds, then their steps: those of the hop that costs most, or else the last,
+    first, so that the price rises early."""
+    bounds = []
+    for hop in way:
+        bounds.append(bound.of(hop))
+        yield sum(bounds)
+    price = known = sum(bounds)
     found: list[list[Step]] = [[] for _ in way]
-    middle = [now.laid(places) for _, places, _ in way[:-1]]
-    layouts = [now, *middle, goal]
+    layouts = [now, *[now.laid(places) for _, places, _ in way[:-1]], goal]
     for index in sorted(range(len(way)), key=lambda index: (-bounds[index], -index)):
         price -= bounds[index]
         for step in _steps(layouts[index], layouts[index + 1], way[index][2]):
             found[index].append(step)
-            price += step.price(itemsize, least - price)
-            if price >= least:
-                return best, least
-    return tuple([step for steps in found for step in steps]), price
+            price += step.price(itemsize)
+            if price > known:
+                known = price
+                yield known
+    return tuple([step for steps in found for step in steps])
 
 
 def _steps(now: Layout, goal: Layout, order: Order = Order.PLAIN) -> Iterator[Step]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ..engine import Parcel
 from ..geometry import Box, box_numel, flat_index, intersect
 from ..lazy import lazy
-from ..mesh import Coord, Topology
+from ..mesh import Coord
 from .layout import DimMap, Grid, Layout, grid_of, largest
 from .routes import DimMove, Routes, between_routes, dim_moves, routes
 
-__all__ = ["Step", "coords_of"]
+__all__ = ["Step", "summed_price"]
 
 
 @dataclass(frozen=True)
@@ -225,11 +225,8 @@ class Step:
         """How many elements a rank holds after the step, for the rank that holds most."""
         return self.dst.most
 
-    def price(self, itemsize: int, enough: int | None = None) -> int:
-        """What the step costs by the links of its mesh; each piece by the slowest that it takes.
-
-        A price of at least `enough` need not be told exactly.
-        """
+    def price(self, itemsize: int) -> int:
+        """What the step costs by the links of its mesh; each piece by the slowest that it takes."""
         if self.is_local:
             return 0
         links = [self.src.topology.links[axis] for axis in self.axes]
@@ -241,14 +238,10 @@ class Step:
             return start + self.elements_received * itemsize * max(speeds)
         if self.kind == "reduce_scatter":
             return start + self.dst.most * self._paid(0) * itemsize
-        for most in self._weighted(sorted(speeds, reverse=True)):
-            if enough is not None and start + most * itemsize >= enough:
-                break
-        return start + most * itemsize
+        return start + self._weighted(sorted(speeds, reverse=True)) * itemsize
 
-    def _weighted(self, speeds: list[int]) -> Iterator[int]:
-        """What the rank for which that is most pays, each element by the slowest link it takes:
-        with the slowest of all alone, with the next as well, and so on.
+    def _weighted(self, speeds: list[int]) -> int:
+        """What the rank for which that is most pays, each element by the slowest link it takes.
 
         What comes from ranks at the same place on the slow axes has not crossed them.
         """
@@ -261,23 +254,25 @@ class Step:
             price = self._paid(speed)
             total = [t + price * (a - b) for t, a, b in zip(total, left, kept, strict=True)]
             left = kept
-            yield self._largest(total)
         if self.reduced:
             free = self._paid(0)
-            yield self._largest([t + free * n for t, n in zip(total, left, strict=True)])
+            total = [t + free * n for t, n in zip(total, left, strict=True)]
+        return self._largest(total)
 
     def _paid(self, per_byte: int) -> int:
         """What an element costs that crosses a link of this price; if it is summed on its way, one
         from each member."""
-        links = self.src.topology.links
+        where = self.src.topology
         summed = self.axes if self.kind == "reduce_scatter" else self.reduced
-        total = 0
-        for member in coords_of(self.src.topology, set(summed)):
-            crossed = [links[axis].per_byte for axis in summed if member[axis]]
-            total += max([per_byte, *crossed])
-        return total
+        members = [(where.shape[axis], where.links[axis].per_byte) for axis in summed]
+        return summed_price(members, per_byte)
 
 
-def coords_of(topology: Topology, axes: set[int]) -> tuple[Coord, ...]:
-    """Every coordinate of `axes`, the other axes at 0."""
-    return topology.group_coords((0,) * topology.ndim, sorted(axes))
+def summed_price(members: list[tuple[int, int]], per_byte: int) -> int:
+    """What an element costs that crosses a link of this price and is summed on its way, so that one
+    comes from each of the members: so many along each axis, by links of that price."""
+    total, left = per_byte, prod([count for count, _ in members])
+    for count, price in sorted(members, key=lambda each: -each[1]):
+        left //= count
+        total += (count - 1) * left * max(price, per_byte)
+    return total

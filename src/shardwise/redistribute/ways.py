@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from enum import Enum
+from collections.abc import Iterator
+from enum import IntEnum
 from itertools import pairwise
 
 from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec
-from .step import Step
 
 __all__ = ["Hop", "Order", "Places", "Way", "other_ways"]
 
 Places = tuple[Placement, ...]
 
 
-class Order(Enum):
+class Order(IntEnum):
     """How the steps of a part of a way follow each other."""
 
     PLAIN = 0
@@ -29,24 +28,30 @@ Hop = tuple[Places, Places, Order]
 Way = tuple[Hop, ...]
 
 
-def other_ways(src: DTensorSpec, dst: DTensorSpec, steps: Sequence[Step]) -> Iterator[Way]:
-    """Ways that may be cheaper than the plain order: make partial first or last, reduce and move at
-    once, move before reducing, or go axis by axis."""
-    kinds = {step.kind for step in steps}
-    moving = [step for step in steps if not step.is_local]
-    if not moving:
-        return
+def other_ways(src: DTensorSpec, dst: DTensorSpec, reduced: set[int]) -> Iterator[Way]:
+    """Ways that may be cheaper than the plain order, in which `reduced` axes are reduced: make
+    partial first or last, reduce and move at once, move before reducing, or go axis by axis."""
+    have, want = src.placements, dst.placements
     alike = len({link.per_byte for link in src.topology.links}) == 1
-    moves = "exchange" in kinds or "all_gather" in kinds
-    yield from _made_partial(src.placements, dst.placements, moves, alike)
-    if len(moving) == 1 and len(moving[0].axes) == 1:
-        return  # no other way has less to do
-    if moves:
-        if "reduce_scatter" in kinds:
-            yield ((src.placements, dst.placements, Order.AT_ONCE),)
-        if "all_reduce" in kinds:
-            yield from map(_through, _moved_first(src.placements, dst.placements))
-    yield from map(_through, _axis_by_axis(src, dst))
+    moves = _may_move(src, dst)
+    yield from _made_partial(have, want, moves, alike)
+    if moves and reduced:
+        scattered = [axis for axis in reduced if want[axis].is_shard()]
+        if scattered:
+            yield ((have, want, Order.AT_ONCE),)
+        if len(scattered) < len(reduced):
+            yield from map(_through, _moved_first(have, want))
+    if not alike:
+        yield from map(_through, _axis_by_axis(src, dst))
+
+
+def _may_move(src: DTensorSpec, dst: DTensorSpec) -> bool:
+    """Whether boxes may have to move, besides what is reduced: not if all are cut further inside,
+    by reductions of one kind."""
+    if src.cuts or dst.cuts or len({place for place in src.placements if place.is_partial()}) > 1:
+        return True
+    pairs = zip(src.dim_axes, dst.dim_axes, strict=True)
+    return any(want[: len(have)] != have for have, want in pairs)
 
 
 def _through(way: list[Places]) -> Way:
