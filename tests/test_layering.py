@@ -37,6 +37,7 @@ ORDER = [
     "moving",
     "infinite",
     "plans",
+    "derived",
     "ready",
     "listplan",
     "shapes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,19 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "a loss": lambda p: [F.mse_loss(p, p.cos()), p.std(), p - p.mean()],
     "listed": lambda p: [*torch._foreach_cos([p]), *torch._foreach_add([p, p], 1.0)],
     "written elsewhere": lambda p: [p.cos(), torch.zeros_like(p).add_(p).mul_(p)],
+    "scaled before": lambda p: each_cos(p * 2, p),
+    "scaled twice": lambda p: each_cos(*[p * 2, p / 3, p.clone(), p]),
+    "scaled on and on": lambda p: each_cos(p * 2 / 3, (p * 3).clone() / 2 * 5, p),
+    "a scaled view": lambda p: each_cos(p.mT * 2, p[:] / 3, p),
+    "a view of what is scaled": lambda p: each_cos((p * 2).mT, (p / 3).reshape(-1), p),
+    "times what is scaled": lambda p: [(p * 2) * p, p * (p / 2), (p * 3).norm()],
+    "read when scaled": lambda p: [*of_all([p * 2, p]), (p * 2).sum().item()],
 }
+
+
+def each_cos(*values: Any) -> list[Any]:
+    """The cosines of values that are all there before the first is reduced."""
+    return [value.cos() for value in values]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -372,6 +385,117 @@ def test_copies_of_a_small_sum_are_added_up_alike() -> None:
     assert comm.get_comm_counts() == {"all_reduce": 1}
     for mine, want in zip(of_all(made), (x * y, x.cos()), strict=True):
         torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.parametrize("places", [(P,), (Partial("avg"),), (P, P), (S1, P)], ids=str)
+def test_negative_multiples_are_reduced_as_one(places: tuple[Placement, ...]) -> None:
+    mesh = virtual(*[2] * len(places))
+    p, whole = pending(mesh, places), pending(mesh, places).full_tensor()
+    with Reductions(1) as found:
+        made = each_cos(-p, p * -2.5, -(-p / 3), p)
+    assert len(found.seen) == 1
+    for mine, want in zip(made, each_cos(-whole, whole * -2.5, whole / 3, whole), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), want)
+
+
+def test_a_multiple_that_is_scattered() -> None:
+    for shape, places in [((2,), (P,)), ((2, 2), (P, S0)), ((3, 2), (Partial("avg"), R))]:
+        mesh = virtual(*shape)
+        p, whole = pending(mesh, places, (6, 5)), pending(mesh, places, (6, 5)).full_tensor()
+        multiple, other = p * 2, -p
+        with Reductions(1) as found:
+            made = [cut(multiple), *each_cos(other, p), cut(p)]
+        assert found.seen == ["reduce_scatter"]
+        with CommDebugMode() as comm:
+            cut(p / 7), cut(other)
+        assert not comm.get_total_counts()
+        for mine, want in zip(made, [whole * 2, *each_cos(-whole, whole), whole], strict=True):
+            torch.testing.assert_close(mine.full_tensor(), want)
+
+
+MORE_WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "into the sum": lambda p, d: p.add_(1),
+    "into a view of the sum": lambda p, d: p.mT[1].mul_(3),
+    "into the multiple": lambda p, d: d.mul_(3),
+    "into a view of the multiple": lambda p, d: d.detach()[1:].zero_(),
+    "into both": lambda p, d: d.copy_(p.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("name", MORE_WRITES)
+@pytest.mark.parametrize("first", [False, True], ids=["", "after one is reduced"])
+def test_a_multiple_has_its_own_memory(name: str, first: bool) -> None:
+    for shape, places in LAYOUTS:
+        p, seen = pending(virtual(*shape), places), []
+        for value in (p, p.full_tensor()):
+            multiple = value * 2
+            more, view = multiple / 3, multiple.mT
+            if first:
+                value.cos()
+            MORE_WRITES[name](value, multiple)
+            last = multiple.clone() * 3
+            seen.append(each_cos(more, multiple, last, view, value))
+        for mine, theirs in zip(of_all(seen[0]), seen[1], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_a_write_into_local_tensors_of_multiples() -> None:
+    mesh = virtual(2)
+    for written in (0, 1):
+        p = pending(mesh, (P,))
+        multiple, whole = p * 2, pending(mesh, (P,)).full_tensor()
+        for part in (p, multiple)[written].to_local().parts:
+            part.zero_()
+        torch.testing.assert_close((multiple / 2).full_tensor(), whole * (not written))
+        torch.testing.assert_close(p.full_tensor(), whole * written)
+
+
+def test_a_multiple_holds_one_tensor_until_it_is_reduced() -> None:
+    mesh, alive = virtual(2), []
+    p = pending(mesh, (P,))
+    whole = p.full_tensor()
+    p = p.add_(0)
+    acc = p
+    for _ in range(50):
+        acc = (acc * 0.9).mT
+        alive.append(weakref.ref(acc._locals[0]))
+    assert sum(part() is not None for part in alive) <= 2
+    torch.testing.assert_close(acc.full_tensor(), whole * 0.9**50)
+    alive.clear()
+    for _ in range(50):
+        p = p * 0.9
+        alive.append(weakref.ref(p._locals[0]))
+    assert sum(part() is not None for part in alive) <= 2
+    multiple, tensor, part = p / 2, weakref.ref(p), weakref.ref(p._locals[0])
+    del p, acc
+    assert tensor() is None
+    torch.testing.assert_close(multiple.cos().full_tensor(), (whole * 0.9**50 / 2).cos())
+    assert part() is None
+
+
+def test_numbers_of_float16_are_divided_before_they_are_added_up() -> None:
+    mesh = virtual(2)
+    p = DTensor.from_local(per_rank(mesh, lambda _: torch.full((3,), 6e4).half()), mesh, (P,))
+    assert (p / 4).full_tensor().eq(3e4).all() and (p / 4).cos().isfinite().all()
+
+
+def test_gradients_of_multiples() -> None:
+    x, w = numbers(8, 4), numbers(4, 6, seed=1)
+
+    def step(x: Any, w: Any) -> Any:
+        product = x @ w
+        double, less = product * 2, -product
+        ((double.cos() + less.sigmoid()) * product.sin()).sum().backward()
+        return x.grad, w.grad
+
+    want = step(x.clone().requires_grad_(), w.clone().requires_grad_())
+    mesh = virtual(2)
+    ours = [spread(x, mesh, (S1,)).requires_grad_(), spread(w, mesh, (S0,)).requires_grad_()]
+    with Reductions(8 * 6 * 8 // 4) as found:
+        got = step(*ours)
+    assert len(found.seen) == 1
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
 def test_a_reduction_is_announced_and_what_is_known_is_not() -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import policy
+from .derived import derive
 from .moving import agree, describe_moves, known, moved, same_source, stamp
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
-from .wrapper import Locals, wrap
+from .wrapper import Locals, Twin, wrap
 
 __all__ = ["ReadyPlan"]
 
@@ -25,24 +26,16 @@ Known = tuple[DTensorSpec, Locals] | None
 _MOST = 64
 
 
-class _Value:
-    """What is reduced of an operand, as plans read it."""
-
-    __slots__ = ("_cell", "_lanes", "_locals", "_memo", "_of", "_origin", "_picked", "_spec")
-
-    def __init__(self, spec: DTensorSpec, local: Locals) -> None:
-        self._spec = spec
-        self._locals = local
-        self._cell = self._lanes = self._memo = self._of = self._origin = self._picked = None
-
-
 class ReadyPlan(Plan):
     """The plan of a call with pending operands, and those of the same call with some reduced.
 
-    `plan` takes the operands as they are; `build` makes another for other layouts of them.
+    `plan` takes the operands as they are; `build` makes another for other layouts of them. If the
+    result `derives` from the first operand they are reduced as one.
     """
 
-    __slots__ = ("_build", "_fast", "_moving", "_op", "_others", "_pending", "_plan", "_shares")
+    __slots__ = (
+        "_build", "_derives", "_fast", "_moving", "_op", "_others", "_pending", "_plan", "_shares",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -51,6 +44,7 @@ class ReadyPlan(Plan):
         pending: Sequence[int],
         build: Callable[..., Plan],
         fast: bool,
+        derives: bool = False,
     ) -> None:
         super().__init__(plan.tier)
         self._op = op
@@ -58,6 +52,7 @@ class ReadyPlan(Plan):
         self._pending = tuple(pending)
         self._build = build
         self._fast = fast
+        self._derives = derives
         self._moving = tuple([index for index in plan.moving if index in self._pending])
         self._shares = len(pending) > 1 and bool(self._moving)
         self._others: dict[tuple[DTensorSpec | None, ...], tuple[Plan | None, tuple[int, ...]]] = {}
@@ -67,7 +62,10 @@ class ReadyPlan(Plan):
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         values = self._values(operands)
         if values is None:
-            return self._plan.run(operands, args, kwargs)
+            made = self._plan.run(operands, args, kwargs)
+            if self._derives:
+                derive(made, operands[0], self._op, args, kwargs)
+            return made
         return self._run_with(values, self._plan.run, operands, args, kwargs)
 
     def _run_quick(
@@ -77,7 +75,10 @@ class ReadyPlan(Plan):
         assert quick is not None
         values = self._values(operands)
         if values is None:
-            return quick(operands, args, kwargs)
+            made = quick(operands, args, kwargs)
+            if self._derives:
+                derive(made, operands[0], self._op, args, kwargs)
+            return made
         return self._run_with(values, quick, operands, args, kwargs)
 
     def _values(self, operands: Sequence[Any]) -> list[Known] | None:
@@ -87,6 +88,10 @@ class ReadyPlan(Plan):
         for index in self._pending:
             tensor = operands[index]
             if tensor._memo or tensor._origin is not None:
+                break
+            cell = tensor._cell
+            made = tensor._made if cell is None else cell.made
+            if made is not None and (made.memo or made.origin is not None):
                 break
         else:
             return None
@@ -135,7 +140,7 @@ class ReadyPlan(Plan):
         for index, value in zip(self._pending, values, strict=True):
             # What has to move still is moved for the tensor itself, which keeps it.
             if value is not None and index not in moving:
-                mine[index] = _Value(*value)
+                mine[index] = Twin(*value)
         run = plan.quick if self._fast and plan.quick is not None else plan.run
         return run(mine, args, kwargs)
 

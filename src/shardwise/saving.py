@@ -21,6 +21,7 @@ _OWN = (
     "_cell",
     "_memo",
     "_lanes",
+    "_made",
     "_picked",
     "_origin",
     "_of",

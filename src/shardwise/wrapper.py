@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,30 +14,86 @@ from .spec import DTensorSpec
 __all__ = ["Origin", "Plain", "Wrapper", "wrap"]
 
 Locals = tuple[torch.Tensor, ...]
+Memo = dict[DTensorSpec, tuple[Any, Locals]]
+"""What is there of a tensor in other layouts, each with the stamp of the tensor then."""
 
 
 class Cell:
     """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
     of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
     have no versions: `copies` of a pending sum's tell of what a user wrote, `unseen` counts it. If
-    the sum is made of tensors that were `given` on all ranks, all ask each other."""
+    the sum is made of tensors that were `given` on all ranks, all ask each other. `made` says of
+    which pending sum a call made the first of them (`derived.py`)."""
 
-    __slots__ = ("copies", "exposed", "given", "parts", "unseen", "writes")
+    __slots__ = ("copies", "exposed", "given", "made", "parts", "unseen", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = self.unseen = 0
         self.parts = parts
         self.exposed = self.given = False
         self.copies: Locals | None = None
+        self.made: Derived | None = None
 
 
 class Origin(NamedTuple):
-    """How a view was made: of which tensor, by which call, and the layouts that both had."""
+    """How a view was made: of which tensor, by which call, the layouts that both had, and whether
+    each element comes from that in its place."""
 
-    base: Wrapper
+    base: Twin
     call: Callable[[Any], Any]
     before: DTensorSpec
     after: DTensorSpec
+    pointwise: bool = False
+
+
+class Derived(NamedTuple):
+    """How calls made a tensor of a pending sum: what a twin of that is made of, the calls, the
+    layout of the tensor, and the stamp of the sum when they were made."""
+
+    spec: DTensorSpec
+    local: Locals
+    cell: Cell
+    memo: Memo
+    lanes: dict[tuple[int, ...], tuple[Any, Any]]
+    picked: Any
+    origin: Origin | None
+    calls: tuple[tuple[Any, Sequence[Any], dict[str, Any]], ...]
+    after: DTensorSpec
+    seen: tuple[object, ...]
+
+    def again(self, value: Any) -> Any:
+        """The same calls of another value of the sum."""
+        for op, rest, kwargs in self.calls:
+            value = op(value, *rest, **kwargs)
+        return value
+
+
+class Twin:
+    """What plans read of a tensor, without its history: a detached loss must not hold the
+    activations."""
+
+    __slots__ = (
+        "_cell", "_lanes", "_locals", "_made", "_memo", "_of", "_origin", "_picked", "_spec",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        spec: DTensorSpec,
+        local: Locals,
+        cell: Cell | None = None,
+        memo: Memo | None = None,
+        lanes: Any = None,
+        picked: Any = None,
+        origin: Origin | None = None,
+    ) -> None:
+        self._spec = spec
+        self._locals = local
+        self._cell = cell
+        self._memo = memo
+        self._lanes = lanes
+        self._picked = picked
+        self._origin = origin
+        self._made = self._of = None
 
 
 class Wrapper(torch.Tensor):
@@ -48,16 +104,18 @@ class Wrapper(torch.Tensor):
     cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
     partial that all ranks have, `_lanes` those that only ranks along some axes know of
     (`infinite.py`); `_picked` says where the elements of one come from, if each comes from one
-    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one.
+    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one,
+    and `_made` by which calls one was made of another, until there is a cell that says so.
     """
 
     _spec: DTensorSpec
     _locals: Locals
     _cell: Cell | None = None
-    _memo: dict[DTensorSpec, tuple[Any, Locals]] | None = None
+    _memo: Memo | None = None
     _lanes: dict[tuple[int, ...], tuple[Any, Any]] | None = None
     _picked: Any = None
     _origin: Origin | None = None
+    _made: Derived | None = None
     _of: Any = None
     public: ClassVar[type[Wrapper]]
 
@@ -65,18 +123,13 @@ class Wrapper(torch.Tensor):
 
 
 def tell_origin(view: Any, base: Any, call: Callable[[Any], Any]) -> None:
-    """Let a view of a pending sum know what it is made of: it is reduced once for all.
-
-    It holds a twin, which has what the base keeps of reduced values, and not its history: a
-    detached loss must not hold the activations.
-    """
+    """Let a view of a pending sum know what it is made of: it is reduced once for all."""
     if base._memo is None:
         base._memo = {}
     if base._lanes is None:
         base._lanes = {}
-    twin = wrap(base._spec, base._locals, base._cell)
-    twin._memo, twin._lanes = base._memo, base._lanes
-    twin._picked, twin._origin = base._picked, base._origin
+    kept = base._memo, base._lanes, base._picked, base._origin
+    twin = Twin(base._spec, base._locals, base._cell, *kept)
     view._origin = Origin(twin, call, base._spec, view._spec)
 
 
@@ -101,14 +154,14 @@ def device_of(spec: DTensorSpec, local: Locals) -> torch.device:
 class Plain:
     """A plain tensor among the operands: it counts as replicated."""
 
-    __slots__ = ("_cell", "_locals", "_memo", "_picked", "_spec")
+    __slots__ = ("_cell", "_locals", "_made", "_memo", "_picked", "_spec")
 
     def __init__(self, spec: DTensorSpec, value: torch.Tensor) -> None:
         self._spec = spec
         self._locals = (value,)
         self._cell = None
         self._memo: dict[Any, Any] | None = None
-        self._picked = None
+        self._made = self._picked = None
 
 
 def exposed_locals(tensor: Wrapper) -> Locals:
@@ -159,4 +212,6 @@ def share_cell(base: Wrapper) -> Cell:
     cell = base._cell
     if cell is None:
         cell = base._cell = Cell(base._locals)
+        if base._made is not None:
+            cell.made, base._made = base._made, None
     return cell
