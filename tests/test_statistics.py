@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,17 @@ import torch.nn.functional as F
 from shardwise import (
     CommDebugMode,
     DTensor,
+    Link,
+    Partial,
     Replicate,
     Shard,
     distribute_module,
     distribute_tensor,
+    init_device_mesh,
 )
 from shardwise.forms.normalising import rms_norm
 
-from .compare import assert_same, check, numbers, spread, virtual
+from .compare import assert_same, check, ints, numbers, spread, virtual
 from .rules import kernels  # noqa: F401  # the backward of the rms norm of GPUs
 
 INF, NAN = float("inf"), float("nan")
@@ -342,3 +346,24 @@ def test_only_statistics_move(name: str, shape: tuple[int, ...]) -> None:
     grad = torch.ones_like(made[0])
     assert isinstance(grad, DTensor)
     assert received(lambda: made[0].backward(grad)) <= backward * statistic
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, 3.0, INF])
+def test_distances_of_long_rows_move_distances(power: float) -> None:
+    # Small integers, for parts of them add up to them again: some differences are none.
+    x, y = ints(3, 50, low=-4).double(), ints(2, 50, low=-4, seed=1).double()
+    y[0, :40] = x[0, :40]
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("eager",), links=Link(0, 1e9))
+    column, apart = (Shard(1),), [None, (10, 0, 37, 3)]
+    calls: list[tuple[Any, list[torch.Tensor]]] = [
+        (lambda a, b: torch.cdist(a, b, power), [x, y]),
+        (lambda a: F.pdist(a, power), [x]),
+    ]
+    if power == 2.0:
+        calls.append((lambda a, b: torch.cdist(a, b, 2.0, "use_mm_for_euclid_dist"), [x, y]))
+    for call, given in calls:
+        for where in itertools.product([column, (Replicate(),), (Partial(),)], repeat=len(given)):
+            assert_same(call, given, where, mesh)
+        assert_same(call, given, [column] * len(given), mesh, cuts=[apart] * len(given))
+        ours = [spread(t, mesh, column) for t in given]
+        assert received(lambda call=call, ours=ours: call(*ours)) <= 2 * 6 * 8

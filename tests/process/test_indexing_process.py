@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +17,8 @@ from shardwise import (
     init_device_mesh,
 )
 
-from .. import test_counting, test_indexing, test_posting, test_searching
-from ..compare import assert_same, check, ints, numbers
+from .. import test_counting, test_indexing
+from ..compare import check, ints, numbers
 from ..test_picked import check_picks
 from .harness import ProcessPool
 
@@ -48,23 +47,6 @@ def test_picked_rows(processes: Pools) -> None:
 
 def test_by_index(processes: Pools) -> None:
     processes(4).run(by_index, timeout=120)
-
-
-def asking() -> None:
-    warnings.filterwarnings("ignore", "torch.searchsorted.*non-contiguous|The reduce argument")
-    cases = test_posting.CALLS | test_searching.CALLS
-    for shape, names in (
-        ((4,), ["negative places", "take", "scatter_add", "scatter_, multiplied", "searchsorted"]),
-        ((2, 2), ["index_fill, a tensor", "index_put of two dims", "put", "bucketize", "sorter"]),
-    ):
-        mesh = test_searching.eager(*shape)
-        for f, *inputs in (cases[name] for name in names):
-            where = test_posting.layouts(inputs, *[Shard(0)] * len(shape))
-            assert_same(f, inputs, where, mesh, grad=False)
-
-
-def test_elements_go_to_their_owners(processes: Pools) -> None:
-    processes(4).run(asking, timeout=60)
 
 
 def counting() -> None:

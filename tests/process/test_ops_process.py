@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Link, Partial, Replicate, Shard, init_device_mesh
+from shardwise import Partial, Replicate, Shard, init_device_mesh
 from shardwise.forms import frequent, ranks
 
 from .. import (
@@ -23,6 +24,7 @@ from .. import (
     test_ops_views,
     test_posting,
     test_ranks,
+    test_searching,
     test_statistics,
 )
 from ..compare import assert_same, check, numbers, spread
@@ -85,9 +87,17 @@ def test_frequent_values(processes: Pools) -> None:
 
 
 def posted() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("eager",), links=Link(0, 1e9))
-    for call, *given in test_posting.CALLS.values():
-        assert_same(call, given, [(Shard(0),)] * len(given), mesh)
+    warnings.filterwarnings("ignore", "The reduce argument of torch.scatter")
+    rows = {f"rows: {name}": case for name, case in test_posting.ROWS.items()}
+    cases = test_posting.CALLS | rows | test_searching.CALLS
+    for shape, names in (
+        ((4,), ["negative places", "take", "scatter_add", "rows: gather, columns", "searchsorted"]),
+        ((2, 2), ["index_fill, a tensor", "put", "rows: index_put_, added", "bucketize", "sorter"]),
+    ):
+        mesh = test_searching.eager(*shape)
+        for call, *given in (cases[name] for name in names):
+            where = test_posting.layouts(given, *[Shard(0)] * len(shape))
+            assert_same(call, given, where, mesh)
 
 
 def test_elements_by_index(processes: Pools) -> None:
@@ -122,6 +132,7 @@ def statistics() -> None:
         check(f, *inputs, mesh=mesh, limit=1)
     for f, *inputs in test_attention.CASES.values():
         check(f, *inputs, mesh=mesh, limit=1)
+    test_statistics.test_distances_of_long_rows_move_distances(3.0)
 
 
 def test_statistics_of_sharded_dims(processes: Pools) -> None:
