@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine import flight
+from shardwise.engine import flight, mail, process
 
 __all__ = ["Peak"]
 
@@ -18,29 +21,38 @@ __all__ = ["Peak"]
 class Peak:
     """The most bytes that tensors made here have held at one time.
 
-    A tensor counts as long as anybody has it, gloo's own threads too, with the memory that it has.
+    A tensor counts as long as anybody has it, with the memory that it has. What gloo is given it
+    has to the end: its own threads may be slow to let go.
     """
 
     def __init__(self) -> None:
         self.most = 0
         self._lock = threading.RLock()
         self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # by memory
+        self._given: list[Any] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> Peak:
-        serve = self._serve = flight._Runway._serve
+        serve = flight._Runway._serve
 
         def watched(runway: flight._Runway) -> None:
             with _Watch(self):
                 serve(runway)
 
-        flight._Runway._serve = watched  # type: ignore[method-assign]
-        self._watch = _Watch(self)
-        self._watch.__enter__()
+        self._undo.enter_context(patch.object(flight._Runway, "_serve", watched))
+        for module, name in ((mail, "all_to_all"), (process, "all_reduce")):
+            kept = partial(self._keep, getattr(module, name))
+            self._undo.enter_context(patch.object(module, name, kept))
+        self._undo.enter_context(_Watch(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._watch.__exit__(*error)
-        flight._Runway._serve = self._serve  # type: ignore[method-assign]
+        self._undo.close()
+        self._given.clear()
+
+    def _keep(self, call: Any, *args: Any) -> Any:
+        self._given.append(args)
+        return call(*args)
 
     def see(self, given: list[Any], made: list[Any]) -> None:
         """Count what was made of what was given."""
@@ -53,6 +65,11 @@ class Peak:
                         self._made.setdefault(key, []).append(weakref.ref(each))
             self.most = max(self.most, self._held())
 
+    def now(self) -> int:
+        """The bytes that they hold now."""
+        with self._lock:
+            return self._held()
+
     def _held(self) -> int:
         total = 0
         for key, seen in list(self._made.items()):
@@ -60,7 +77,7 @@ class Peak:
             if not alive:
                 del self._made[key]
                 continue
-            self._made[key] = alive[-1:]
+            self._made[key] = alive  # a view may go before the others
             one = alive[-1]()
             total += 0 if one is None else one.untyped_storage().nbytes()
         return total

@@ -254,12 +254,25 @@ def called_in_any_order() -> list[bool]:
         made = {name: values[name].redistribute(placements=[S1], async_op=True) for name in names}
     parts = {name: made[name].to_local() for name in names}
     at = dict(zip(("dp", "tp"), divmod(dist.get_rank(), 2), strict=True))
-    facts = [torch.equal(parts[name], full.chunk(2, 1)[at[name]]) for name in names]
+    facts = several_in_any_order(values, names, full)
+    facts += [torch.equal(parts[name], full.chunk(2, 1)[at[name]]) for name in names]
     with sw.exchange_buffer(512):
         many = [values[name] for name in ("dp", "tp", "dp")]
         for each in sw.redistribute_all(many, [S1], async_op=True):
             facts.append(torch.equal(each.full_tensor(), full))
     return facts
+
+
+def several_in_any_order(
+    values: dict[str, sw.DTensor], names: Sequence[str], full: torch.Tensor
+) -> list[bool]:
+    """Messages of one axis that are more than the buffer, before the first of the other axis."""
+    with sw.exchange_buffer(1 << 14):
+        made = {
+            name: [values[name].redistribute(placements=[R], async_op=True) for _ in range(5)]
+            for name in names
+        }
+    return [torch.equal(each.to_local(), full) for name in names for each in made[name]]
 
 
 def test_moves_on_other_meshes_may_be_called_in_any_order(processes: Pools) -> None:
@@ -484,7 +497,7 @@ def nothing_made() -> bool:
     x = given(mesh, [S0], whole_numbers((64, 64)))
     with sw.exchange_buffer(ROOM):
         x.redistribute(placements=[S1])
-    x.redistribute(placements=[S1], async_op=True).to_local()  # one message
+    given(mesh, [R], whole_numbers((8, 8))).redistribute(placements=[S0], async_op=True)
     return not flight._Airport.runways
 
 

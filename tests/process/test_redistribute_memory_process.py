@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +12,17 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.mesh import VirtualMesh
+from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh
 from shardwise.placement import Placement
 from shardwise.redistribute import relaid, run_all, run_between
 
 from ..layouts import all_coords, assert_holds, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool
 from .peak import Peak
+from .test_async_process import given, landed, until
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Pools = Callable[[int], ProcessPool]
-
-
 Move = tuple[tuple[int, ...], list[Placement], list[Placement], int]  # size, from, to, buffer
 
 WHOLE: list[Move] = [
@@ -141,3 +142,96 @@ def test_a_batch_shares_one_buffer(processes: Pools, later: bool) -> None:
         assert_holds(spec, parts, whole_numbers(size), f"from {src}")
     for _, held in got:
         assert max(held[1:]) <= room, held
+
+
+# --- in the background ----------------------------------------------------------------------------
+
+HALVES = [0, 1], [1, 2, 3]
+LATER: dict[str, list[Move]] = {
+    "one message": [((96, 64), [S0, S1], [S1, S0], 1 << 16), ((95, 63), [S0, R], [R, R], 1 << 17)],
+    "rounds": [((96, 64), [S0, S1], [S1, S0], 4096), ((95, 63), [R, S1], [S0, R], 2048)],
+    "reduced": [((95, 63), [P, P], [R, R], 4096), ((96, 64), [Partial("max"), P], [R, R], 8192)],
+    "two steps": [((96, 64), [P, P], [S0, R], 1 << 17), ((95, 63), [S0, S0], [R, P], 1 << 17)],
+    "portions": [((96, 64), [P, P], [S0, R], 4096), ((95, 63), [P, Partial("max")], [R, S0], 8192)],
+    "blocks": [((96, 30), [Shard(0, 4), R], [Shard(0, 6), S1], 4096)],
+    "blocks of two sizes": [((960,), [Shard(0, 2), Shard(0, 8)], [Shard(0, 6), Shard(0, 3)], 1024)],
+}
+BETWEEN: list[Move] = [
+    ((96, 64), [S0], [S1], 4096),
+    ((95, 63), [P], [S1], 4096),
+    ((95, 63), [S1], [S0], 1 << 17),
+]
+
+
+def flown(call: Callable[[], list[Any]], full: torch.Tensor, room: int) -> tuple[list[int], bool]:
+    """What is held beside source and target each time that moves fly, and if they are right."""
+    held, right = [], True
+    for _ in range(2):
+        with Peak() as peak, sw.exchange_buffer(room):
+            made = call()
+            assert until(landed)
+            parts = [part for each in made for part in each._locals]
+        held.append(peak.most - sum([part.nbytes for part in parts]))
+        mine = [each for each in made if each._spec.topology.coordinate is not None]
+        right = right and all(torch.equal(each.full_tensor(), full) for each in mine)
+        del made, mine, parts
+    return held, right
+
+
+def peaks_later() -> dict[str, tuple[list[int], bool, int]]:
+    """For moves of all kinds what `flown` tells, and the buffer."""
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    one, other = (DeviceMesh("cpu", ranks) for ranks in HALVES)
+    found = {}
+
+    def fly(name: str, source: AnyMesh, target: AnyMesh, move: Move) -> None:
+        size, src, dst, room = move
+        full = whole_numbers(size)
+        whole = [R if place.is_partial() else place for place in src]
+        x = given(source, whole, full).redistribute(placements=src)
+        got = flown(lambda: [x.redistribute(target, dst, async_op=True)], full, room)
+        found[name] = (*got, room)
+
+    for name, moves in LATER.items():
+        for move in moves:
+            fly(f"{name} {move}", mesh, mesh, move)
+    for move in BETWEEN:
+        fly(f"meshes {move}", one, other, move)
+    full = whole_numbers((64, 33))
+    many = [given(mesh, src, full) for src in ([S0, S0], [S0, R], [R, S1], [S0, S1]) * 4]
+    targets = [[S1, R], [R, S0], [S0, S1], [R, P]] * 4
+    for room in (4096, 1 << 20):
+        got = flown(lambda: sw.redistribute_all(many, targets, async_op=True), full, room)
+        found[f"batch {room}"] = (*got, room)
+    return found
+
+
+def test_what_flies_holds_source_target_and_buffer(processes: Pools) -> None:
+    for rank, got in enumerate(processes(4).run(peaks_later, timeout=120)):
+        for name, (held, right, room) in got.items():
+            assert right, (rank, name)
+            assert max(held) <= room, (rank, name, held, room)
+
+
+def peaks_of_several() -> list[tuple[list[int], bool]]:
+    """Moves of one message each, in flight at once; whether of dropped ones nothing is left."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    full, room = whole_numbers((64, 64)), 16384
+    own = [given(mesh, [S0], full) for _ in range(12)]
+    outside = [given(mesh, [S0], full).to_local().clone() for _ in own]
+    held = [sw.DTensor.from_local(part, mesh, [S0]) for part in outside]
+
+    def move(xs: list[sw.DTensor]) -> list[Any]:
+        return [x.redistribute(placements=[S1], async_op=True) for x in xs]
+
+    found = [flown(partial(move, xs), full, room) for xs in (own, held)]
+    with Peak() as dropped, sw.exchange_buffer(room):
+        move(own)
+        assert until(landed)
+    return [*found, ([], dropped.most > 0 and dropped.now() == 0)]
+
+
+def test_many_small_ones_in_flight_share_one_buffer(processes: Pools) -> None:
+    for rank, got in enumerate(processes(4).run(peaks_of_several)):
+        for held, right in got:
+            assert right and max(held, default=0) <= 16384, (rank, got)

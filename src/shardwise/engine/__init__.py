@@ -3,9 +3,9 @@
 from ..mesh import Topology
 from .buffer import buffer_size, exchange_buffer, give_back
 from .faults import tell
-from .flight import fly, in_flight, settle
+from .flight import fly, in_flight, is_idle, settle
 from .lane import Ends, here, rehearsing
-from .process import ProcessEngine, can_fly, in_one_go
+from .process import ProcessEngine, can_fly
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, has_room, identity
 from .rehearsal import Rehearsal
@@ -33,7 +33,7 @@ __all__ = [
     "here",
     "identity",
     "in_flight",
-    "in_one_go",
+    "is_idle",
     "is_plain",
     "narrow",
     "rehearsing",

@@ -29,15 +29,16 @@ from .faults import LOOK_AFTER, leave_note, look, note_stands
 from .lane import Ends, Lane, here, using
 from .protocol import Locals
 
-__all__ = ["Seat", "fly", "in_flight", "settle"]
+__all__ = ["Seat", "fly", "in_flight", "is_idle", "settle"]
 
-Work = Callable[[], Iterable[Locals]]
+Work = Callable[[], Iterable[Callable[[], Locals]]]
+"""Starts something, and gives what waits for each of its results."""
 
 _PATIENCE = 30.0
 """How many seconds a process that ends waits for others that do nothing."""
 
 in_flight: list[Flight] = []
-"""The flights that may still read their sources."""
+"""The flights that have not landed."""
 
 
 class Seat:
@@ -63,16 +64,23 @@ class Seat:
 
 
 class Flight:
-    """Some work in the background, which reads some memory and fills some seats."""
+    """Some work in the background, which reads some memory and fills some seats.
 
-    __slots__ = ("_done", "_inference", "_nbytes", "_seats", "_work", "error", "reads")
+    What `copies` has read all of it once it is under way.
+    """
 
-    def __init__(self, work: Work, reads: frozenset[int]) -> None:
+    __slots__ = (
+        "_copies", "_done", "_has_read", "_inference", "_nbytes", "_seats", "_work", "error",
+        "reads",
+    )  # fmt: skip
+
+    def __init__(self, work: Work, reads: frozenset[int], copies: bool) -> None:
         self.reads = reads
         self.error: BaseException | None = None
         self._work: Work | None = work
+        self._copies = copies
         self._seats: list[weakref.ref[Seat]] = []
-        self._done = threading.Event()
+        self._done, self._has_read = threading.Event(), threading.Event()
         self._nbytes = buffer_size()
         self._inference = torch.is_inference_mode_enabled()
 
@@ -84,18 +92,22 @@ class Flight:
 
     def wait(self) -> None:
         """Wait for the end, be it good or bad; raise if another rank failed before it called."""
-        while not self._done.wait(LOOK_AFTER.total_seconds()):
-            look(None)
+        _wait(self._done)
+
+    def wait_until_read(self) -> None:
+        """Wait until what it reads may be written."""
+        _wait(self._has_read)
 
     def call_off(self, why: str) -> None:
         """Let those who want what it makes hear that it does not arrive."""
         self.error = CommunicationError(f"a redistribution with async_op=True is lost: {why}.")
-        self._done = threading.Event()  # the lock of the old one may be held by a thread
+        # The locks of the old ones may be held by a thread.
+        self._done, self._has_read = threading.Event(), threading.Event()
+        self._has_read.set()
         self._done.set()
 
     def run(self, runway: _Runway) -> None:
         """Do the work; its errors are for those who want what it makes."""
-        assert self._work is not None
         try:
             if runway.broken is not None:
                 raise CommunicationError(
@@ -103,7 +115,8 @@ class Flight:
                     "can run in the background after that."
                 )
             with torch.inference_mode(self._inference), torch.no_grad(), using(self._nbytes):
-                for made, seat in zip(self._work(), self._seats, strict=True):
+                for ready, seat in zip(self._started(), self._seats, strict=True):
+                    made = ready()
                     if (taken := seat()) is not None:
                         taken.made = made
         except BaseException as error:  # whatever it is, who waits must hear of it
@@ -112,7 +125,21 @@ class Flight:
         finally:
             self._work = None
             in_flight.remove(self)
+            self._has_read.set()
             self._done.set()
+
+    def _started(self) -> Iterable[Callable[[], Locals]]:
+        assert self._work is not None
+        ready = self._work()
+        if self._copies:
+            self._work, self.reads = None, frozenset()
+            self._has_read.set()
+        return ready
+
+
+def _wait(event: threading.Event) -> None:
+    while not event.wait(LOOK_AFTER.total_seconds()):
+        look(None)
 
 
 def _told(error: BaseException) -> str:
@@ -156,6 +183,11 @@ class _Runway(Lane):
                 self.groups.clear()
             return None
 
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do."""
+        with self._lock:
+            return not self._served
+
     def fail(self, error: BaseException) -> None:
         """After an error that other ranks need not have the groups are not in step any more."""
         alike = isinstance(error, ShardwiseError) and not isinstance(error, CommunicationError)
@@ -193,13 +225,28 @@ class _Airport:
         return [*cls.runways.values(), *cls.former]
 
 
-def fly(ends: Ends, work: Work, local: Sequence[torch.Tensor], count: int) -> list[Seat]:
+def fly(
+    ends: Ends, work: Work, local: Sequence[torch.Tensor], count: int, *, copies: bool
+) -> list[Seat]:
     """Run `work` in the background, after what was given to it before for the same `ends`; it has
     `count` results.
 
-    All ranks that take part give it the same, in the same order. It reads `local`, which nobody may
-    write before; see `settle`.
+    All ranks that take part give it the same, in the same order. It reads `local`, until it ends or
+    if it `copies` until it is under way. Nobody may write that before; see `settle`.
     """
+    runway = _runway(ends)
+    flight = Flight(work, frozenset(_memory(local)), copies)
+    seats = [flight.seat() for _ in range(count)]
+    runway.add(flight)
+    return seats
+
+
+def is_idle(ends: Ends) -> bool:
+    """Whether nothing runs or waits in the background for these `ends`."""
+    return _runway(ends).is_idle()
+
+
+def _runway(ends: Ends) -> _Runway:
     if _Airport.world is not dist.group.WORLD:
         if _Airport.world is None:
             atexit.register(_leave)
@@ -209,10 +256,7 @@ def fly(ends: Ends, work: Work, local: Sequence[torch.Tensor], count: int) -> li
     runway = _Airport.runways.get(ends)
     if runway is None:
         runway = _Airport.runways[ends] = _Runway(ends)
-    flight = Flight(work, frozenset(_memory(local)))
-    seats = [flight.seat() for _ in range(count)]
-    runway.add(flight)
-    return seats
+    return runway
 
 
 def settle(local: Sequence[torch.Tensor]) -> None:
@@ -220,7 +264,7 @@ def settle(local: Sequence[torch.Tensor]) -> None:
     memory = _memory(local)
     for flight in tuple(in_flight):
         if not flight.reads.isdisjoint(memory):
-            flight.wait()
+            flight.wait_until_read()
 
 
 def _memory(local: Sequence[torch.Tensor]) -> set[int]:

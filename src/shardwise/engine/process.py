@@ -24,10 +24,10 @@ from .faults import forgive, wait
 from .groups import all_reduce
 from .mail import Land, Launch, mail
 from .native import native_launch, prefers_own
-from .protocol import Finish, Job, Task
+from .protocol import Finish, Job
 from .wire import backends_reduce, buffer_width, from_wire, is_plain, to_wire, wire_op
 
-__all__ = ["ProcessEngine", "can_fly", "in_one_go"]
+__all__ = ["ProcessEngine", "can_fly"]
 
 
 class ProcessEngine:
@@ -117,15 +117,6 @@ def can_fly(topology: Topology) -> bool:
         and topology.device_type == "cpu"
         and not prefers_own(dist.group.WORLD, "cpu")
     )
-
-
-def in_one_go(task: Task, dtype: torch.dtype) -> bool:
-    """Whether a tensor of any size goes in one collective of a backend, without a buffer."""
-    if task.kind != "all_reduce" or not backends_reduce(dtype, task.op):
-        return False
-    if task.src.topology.coordinate is None:
-        return False  # this rank has no part in it
-    return is_plain(dtype, task.op) and len(lanes(task.src.topology, task.axes)) == 1
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
