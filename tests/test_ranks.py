@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Replicate, Shard, communication
+from shardwise import CommDebugMode, Link, Replicate, Shard, communication, init_device_mesh
 from shardwise.forms import ranks
 
 from .compare import assert_same, ints, numbers, spread, virtual
@@ -94,7 +94,41 @@ def test_quantiles(way: str) -> None:
                     torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_columns(dim: int) -> None:
+    """Each column has its own NaNs, ties and rank; all shards but one may be empty."""
+    shape = [2, 2, 2]
+    shape[dim] = 9
+    x = ints(*shape, low=-3, high=3).double()
+    x[0, 0, 0] = x[-1, -1, -1] = x[-1, -1, 0] = NAN
+    x.movedim(dim, -1)[1, 0] = NAN
+    q = torch.tensor([0.0, 0.4, 1.0], dtype=x.dtype)
+    for mesh, where, cuts in (
+        (virtual(4), [Shard(dim % 3)], None),
+        (virtual(2, 3), [Replicate(), Shard(dim % 3)], None),
+        (virtual(3), [Shard(dim % 3)], [(0, 8, 1) if d == dim % 3 else None for d in range(3)]),
+    ):
+        ours = spread(x, mesh, where, cuts)
+        for got, want in (
+            (ranks.kthvalue(ours, 4, dim), x.kthvalue(4, dim)),
+            (ranks.median_of_dim(ours, dim, True), x.median(dim, keepdim=True)),
+            (ranks.nanmedian_of_dim(ours, dim), x.nanmedian(dim)),
+        ):
+            value, place = (each.full_tensor() for each in got)
+            torch.testing.assert_close(value, want.values, equal_nan=True)
+            at = place.reshape(want.values.shape)
+            kept = at if at.ndim == 3 else at.unsqueeze(dim)
+            torch.testing.assert_close(x.gather(dim, kept).view_as(value), value, equal_nan=True)
+        for ignore, op in ((False, torch.quantile), (True, torch.nanquantile)):
+            for keep, asked in ((False, q), (True, q), (False, 0.7), (True, 0.7)):
+                made = ranks.quantile("quantile", ours, asked, dim % 3, keep, "linear", ignore)
+                wanted = op(x, asked, dim, keep)
+                torch.testing.assert_close(made.full_tensor(), wanted, equal_nan=True)
+                assert made.stride() == wanted.stride()
+
+
 LARGE = numbers(60_000)
+TWO = LARGE.view(2, -1)
 CALLS: dict[str, Any] = {
     "median": torch.median,
     "nanmedian": torch.nanmedian,
@@ -104,6 +138,24 @@ CALLS: dict[str, Any] = {
     "quantiles": lambda x: torch.quantile(x, torch.tensor([0.1, 0.9], dtype=torch.float64)),
     "nanquantile": lambda x: torch.nanquantile(x, 0.25, dim=0, keepdim=True),
 }
+
+
+OF_TWO: dict[str, Any] = {
+    "median": lambda x: x.median(1).values,
+    "nanmedian": lambda x: x.nanmedian(-1).values,
+    "kthvalue": lambda x: x.kthvalue(7000, keepdim=True).indices,
+    "quantile": lambda x: torch.quantile(x, 0.25, 1),
+    "nanquantile": lambda x: x.nanquantile(0.25, -1, True),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_counts_of_few_columns_move(name: str) -> None:
+    mesh = init_device_mesh("cpu", (4,), links=Link(0, 1e9))
+    with CommDebugMode() as comm:
+        got = OF_TWO[name](spread(TWO, mesh, [Shard(1)]))
+    assert sum(comm.bytes.values()) < TWO.numel() * 8 // 4
+    torch.testing.assert_close(got.full_tensor(), OF_TWO[name](TWO))
 
 
 @pytest.mark.parametrize("name", CALLS)
