@@ -45,7 +45,7 @@ def derive(made: Any, base: Any, op: Any, args: Sequence[Any], kwargs: dict[str,
     # What `tuple.__new__` makes takes half the time of what the class does.
     if before is not None:
         if base._origin is None and len(before.calls) < _MOST and is_as_made(base, before):
-            more = *before[:7], before.calls + calls, made._spec, before.seen
+            more = before.twin, before.calls + calls, made._spec, before.seen
             made._made = tuple.__new__(Derived, more)
         return  # no chain of tensors is kept
     cell = cell or share_cell(base)
@@ -57,4 +57,4 @@ def derive(made: Any, base: Any, op: Any, args: Sequence[Any], kwargs: dict[str,
     if lanes is None:
         lanes = base._lanes = {}
     twin = base._spec, base._locals, cell, memo, lanes, base._picked, base._origin
-    made._made = tuple.__new__(Derived, (*twin, calls, made._spec, stamp(base)))
+    made._made = tuple.__new__(Derived, (twin, calls, made._spec, stamp(base)))

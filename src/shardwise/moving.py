@@ -310,16 +310,19 @@ def _origin(tensor: Any) -> Origin | None:
     made: Derived | None = tensor._made if cell is None else cell.made
     if made is None or not is_as_made(tensor, made):
         return None
-    return Origin(Twin(*made[:7]), made.again, made.spec, made.after, True)
+    base = Twin(*made.twin)
+    if stamp(base) != made.seen:
+        return None
+    return Origin(base, made.again, base._spec, made.after, True)
 
 
 def is_as_made(tensor: Any, made: Derived) -> bool:
-    """Whether neither what calls made of a pending sum nor the sum was written since."""
+    """Whether what calls made of a pending sum was not written since."""
     cell, parts = tensor._cell, tensor._locals
     if made.after is not tensor._spec or (cell is not None and cell.parts is not parts):
         return False
     writes, versions, _ = _stamp(cell, parts)
-    return not writes and not any(versions) and _stamp(made.cell, made.local) == made.seen
+    return not writes and not any(versions)
 
 
 def _is_reduced(tensor: Any) -> bool:

@@ -91,8 +91,10 @@ class ReadyPlan(Plan):
                 break
             cell = tensor._cell
             made = tensor._made if cell is None else cell.made
-            if made is not None and (made.memo or made.origin is not None):
-                break
+            if made is not None:
+                _, _, _, memo, _, _, origin = made.twin
+                if memo or origin is not None:
+                    break
         else:
             return None
         values = [known(operands[index]) for index in self._pending]

@@ -50,13 +50,7 @@ class Derived(NamedTuple):
     """How calls made a tensor of a pending sum: what a twin of that is made of, the calls, the
     layout of the tensor, and the stamp of the sum when they were made."""
 
-    spec: DTensorSpec
-    local: Locals
-    cell: Cell
-    memo: Memo
-    lanes: dict[tuple[int, ...], tuple[Any, Any]]
-    picked: Any
-    origin: Origin | None
+    twin: tuple[DTensorSpec, Locals, Cell, Memo, Any, Any, Origin | None]
     calls: tuple[tuple[Any, Sequence[Any], dict[str, Any]], ...]
     after: DTensorSpec
     seen: tuple[object, ...]
