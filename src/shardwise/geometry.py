@@ -54,7 +54,10 @@ def chunk_cuts(size: int, counts: tuple[int, ...]) -> Cuts:
 
 
 def _chunk(size: int, count: int) -> list[int]:
-    step = -(-size // count)
+    step, rest = divmod(size, count)
+    if not rest:
+        return [step] * count
+    step += 1
     return [max(0, min(step, size - step * i)) for i in range(count)]
 
 

@@ -23,7 +23,7 @@ class Bound:
     """The least that hops cost for a tensor of some sizes, cut as `torch.chunk` would."""
 
     __slots__ = (
-        "_axes", "_cuts", "_fastest", "_itemsize", "_known", "_shape", "_sizes", "_slowest",
+        "_axes", "_cuts", "_fastest", "_itemsize", "_shape", "_sizes", "_slowest",
         "_speeds", "_starts", "_uncut",
     )  # fmt: skip
 
@@ -34,39 +34,34 @@ class Bound:
         self._slowest, self._fastest = max(self._speeds), min(self._speeds)
         self._axes = [axis for axis, size in enumerate(self._shape) if size > 1]
         self._uncut: list[Axes] = [[] for _ in sizes]
-        self._known: dict[Hop, int] = {}
         self._cuts: dict[Places, list[Axes]] = {}
 
     def of(self, hop: Hop) -> int:
         """The least that a hop costs."""
-        found = self._known.get(hop)
-        if found is None:
-            found = self._known[hop] = self._of(*hop)
-        return found
-
-    def _of(self, src: Places, dst: Places, order: Order) -> int:
+        src, dst, order = hop
         scattered: Axes = []
         reduced: Axes = []
         made: Axes = []
-        kinds = set()
         for axis in self._axes:
             have, want = src[axis], dst[axis]
+            if have is want:
+                continue
             if isinstance(have, Partial):
-                kinds.add(have)
                 if isinstance(want, Shard):
                     scattered.append(axis)
                 elif not isinstance(want, Partial):
                     reduced.append(axis)
             elif isinstance(want, Partial) and isinstance(have, Shard) and want.reduce_op != "avg":
                 made.append(axis)
-        held, wanted, alike = self._cut(src), self._cut(dst), len(kinds) < 2
+        held, wanted = self._cut(src), self._cut(dst)
+        inside, parts, alike = self._uncut, 1, True
+        if scattered or reduced:
+            alike = len({place for place in src if isinstance(place, Partial)}) == 1
         if order is Order.AT_ONCE:
             # Of several kinds one is reduced at once, but the others before it or after it.
             return self._at_once(held, wanted, scattered, reduced) if alike else 0
-        inside = self._uncut
         if scattered:
             inside = [[axis for axis in axes if axis in scattered] for axes in wanted]
-        parts = 1
         if made:
             held, parts = self._made_whole(held, inside, made, order)
         _, lacking, far, start = self._moved(held, wanted, inside if alike else self._uncut)
@@ -132,7 +127,7 @@ class Bound:
         for size, have, want, inner in zip(self._sizes, held, wanted, inside, strict=True):
             after = self._count(want)
             part = own = close = -(-size // after)
-            if have != want[: len(have)]:  # else it is only cut further
+            if not self._is_cut_inside(have, want, inner, held):
                 digits = have + inner
                 parts = self._count(digits)
                 if size % after or size % parts:
@@ -147,6 +142,16 @@ class Bound:
         lacking = new - min(kept, near)
         start = (start or min(self._starts)) if lacking else 0
         return new, lacking, new - near, start
+
+    def _is_cut_inside(self, have: Axes, want: Axes, inner: Axes, held: list[Axes]) -> bool:
+        """Whether the parts of a dim are only cut further, into what will be held. A reduction does
+        not cut them so inside of an axis that still cuts another dim."""
+        if have != want[: len(have)]:
+            return False
+        if not inner:
+            return True
+        outer = want[len(have) : want.index(inner[-1])]
+        return not any(axis in axes for axis in outer for axes in held)
 
     def _slow(self, axes: Axes) -> Axes:
         return [axis for axis in axes if self._speeds[axis] == self._slowest]
@@ -173,12 +178,15 @@ class Bound:
         return part
 
     def _size(self, src: Places, dst: Places) -> int:
-        """How many elements are left to a rank when what it will hold a shard of is scattered."""
-        some = [axis for axis in self._axes if src[axis].is_shard() or dst[axis].is_shard()]
-        return prod(self._sizes) // self._count(some)
+        """How many elements a rank has when all that is to be scattered is."""
+        size = prod(self._sizes)
+        for axis in self._axes:
+            if isinstance(src[axis], Shard) or isinstance(dst[axis], Shard):
+                size //= self._shape[axis]
+        return size
 
     def _summed(self, axes: Axes, per_byte: int) -> int:
-        return summed_price([(self._shape[axis], self._speeds[axis]) for axis in axes], per_byte)
+        return summed_price([(self._speeds[axis], self._shape[axis]) for axis in axes], per_byte)
 
     def _scattered(self, axes: Axes, together: bool) -> int:
         """What it costs at least to reduce and scatter, for each element that is left."""

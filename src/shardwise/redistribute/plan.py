@@ -269,6 +269,8 @@ def _spread(now: Layout, goal: Layout) -> Iterator[Step]:
     """
     have, shape = dict(now.partial), now.topology.shape
     made = [(axis, op) for axis, op in reversed(goal.partial) if have.get(axis) != op != "avg"]
+    if not made:
+        return
     together = len({op for _, op in (*now.partial, *goal.partial)}) == 1
     dims, partial = list(now.dims), now.partial
     for axis, op in made:

@@ -84,6 +84,8 @@ class DimMove:
         """What the members of a group hold, in order, for every place on the grid."""
         axes, table = self.have.axes, self.have.table
         rest = tuple([axis for axis in axes if axis not in group])
+        if not rest:
+            return [[table[place] for place in self._order]] * len(self.needs)
         sizes = tuple([self._shape[axis] for axis in axes])
         among = flat_indices(sizes, tuple([axes.index(axis) for axis in rest]))
         pools: dict[int, list[Interval]] = {}

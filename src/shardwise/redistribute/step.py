@@ -264,15 +264,15 @@ class Step:
         from each member."""
         where = self.src.topology
         summed = self.axes if self.kind == "reduce_scatter" else self.reduced
-        members = [(where.shape[axis], where.links[axis].per_byte) for axis in summed]
+        members = [(where.links[axis].per_byte, where.shape[axis]) for axis in summed]
         return summed_price(members, per_byte)
 
 
 def summed_price(members: list[tuple[int, int]], per_byte: int) -> int:
     """What an element costs that crosses a link of this price and is summed on its way, so that one
-    comes from each of the members: so many along each axis, by links of that price."""
-    total, left = per_byte, prod([count for count, _ in members])
-    for count, price in sorted(members, key=lambda each: -each[1]):
-        left //= count
-        total += (count - 1) * left * max(price, per_byte)
+    comes from each of the members: by links of some price along each axis, and so many of them."""
+    total, rest = per_byte, 1
+    for price, count in sorted(members):
+        total += (count - 1) * rest * max(price, per_byte)
+        rest *= count
     return total
