@@ -46,12 +46,12 @@ class Reductions:
 
 
 def pending(mesh: Any, places: tuple[Placement, ...], size: tuple[int, ...] = (6, 4)) -> Any:
-    """A tensor of which every rank holds a part of its own."""
+    """A tensor of which every rank holds a part of its own, and no user any."""
 
     def part(coord: tuple[int, ...]) -> torch.Tensor:
         return numbers(*size, seed=sum(c * 10**i for i, c in enumerate(coord)))
 
-    return DTensor.from_local(per_rank(mesh, part), mesh, places)
+    return DTensor.from_local(per_rank(mesh, part), mesh, places).clone()
 
 
 def of_all(value: Any) -> list[torch.Tensor]:

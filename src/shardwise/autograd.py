@@ -132,7 +132,7 @@ class FromLocal(torch.autograd.Function):
         ctx.spec = spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
         cell = share_cell(made)
-        cell.exposed = True  # who gave them has them still
+        cell.exposed = cell.foreign = True  # who gave them has them still
         cell.given = bool(spec.sums) and has_inference(made._locals)
         return made
 

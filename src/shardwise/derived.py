@@ -49,7 +49,7 @@ def derive(made: Any, base: Any, op: Any, args: Sequence[Any], kwargs: dict[str,
             made._made = tuple.__new__(Derived, more)
         return  # no chain of tensors is kept
     cell = cell or share_cell(base)
-    if cell.given:
+    if cell.foreign:  # one rank alone may write into what it gave, which is nothing of the result
         return
     memo, lanes = base._memo, base._lanes
     if memo is None:

@@ -22,15 +22,16 @@ class Cell:
     """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
     of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
     have no versions: `copies` of a pending sum's tell of what a user wrote, `unseen` counts it. If
-    the sum is made of tensors that were `given` on all ranks, all ask each other. `made` says of
-    which pending sum a call made the first of them (`derived.py`)."""
+    the sum is made of such tensors that were `given` on all ranks, all ask each other. `foreign`
+    are tensors that were given on all ranks, with versions or not. `made` says of which pending sum
+    a call made the first of them (`derived.py`)."""
 
-    __slots__ = ("copies", "exposed", "given", "made", "parts", "unseen", "writes")
+    __slots__ = ("copies", "exposed", "foreign", "given", "made", "parts", "unseen", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = self.unseen = 0
         self.parts = parts
-        self.exposed = self.given = False
+        self.exposed = self.foreign = self.given = False
         self.copies: Locals | None = None
         self.made: Derived | None = None
 

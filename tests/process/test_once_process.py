@@ -82,7 +82,7 @@ def multiples_with_infinities() -> None:
     """Multiples of a sum, of which some ranks multiply one by an infinity and some look at one."""
     mesh, x, y = init_device_mesh("cpu", (2, 2)), numbers(4, 6), numbers(4, 6, seed=1)
     y[3, 0] = float("inf")
-    p, factor = spread(x, mesh, (P, S0)), spread(y, mesh, (R, S0))
+    p, factor = spread(x, mesh, (P, S0)).clone(), spread(y, mesh, (R, S0))
     double, less = p * 2, -p
     product = double * factor
     if torch.distributed.get_rank() == 1:
@@ -136,6 +136,23 @@ def zeros_stay_zeros() -> None:
             assert len(found.seen) == (factor != 1 or not turn)
             for each, want in zip(made, [x.cos(), x.mT.cos(), x.sigmoid() * x, x * 2], strict=True):
                 torch.testing.assert_close(each.full_tensor(), want)
+
+
+def one_rank_uses_its_memory_again() -> None:
+    """What was made of given tensors stays as it is if one rank alone writes into those later."""
+    mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
+    mine = numbers(6, 4, seed=rank)
+    p = DTensor.from_local(mine, mesh, (P,))
+    made = [p * 2, -p.mT]
+    if rank == 0:
+        mine.zero_()
+    whole = numbers(6, 4) + numbers(6, 4, seed=1)
+    for each, want in zip(made, [whole * 2, -whole.mT], strict=True):
+        torch.testing.assert_close(each.full_tensor(), want)
+
+
+def test_one_rank_uses_its_memory_again(processes: Pools) -> None:
+    processes(2).run(one_rank_uses_its_memory_again, timeout=60)
 
 
 def test_zeros_stay_zeros(processes: Pools) -> None:
