@@ -159,6 +159,27 @@ def test_means_beside_infinities(values: list[float], shape: tuple[int, ...]) ->
     check(f, x, image, mesh=virtual(*shape), ops=(), grad=False, mixed=False, limit=6)
 
 
+@pytest.mark.parametrize("values", [[INF], [-INF], [INF, -INF], [NAN], [1.0]])
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm"])
+def test_infinite_gradients_of_norms(name: str, values: list[float]) -> None:
+    """Which elements are NaN then depends on the formula of PyTorch's kernels."""
+    for seed in range(4):
+        x, weight, grad = numbers(3, 4, 5, seed=seed), numbers(4, seed=9), numbers(3, 4, 5, seed=7)
+        grad.view(-1)[seed * 5 : seed * 5 + len(values)] = torch.tensor(values, dtype=grad.dtype)
+        weight[2] = 0
+
+        def grads(x: Any, weight: Any, grad: Any) -> list[Any]:
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            if name == "group_norm":
+                made = F.group_norm(x, 2, weight)
+            else:
+                made = F.layer_norm(x.mT, (4,), weight).mT
+            made.backward(grad)
+            return [x.grad, weight.grad]
+
+        check(grads, x, weight, grad, mesh=virtual(2), ops=(), grad=False, mixed=False, limit=8)
+
+
 def test_the_mean_of_one_element_is_that_element() -> None:
     x = torch.tensor([[INF, -INF, 1.0]], dtype=torch.float64)
     check(lambda x: torch.var_mean(x, 0, correction=0), x, mesh=virtual(2), ops=(), grad=False)
@@ -280,12 +301,12 @@ def test_running_statistics_of_a_module(distributed: bool) -> None:
     assert comm.get_total_counts() == 1  # full_tensor()
 
 
-def test_group_norm_moves_two_numbers_of_each_channel() -> None:
+def test_group_norm_moves_a_few_numbers_of_each_channel() -> None:
     x: Any = spread(numbers(2, 6, 9, 5).requires_grad_(), virtual(4), [Shard(2)])
     made: list[Any] = []
     each = 4 * 2 * 6 * x.element_size()  # ranks, batches, channels
     assert received(lambda: made.append(F.group_norm(x, 2))) <= 2 * each
-    assert received(lambda: made[0].sum().backward()) <= 2 * each
+    assert received(lambda: made[0].sum().backward()) <= 3 * each
 
 
 @pytest.mark.parametrize("dim", [0, 2])
@@ -315,7 +336,7 @@ MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "var": (lambda x: x.var(1), 2, 1),
     "std_mean": (lambda x: torch.std_mean(x, 1)[0], 2, 1),
     "vector_norm": (lambda x: torch.linalg.vector_norm(x, 3, 1), 1, 0),
-    "layer_norm": (lambda x: F.layer_norm(x, (COLUMNS,)), 2, 2),
+    "layer_norm": (lambda x: F.layer_norm(x, (COLUMNS,)), 2, 3),
     "normalize": (lambda x: F.normalize(x, dim=1), 1, 1),
     "cosine_similarity": (lambda x: F.cosine_similarity(x, x * x + 1, 1), 3, 3),
     "pairwise_distance": (lambda x: F.pairwise_distance(x, x.detach() * 2), 1, 0),

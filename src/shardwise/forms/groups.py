@@ -25,12 +25,21 @@ def _cut(operand: int) -> Any:
     return when
 
 
-def _mean(value: Any, groups: int) -> Any:
-    """The mean over each group, from the sums of each channel: [batch, groups]."""
+def _by_groups(sums: Any, groups: int, count: int) -> Any:
+    """The means over groups of `count` elements, from the sums of each channel."""
+    return settled(sums.unflatten(-1, (groups, -1)).sum(-1)) / count
+
+
+def _in_channels(value: Any) -> Any:
+    """The sums over each channel."""
     inside = list(range(2, value.ndim))
-    sums = settled(value.sum(inside) if inside else value)
+    return value.sum(inside) if inside else value
+
+
+def _mean(value: Any, groups: int) -> Any:
+    """The mean over each group: [batch, groups]."""
     count = value.numel() // (value.shape[0] * groups)
-    return settled(sums.view(value.shape[0], groups, -1).sum(-1)) / count
+    return _by_groups(settled(_in_channels(value)), groups, count)
 
 
 def _wide(x: Any, stat: Any) -> Any:
@@ -74,17 +83,29 @@ def group_norm_backward(
     group: int,
     output_mask: Sequence[bool],
 ) -> tuple[Any, ...]:
-    """Two means over each group, and the sums of the parameters' gradients."""
+    """All is made of the sums of each channel.
+
+    Next to infinities what is NaN depends on the formula: there it is that of PyTorch's kernel.
+    """
     grad, x = in_full(aligned(grad, x)), in_full(x)
-    scale = _wide(x, in_full(rstd))
-    normal = (x - _wide(x, in_full(mean))) * scale
+    middle, scale = _wide(x, in_full(mean)), _wide(x, in_full(rstd))
+    normal = (x - middle) * scale
+    sums = settled(torch.stack([_in_channels(v) for v in (grad, grad * normal, grad * x)]))
     grads: list[Any] = [None, None, None]
     if output_mask[0]:
         inside = grad if weight is None else grad * _by_channel(x, weight)
-        apart = inside - _wide(x, _mean(inside, group))
-        grads[0] = (apart - normal * _wide(x, _mean(inside * normal, group))) * scale
-    others = [dim for dim in range(x.ndim) if dim != 1]
-    for place, value in ((1, grad * normal), (2, grad)):
-        if output_mask[place]:
-            grads[place] = value.sum(others)
+        weighted = sums if weight is None else sums * weight
+        count = x.numel() // (x.shape[0] * group)
+        means = _by_groups(weighted, group, count).unbind()
+        total, along, own = [_wide(x, each) for each in means]
+        finite = (inside - total - normal * along) * scale
+        slope = (total * middle - own) * scale**3
+        others = scale * inside + slope * x - (slope * middle + total * scale)
+        grads[0] = torch.where((total + along + own).isfinite(), finite, others)
+    total, along, own = sums.unbind()
+    if output_mask[1]:
+        by_kernel = (own - total * middle.view(total.shape)) * scale.view(total.shape)
+        grads[1] = torch.where((total + along + own).isfinite(), along, by_kernel).sum(0)
+    if output_mask[2]:
+        grads[2] = total.sum(0)
     return tuple(grads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -109,17 +110,22 @@ def layer_norm_backward(
     bias: Any,
     output_mask: Sequence[bool],
 ) -> Any:
-    """Two means over the normalised dims, and the sums of the parameters' gradients."""
-    grad, x = in_full(aligned(grad, x)), in_full(x)
+    """Sums over the normalised dims, and those of the parameters' gradients."""
+    grad, x, mean, rstd = in_full(aligned(grad, x)), in_full(x), in_full(mean), in_full(rstd)
     inner = list(range(-len(normalized_shape), 0))
     lead = list(range(x.ndim - len(inner)))
-    normal = (x - in_full(mean)) * in_full(rstd)
+    normal = (x - mean) * rstd
     grads: list[Any] = [None, None, None]
     if output_mask[0]:
         inside = grad if weight is None else grad * weight
-        apart = inside - settled(inside.mean(inner, True))
-        along = settled((inside * normal).mean(inner, True))
-        grads[0] = (apart - normal * along) * in_full(rstd)
+        each = [inside, inside * normal, inside * x]
+        sums = settled(torch.stack([value.sum(inner, True) for value in each]))
+        total, along, own = sums.div(prod(normalized_shape)).unbind()
+        finite = (inside - total - normal * along) * rstd
+        # Next to infinities what is NaN depends on the formula: this is that of PyTorch's kernel.
+        slope = (total * mean - own) * rstd**3
+        others = rstd * inside + slope * x - (slope * mean + total * rstd)
+        grads[0] = torch.where(sums.sum(0).isfinite(), finite, others)
     for place, value in ((1, grad * normal), (2, grad)):
         if output_mask[place]:
             grads[place] = value.sum(lead) if lead else value
