@@ -6,6 +6,7 @@ import importlib
 import itertools
 import random
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,25 @@ def test_no_hop_costs_less_than_its_bound(
                 continue  # that is the plain order again
             price = sum(step.price(4) for step in steps)
             assert Bound(topology(mesh), size, 4).of((src, dst, order)) <= price, (src, dst, order)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "size", "hop"),
+    [
+        ((2, 2), (3, 6), (("S1", "S1"), ("R", "S0"), Order.PLAIN)),
+        ((1, 2, 2), (24, 16), (("P", "S0", "R"), ("S1", "P", "P"), Order.AT_ONCE)),
+    ],
+)
+def test_bounds_where_shards_are_of_many_lengths_or_an_axis_of_one_rank(
+    mesh_shape: tuple[int, ...], size: tuple[int, int], hop: tuple[Any, Any, Order]
+) -> None:
+    named = dict(zip(("R", "S0", "S1", "P"), KINDS, strict=True))
+    src, dst = (tuple(named[each] for each in places) for places in hop[:2])
+    links = ["nvlink", "pcie", "nvlink"][: len(mesh_shape)]
+    mesh = VirtualMesh("cpu", torch.arange(prod(mesh_shape)).view(mesh_shape), links=links)
+    now, goal = (Layout.of(spec_of(mesh, places, size)) for places in (src, dst))
+    price = sum(step.price(4) for step in planner._steps(now, goal, hop[2]))
+    assert Bound(topology(mesh), size, 4).of((src, dst, hop[2])) <= price
 
 
 @pytest.mark.parametrize(("size", "count"), [((64, 64), 120), ((7, 5), 60)], ids=str)

@@ -39,6 +39,8 @@ def derive(made: Any, base: Any, op: Any, args: Sequence[Any], kwargs: dict[str,
     """Let what a call made of a pending sum know of it."""
     if type(base) is not Wrapper.public:
         return
+    if any(part.is_inference() for part in (*base._locals, *made._locals)):
+        return  # without versions one rank may not see a write that another sees
     cell = base._cell
     before = base._made if cell is None else cell.made
     calls = ((op, args[1:], kwargs),)

@@ -151,6 +151,22 @@ def one_rank_uses_its_memory_again() -> None:
         torch.testing.assert_close(each.full_tensor(), want)
 
 
+def zeros_of_multiples_stay_zeros() -> None:
+    """As `zeros_stay_zeros`, of a multiple that is written through its local tensors."""
+    mesh, x = init_device_mesh("cpu", (2,)), numbers(6, 4)
+    with torch.inference_mode():
+        p = spread(x, mesh, (R,)).redistribute(placements=(P,)) * 1
+        double, less = p * 2, -p
+        double.to_local().mul_(3)
+        made = [double.full_tensor(), less.full_tensor(), p.full_tensor()]
+    for each, want in zip(made, [x * 6, -x, x], strict=True):
+        torch.testing.assert_close(each, want)
+
+
+def test_zeros_of_multiples_stay_zeros(processes: Pools) -> None:
+    processes(2).run(zeros_of_multiples_stay_zeros, timeout=60)
+
+
 def test_one_rank_uses_its_memory_again(processes: Pools) -> None:
     processes(2).run(one_rank_uses_its_memory_again, timeout=60)
 

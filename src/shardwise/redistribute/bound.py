@@ -59,7 +59,8 @@ class Bound:
             alike = len({place for place in src if isinstance(place, Partial)}) == 1
         if order is Order.AT_ONCE:
             # Of several kinds one is reduced at once, but the others before it or after it.
-            return self._at_once(held, wanted, scattered, reduced) if alike else 0
+            some = alike and scattered  # a reduction over axes of one rank each is none
+            return self._at_once(held, wanted, scattered, reduced) if some else 0
         if scattered:
             inside = [[axis for axis in axes if axis in scattered] for axes in wanted]
         if made:
@@ -132,7 +133,8 @@ class Bound:
                 parts = self._count(digits)
                 if size % after or size % parts:
                     own = min(part, -(-size // parts))
-                    close = min(part, -(-size // self._count(self._slow(have))))
+                    held_near = self._count(have) // self._count(self._slow(have))
+                    close = min(part, -(-size // self._count(have)) * held_near)
                 else:
                     asked = self._asked(digits, want)
                     start = max([start, *[self._starts[axis] for axis in asked]])
