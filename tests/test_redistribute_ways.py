@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import DTensorSpec, Partial, Placement, Replicate, Shard, TensorMeta
+from shardwise import DTensorSpec, Link, Partial, Placement, Replicate, Shard, TensorMeta
 from shardwise.mesh import VirtualMesh, topology
 from shardwise.redistribute import Layout, Step, plan
 from shardwise.redistribute.bound import Bound
@@ -75,7 +75,7 @@ def test_bounds_where_shards_are_of_many_lengths_or_an_axis_of_one_rank(
 ) -> None:
     named = dict(zip(("R", "S0", "S1", "P"), KINDS, strict=True))
     src, dst = (tuple(named[each] for each in places) for places in hop[:2])
-    links = ["nvlink", "pcie", "nvlink"][: len(mesh_shape)]
+    links = [Link(1e-6, bandwidth) for bandwidth in (2e11, 1e10, 2e11)[: len(mesh_shape)]]
     mesh = VirtualMesh("cpu", torch.arange(prod(mesh_shape)).view(mesh_shape), links=links)
     now, goal = (Layout.of(spec_of(mesh, places, size)) for places in (src, dst))
     price = sum(step.price(4) for step in planner._steps(now, goal, hop[2]))
