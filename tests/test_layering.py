@@ -37,7 +37,6 @@ ORDER = [
     "moving",
     "infinite",
     "plans",
-    "derived",
     "ready",
     "listplan",
     "shapes",

@@ -132,7 +132,7 @@ class FromLocal(torch.autograd.Function):
         ctx.spec = spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
         cell = share_cell(made)
-        cell.exposed = cell.foreign = True  # who gave them has them still
+        cell.exposed = True  # who gave them has them still
         cell.given = bool(spec.sums) and has_inference(made._locals)
         return made
 
@@ -202,7 +202,7 @@ def take_data(tensor: Any, value: Any) -> None:
     data.__set__(tensor, value)
     tensor._spec, tensor._locals = value._spec, local
     tensor._cell, tensor._memo, tensor._picked = share_cell(value), None, None
-    tensor._lanes = tensor._origin = tensor._made = None
+    tensor._lanes = tensor._origin = None
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
         watched.spec = value._spec

@@ -14,7 +14,6 @@ from . import policy
 from ._torch import OpOverload, decomposition, is_composite, run_composite
 from .conform import conforming
 from .deferred import DeferredPlan
-from .derived import is_derived
 from .entry import Entry
 from .errors import RuleError
 from .infer import Unknown, infer
@@ -59,8 +58,7 @@ def build(
     pending = _pending(entry, operands, args, kwargs)
     if pending:
         again = partial(_checked, entry)
-        derives = is_derived(entry.op, made, operands, args)
-        made = ReadyPlan(entry.op, made, pending, again, not entry.has_views, derives)
+        made = ReadyPlan(entry.op, made, pending, again, fast=not entry.has_views)
     if may_iterate(entry.op, operands, kwargs):
         made = WholePlan(entry.op, made)
     return made if entry.op._schema.returns else Silent(made)

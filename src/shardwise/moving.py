@@ -20,13 +20,12 @@ from .redistribute import (
     steps_between,
 )
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Cell, Derived, Locals, Origin, Twin, Wrapper, is_exposed, wrap
+from .wrapper import Cell, Locals, Origin, Wrapper, is_exposed, wrap
 
 __all__ = [
     "Move",
     "agree",
     "describe_moves",
-    "is_as_made",
     "known",
     "moved",
     "moved_all",
@@ -41,11 +40,9 @@ __all__ = [
 
 Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
-Stamp = tuple[int, tuple[object, ...], tuple[object, ...]]
-"""Writes that were counted, and the versions of local tensors."""
 
 
-def stamp(tensor: Any, *, agreed: bool = False) -> Stamp:
+def stamp(tensor: Any, *, agreed: bool = False) -> tuple[object, ...]:
     """What changes when the tensor is written, through the dispatcher or through its local
     tensors; a deferred view changes with what it is a view of.
 
@@ -53,10 +50,7 @@ def stamp(tensor: Any, *, agreed: bool = False) -> Stamp:
     """
     while tensor._of is not None:
         tensor = tensor._of
-    return _stamp(tensor._cell, tensor._locals, agreed)
-
-
-def _stamp(cell: Cell | None, parts: Locals, agreed: bool = False) -> Stamp:
+    cell, parts = tensor._cell, tensor._locals
     if cell is None:
         return 0, _versions(parts, False), ()
     if cell.copies is not None and not cell.given:
@@ -103,9 +97,6 @@ def wrote(tensor: Any) -> None:
     """Tell everyone who shares the tensor's memory that it was written."""
     if tensor._cell is not None:
         tensor._cell.writes += 1
-        tensor._cell.made = None
-    elif tensor._made is not None:
-        tensor._made = None
     if tensor._memo:
         tensor._memo.clear()  # views of a pending sum have it too
     tensor._picked = None
@@ -141,7 +132,6 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         base, local = _source(tensor, spec, alone=True)
         done = _by_lane(tensor, spec) if base is src and tensor._lanes else None
         found = memo[spec] = (now, relaid(base, spec, local) if done is None else done)
-        _forget_origin(tensor)
     made: Locals = found[1]
     return made
 
@@ -195,25 +185,22 @@ def _price(src: DTensorSpec, dst: DTensorSpec) -> int:
 
 
 def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
-    """What is made of a pending sum, made of what is reduced; None if that would not be less.
+    """A view of a pending sum, as a view of what is reduced; None if that would not be less.
 
-    It is if the other is reduced already, or if both are as large and the whole is asked for. What
-    has the same places is made in the layout that is asked for.
+    It is if the other is reduced already, or if both are as large and the whole is asked for.
     """
     origin = _origin(tensor)
     if origin is None:
         return None
     spec = origin.before
-    here = target.topology is spec.topology
-    alike = origin.pointwise and here and not target.sums
     if not _is_reduced(origin.base):
         larger = prod(spec.meta.shape) > prod(tensor._spec.meta.shape) or _is_crowded(tensor)
-        if larger or not alone or not here:
+        if larger or not alone or target.topology is not spec.topology:
             return None
-        if not (alike or all(target.placements[axis].is_replicate() for axis in spec.sums)):
+        if not all(target.placements[axis].is_replicate() for axis in spec.sums):
             return None
-    goal = spec.with_placements(target.placements, target.cuts) if alike else spec.reduced
-    return origin.call(wrap(goal, moved(origin.base, goal)))
+    whole = spec.reduced
+    return origin.call(wrap(whole, moved(origin.base, whole)))
 
 
 def _is_crowded(tensor: Any) -> bool:
@@ -274,16 +261,6 @@ def _keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     if memo is None:
         memo = tensor._memo = {}
     memo[spec] = (stamp(tensor, agreed=True), value)
-    _forget_origin(tensor)
-
-
-def _forget_origin(tensor: Any) -> None:
-    """What is reduced need not hold what it was made of."""
-    cell = tensor._cell
-    if cell is None:
-        tensor._made = None
-    elif cell.parts is tensor._locals:
-        cell.made = None
 
 
 def same_source(one: Any, other: Any) -> bool:
@@ -300,29 +277,11 @@ def _root(tensor: Any) -> Any:
 
 
 def _origin(tensor: Any) -> Origin | None:
-    """What a tensor is a view of, if nothing but values has changed since; or of what a call made
-    it, if no value has."""
+    """What a tensor is a view of, if nothing but values has changed since."""
     origin: Origin | None = tensor._origin
-    cell: Cell | None = tensor._cell
-    if origin is not None:
-        same = origin.after is tensor._spec and origin.base._cell is cell
-        return origin if same else None
-    made: Derived | None = tensor._made if cell is None else cell.made
-    if made is None or not is_as_made(tensor, made):
+    if origin is None or origin.after is not tensor._spec:
         return None
-    base = Twin(*made.twin)
-    if stamp(base) != made.seen:
-        return None
-    return Origin(base, made.again, base._spec, made.after, True)
-
-
-def is_as_made(tensor: Any, made: Derived) -> bool:
-    """Whether what calls made of a pending sum was not written since."""
-    cell, parts = tensor._cell, tensor._locals
-    if made.after is not tensor._spec or (cell is not None and cell.parts is not parts):
-        return False
-    writes, versions, _ = _stamp(cell, parts)
-    return not writes and not any(versions)
+    return origin if origin.base._cell is tensor._cell else None
 
 
 def _is_reduced(tensor: Any) -> bool:

@@ -285,11 +285,6 @@ class CallPlan(Plan):
         return tuple([index for index, _ in self._moves])
 
     @property
-    def outs(self) -> tuple[DTensorSpec, ...]:
-        """The layouts of the results."""
-        return self._outs
-
-    @property
     def left_pending(self) -> int:
         return sum(len(spec.sums) for spec in self._outs)
 

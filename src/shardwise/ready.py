@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import policy
-from .derived import derive
 from .moving import agree, describe_moves, known, moved, same_source, stamp
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
@@ -29,13 +28,10 @@ _MOST = 64
 class ReadyPlan(Plan):
     """The plan of a call with pending operands, and those of the same call with some reduced.
 
-    `plan` takes the operands as they are; `build` makes another for other layouts of them. If the
-    result `derives` from the first operand they are reduced as one.
+    `plan` takes the operands as they are; `build` makes another for other layouts of them.
     """
 
-    __slots__ = (
-        "_build", "_derives", "_fast", "_moving", "_op", "_others", "_pending", "_plan", "_shares",
-    )  # fmt: skip
+    __slots__ = ("_build", "_fast", "_moving", "_op", "_others", "_pending", "_plan", "_shares")
 
     def __init__(
         self,
@@ -44,7 +40,6 @@ class ReadyPlan(Plan):
         pending: Sequence[int],
         build: Callable[..., Plan],
         fast: bool,
-        derives: bool = False,
     ) -> None:
         super().__init__(plan.tier)
         self._op = op
@@ -52,7 +47,6 @@ class ReadyPlan(Plan):
         self._pending = tuple(pending)
         self._build = build
         self._fast = fast
-        self._derives = derives
         self._moving = tuple([index for index in plan.moving if index in self._pending])
         self._shares = len(pending) > 1 and bool(self._moving)
         self._others: dict[tuple[DTensorSpec | None, ...], tuple[Plan | None, tuple[int, ...]]] = {}
@@ -62,10 +56,7 @@ class ReadyPlan(Plan):
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         values = self._values(operands)
         if values is None:
-            made = self._plan.run(operands, args, kwargs)
-            if self._derives:
-                derive(made, operands[0], self._op, args, kwargs)
-            return made
+            return self._plan.run(operands, args, kwargs)
         return self._run_with(values, self._plan.run, operands, args, kwargs)
 
     def _run_quick(
@@ -75,10 +66,7 @@ class ReadyPlan(Plan):
         assert quick is not None
         values = self._values(operands)
         if values is None:
-            made = quick(operands, args, kwargs)
-            if self._derives:
-                derive(made, operands[0], self._op, args, kwargs)
-            return made
+            return quick(operands, args, kwargs)
         return self._run_with(values, quick, operands, args, kwargs)
 
     def _values(self, operands: Sequence[Any]) -> list[Known] | None:
@@ -89,12 +77,6 @@ class ReadyPlan(Plan):
             tensor = operands[index]
             if tensor._memo or tensor._origin is not None:
                 break
-            cell = tensor._cell
-            made = tensor._made if cell is None else cell.made
-            if made is not None:
-                _, _, _, memo, _, _, origin = made.twin
-                if memo or origin is not None:
-                    break
         else:
             return None
         values = [known(operands[index]) for index in self._pending]

@@ -21,7 +21,6 @@ _OWN = (
     "_cell",
     "_memo",
     "_lanes",
-    "_made",
     "_picked",
     "_origin",
     "_of",

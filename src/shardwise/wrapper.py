@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,54 +22,31 @@ class Cell:
     """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
     of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
     have no versions: `copies` of a pending sum's tell of what a user wrote, `unseen` counts it. If
-    the sum is made of such tensors that were `given` on all ranks, all ask each other. `foreign`
-    are tensors that were given on all ranks, with versions or not. `made` says of which pending sum
-    a call made the first of them (`derived.py`)."""
+    the sum is made of such tensors that were `given` on all ranks, all ask each other."""
 
-    __slots__ = ("copies", "exposed", "foreign", "given", "made", "parts", "unseen", "writes")
+    __slots__ = ("copies", "exposed", "given", "parts", "unseen", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = self.unseen = 0
         self.parts = parts
-        self.exposed = self.foreign = self.given = False
+        self.exposed = self.given = False
         self.copies: Locals | None = None
-        self.made: Derived | None = None
 
 
 class Origin(NamedTuple):
-    """How a view was made: of which tensor, by which call, the layouts that both had, and whether
-    each element comes from that in its place."""
+    """How a view was made: of which tensor, by which call, and the layouts that both had."""
 
     base: Twin
     call: Callable[[Any], Any]
     before: DTensorSpec
     after: DTensorSpec
-    pointwise: bool = False
-
-
-class Derived(NamedTuple):
-    """How calls made a tensor of a pending sum: what a twin of that is made of, the calls, the
-    layout of the tensor, and the stamp of the sum when they were made."""
-
-    twin: tuple[DTensorSpec, Locals, Cell, Memo, Any, Any, Origin | None]
-    calls: tuple[tuple[Any, Sequence[Any], dict[str, Any]], ...]
-    after: DTensorSpec
-    seen: tuple[object, ...]
-
-    def again(self, value: Any) -> Any:
-        """The same calls of another value of the sum."""
-        for op, rest, kwargs in self.calls:
-            value = op(value, *rest, **kwargs)
-        return value
 
 
 class Twin:
     """What plans read of a tensor, without its history: a detached loss must not hold the
     activations."""
 
-    __slots__ = (
-        "_cell", "_lanes", "_locals", "_made", "_memo", "_of", "_origin", "_picked", "_spec",
-    )  # fmt: skip
+    __slots__ = ("_cell", "_lanes", "_locals", "_memo", "_of", "_origin", "_picked", "_spec")
 
     def __init__(
         self,
@@ -88,7 +65,7 @@ class Twin:
         self._lanes = lanes
         self._picked = picked
         self._origin = origin
-        self._made = self._of = None
+        self._of = None
 
 
 class Wrapper(torch.Tensor):
@@ -99,8 +76,7 @@ class Wrapper(torch.Tensor):
     cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
     partial that all ranks have, `_lanes` those that only ranks along some axes know of
     (`infinite.py`); `_picked` says where the elements of one come from, if each comes from one
-    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one,
-    and `_made` by which calls one was made of another, until there is a cell that says so.
+    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one.
     """
 
     _spec: DTensorSpec
@@ -110,7 +86,6 @@ class Wrapper(torch.Tensor):
     _lanes: dict[tuple[int, ...], tuple[Any, Any]] | None = None
     _picked: Any = None
     _origin: Origin | None = None
-    _made: Derived | None = None
     _of: Any = None
     public: ClassVar[type[Wrapper]]
 
@@ -149,14 +124,14 @@ def device_of(spec: DTensorSpec, local: Locals) -> torch.device:
 class Plain:
     """A plain tensor among the operands: it counts as replicated."""
 
-    __slots__ = ("_cell", "_locals", "_made", "_memo", "_picked", "_spec")
+    __slots__ = ("_cell", "_locals", "_memo", "_picked", "_spec")
 
     def __init__(self, spec: DTensorSpec, value: torch.Tensor) -> None:
         self._spec = spec
         self._locals = (value,)
         self._cell = None
         self._memo: dict[Any, Any] | None = None
-        self._made = self._picked = None
+        self._picked = None
 
 
 def exposed_locals(tensor: Wrapper) -> Locals:
@@ -207,6 +182,4 @@ def share_cell(base: Wrapper) -> Cell:
     cell = base._cell
     if cell is None:
         cell = base._cell = Cell(base._locals)
-        if base._made is not None:
-            cell.made, base._made = base._made, None
     return cell

@@ -9,7 +9,7 @@ import torch
 from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, init_device_mesh
 
 from ..compare import numbers, spread
-from ..test_once import LATER, PROGRAMS, Reductions, cut, of_all, pending
+from ..test_once import LATER, PROGRAMS, Reductions, of_all, pending
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -76,30 +76,6 @@ def some_ranks_know() -> None:
         wanted = [(x + 1).cos(), (2 * x + 2).cos(), (x + 1) * y, (2 * x + 2).cos()]
         for mine, theirs in zip(listed, wanted, strict=True):
             torch.testing.assert_close(mine.full_tensor(), theirs)
-
-
-def multiples_with_infinities() -> None:
-    """Multiples of a sum, of which some ranks multiply one by an infinity and some look at one."""
-    mesh, x, y = init_device_mesh("cpu", (2, 2)), numbers(4, 6), numbers(4, 6, seed=1)
-    y[3, 0] = float("inf")
-    p, factor = spread(x, mesh, (P, S0)).clone(), spread(y, mesh, (R, S0))
-    double, less = p * 2, -p
-    product = double * factor
-    if torch.distributed.get_rank() == 1:
-        less.to_local().sum()
-    for f in (cut, torch.cos):
-        with Reductions(1) as found:
-            made = [f(each) for each in (less, double, p, double / 4)]
-        kinds = ["reduce_scatter"] if f is cut else []
-        assert found.seen == kinds
-        wanted = [-x, 2 * x, x, x / 2]
-        for mine, want in zip(made, wanted, strict=True):
-            torch.testing.assert_close(mine.full_tensor(), want if f is cut else want.cos())
-    torch.testing.assert_close(product.full_tensor(), 2 * x * y)
-
-
-def test_multiples_with_infinities(processes: Pools) -> None:
-    processes(4).run(multiples_with_infinities, timeout=120)
 
 
 def test_some_ranks_know(processes: Pools) -> None:
