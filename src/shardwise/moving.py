@@ -53,11 +53,12 @@ def stamp(tensor: Any, *, agreed: bool = False) -> tuple[object, ...]:
     cell, parts = tensor._cell, tensor._locals
     if cell is None:
         return 0, _versions(parts, False), ()
-    if cell.copies is not None and not cell.given:
-        cell.unseen += _differs(cell, cell.copies)
-    unsure = cell.exposed and (cell.copies is None or (cell.given and not agreed))
+    writes, handed = cell.writes + cell.unseen, cell.handed
+    if handed is not None:
+        writes += sum([part._version for part in handed])
+    unsure = cell.exposed and handed is None and (cell.copies is None or not agreed)
     also = () if cell.parts is parts else _versions(cell.parts, unsure)
-    return cell.writes + cell.unseen, _versions(parts, unsure), also
+    return writes, _versions(parts, unsure), also
 
 
 def _differs(cell: Cell, copies: Locals) -> bool:

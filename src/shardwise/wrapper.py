@@ -21,16 +21,18 @@ Memo = dict[DTensorSpec, tuple[Any, Locals]]
 class Cell:
     """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
     of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
-    have no versions: `copies` of a pending sum's tell of what a user wrote, `unseen` counts it. If
-    the sum is made of such tensors that were `given` on all ranks, all ask each other."""
+    have no versions: a user gets tensors of the same memory that have, which are `handed` out. If a
+    pending sum is made of such tensors that were `given`, `copies` tell of what a user wrote,
+    `unseen` counts it, and all ranks ask each other."""
 
-    __slots__ = ("copies", "exposed", "given", "parts", "unseen", "writes")
+    __slots__ = ("copies", "exposed", "given", "handed", "parts", "unseen", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = self.unseen = 0
         self.parts = parts
         self.exposed = self.given = False
         self.copies: Locals | None = None
+        self.handed: Locals | None = None
 
 
 class Origin(NamedTuple):
@@ -143,13 +145,25 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     cell, own = share_cell(tensor), tensor._locals
     if in_flight:
         settle(own)
-    if not cell.exposed and tensor._spec.sums and has_inference(cell.parts):
-        # One rank may look alone: what all have reduced must still be good on this one.
-        cell.copies = tuple([part.clone() for part in cell.parts])
+    if not cell.exposed and has_inference(cell.parts):
+        cell.handed = handed = tuple(map(_with_versions, cell.parts))
+        # One rank may look alone: what all have made of it must still be good on this one.
+        cell.unseen -= sum([part._version for part in handed])
     cell.exposed = True
-    if cell.parts is own or len(cell.parts) != len(own):
+    bases = cell.parts if cell.handed is None else cell.handed
+    if bases is own or len(bases) != len(own):
         return own
-    return tuple([_view_of(base, part) for base, part in zip(cell.parts, own, strict=True)])
+    return tuple([_view_of(base, part) for base, part in zip(bases, own, strict=True)])
+
+
+def _with_versions(part: torch.Tensor) -> torch.Tensor:
+    """An inference tensor as one that has versions, in the same memory: a view would have none."""
+    if not part.is_inference():
+        return part
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(0, dtype=part.dtype, device=part.device)
+        memory = part.untyped_storage()
+        return made.set_(memory, part.storage_offset(), part.shape, part.stride())
 
 
 def has_inference(parts: Locals) -> bool:

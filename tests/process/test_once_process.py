@@ -14,6 +14,7 @@ from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
 P, R, S0 = Partial(), Replicate(), Shard(0)
+LOOKS = {"itself": lambda p: p, "a view": lambda p: p.mT, "an alias": lambda p: p.detach()}
 
 
 def one_axis() -> None:
@@ -114,6 +115,41 @@ def zeros_stay_zeros() -> None:
                 torch.testing.assert_close(each.full_tensor(), want)
 
 
+def handed_out_zeros() -> None:
+    """As `zeros_stay_zeros`, of a sum that an operator made: what `to_local` gives is written."""
+    mesh, x, w = init_device_mesh("cpu", (2,)), numbers(6, 4), numbers(4, 3, seed=1)
+    x[:, 2:] = 0
+    for seen in LOOKS.values():
+        with torch.inference_mode():
+            p = spread(x, mesh, (Shard(1),)) @ spread(w, mesh, (S0,))
+            early, view, held = seen(p).to_local(), p.mT, None
+            whole = x @ w
+            for turn, factor in enumerate((1, 3, 1, -2)):
+                if factor != 1:
+                    (early if held is None else held).mul_(factor)
+                    whole, held = whole * factor, seen(p).to_local()
+                with Reductions(1) as found:
+                    made = [p.cos(), view.cos(), p.sigmoid() * p, p * 2]
+                assert len(found.seen) == (factor != 1 or not turn)
+                wanted = [whole.cos(), whole.mT.cos(), whole.sigmoid() * whole, whole * 2]
+                for each, want in zip(made, wanted, strict=True):
+                    torch.testing.assert_close(each.full_tensor(), want)
+
+
+def one_rank_looks_at_what_is_seen() -> None:
+    """A view that moves elements is not made again on the rank alone that looks at its base."""
+    mesh, x = init_device_mesh("cpu", (2,)), numbers(6, 4)
+    with torch.inference_mode():
+        base = spread(x, mesh, (S0,)) * 1
+        row = base[4]
+        row.cos()
+        if torch.distributed.get_rank() == 0:
+            base.to_local().sum()
+        torch.testing.assert_close(row.cos().full_tensor(), x[4].cos())
+        base.to_local().mul_(2)
+        torch.testing.assert_close(row.cos().full_tensor(), (x[4] * 2).cos())
+
+
 def one_rank_uses_its_memory_again() -> None:
     """What was made of given tensors stays as it is if one rank alone writes into those later."""
     mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
@@ -137,6 +173,14 @@ def zeros_of_multiples_stay_zeros() -> None:
         made = [double.full_tensor(), less.full_tensor(), p.full_tensor()]
     for each, want in zip(made, [x * 6, -x, x], strict=True):
         torch.testing.assert_close(each, want)
+
+
+def test_handed_out_zeros(processes: Pools) -> None:
+    processes(2).run(handed_out_zeros, timeout=60)
+
+
+def test_one_rank_looks_at_what_is_seen(processes: Pools) -> None:
+    processes(2).run(one_rank_looks_at_what_is_seen, timeout=60)
 
 
 def test_zeros_of_multiples_stay_zeros(processes: Pools) -> None:
