@@ -103,6 +103,69 @@ def test_a_sequence_in_parts_moves_pieces_and_not_the_whole() -> None:
     assert sum(comm.bytes.values()) <= 3 * x.numel() * x.element_size() // 4
 
 
+# --- taken apart, with dropout or the gradient of a mask ------------------------------------------
+
+
+def _bytes(shapes: list[tuple[int, ...]], where: list[Any], **options: Any) -> tuple[Any, int, int]:
+    """The result of attention, and what a rank receives forward and backward."""
+    mesh = virtual(4)
+    inputs = [numbers(*shape, seed=at) for at, shape in enumerate(shapes)]
+    given = [
+        spread(t.requires_grad_(), mesh, [place]) for t, place in zip(inputs, where, strict=True)
+    ]
+    with CommDebugMode() as comm:
+        out: Any = attend(*given, **options)
+    grad = spread(out.full_tensor().detach(), mesh, out.placements)
+    with CommDebugMode() as back:
+        out.backward(grad)
+    return out, sum(comm.bytes.values()), sum(back.bytes.values())
+
+
+@pytest.mark.parametrize("where", [(3, 3, 3), (3, 3, 0), (2, 1, 0), (2, 3, 3)], ids=str)
+def test_no_sum_of_scores_is_moved(where: tuple[int, ...]) -> None:
+    """The shards of all operands go to one dim, forward and backward: scores are far more."""
+    shape = (4, 4, 64, 8)
+    size = 4 * 4 * 64 * 8 * 8
+    places = [Shard(at) for at in where]
+    _, forth, back = _bytes([shape] * 3, places, dropout_p=0.3)
+    assert max(forth, back) <= 3 * (3 * size // 4) // 4
+
+
+def test_keys_in_shards_stay_with_dropout() -> None:
+    """Statistics of the queries are shared, and the result is a pending sum."""
+    shapes = [(2, 2, 5, 16), (2, 2, 304, 16), (2, 2, 304, 16)]
+    where = [Replicate(), Shard(2), Shard(2)]
+    out, forth, back = _bytes(shapes, where, dropout_p=0.3)
+    assert out.placements == (Partial(),)
+    number, query = 2 * 3 * 2 * 2 * 5 * 8 // 4, 2 * 3 * 2 * 2 * 5 * 16 * 8 // 4
+    assert forth <= 2 * number
+    assert back <= number + 2 * query
+
+
+def test_a_mask_with_a_gradient_comes_to_the_batch() -> None:
+    shape, mask = (4, 2, 32, 8), (32, 32)
+    where = [Shard(0), Shard(0), Shard(0), Shard(1)]
+    out, forth, _ = _bytes([shape, shape, shape, mask], where)
+    assert out.placements == (Shard(0),)
+    assert forth <= 3 * 32 * 32 * 8 // 4
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(3, 5, 8), (3, 6, 8), (3, 6, 4)],
+        [(5, 8), (7, 8), (7, 3)],
+        [(2, 1, 5, 8), (1, 3, 7, 8), (2, 3, 7, 4)],
+        [(2, 2, 2, 3, 4), (2, 2, 2, 5, 4), (2, 2, 2, 5, 4)],
+    ],
+    ids=str,
+)
+def test_batches_of_any_dims_with_the_gradient_of_a_mask(shapes: list[tuple[int, ...]]) -> None:
+    inputs = [numbers(*shape, seed=at) for at, shape in enumerate(shapes)]
+    mask = numbers(shapes[0][-2], shapes[1][-2], seed=5)
+    check(lambda q, k, v, m: attend(q, k, v, m), *inputs, mask, mesh=virtual(2, 2), limit=6)
+
+
 # --- keys in shards ------------------------------------------------------------------------------
 
 MEMORY = numbers(2, 2, 301, 16, seed=3), numbers(2, 2, 301, 16, seed=4)

@@ -30,6 +30,7 @@ from . import (
     reductions,
     scalars,
     scanning,
+    scores,
     searching,
     selecting,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "reductions",
     "scalars",
     "scanning",
+    "scores",
     "searching",
     "selecting",
 ]
