@@ -129,6 +129,20 @@ def test_elements(name: str) -> None:
         assert_same(call, given, layouts(given, Shard(0)), eager(4), cuts=cuts)
 
 
+@pytest.mark.parametrize("name", ["scatter", "scatter_add", "index_put, added", "rows: index_add"])
+def test_what_every_rank_has_is_not_gathered_with_its_places(name: str) -> None:
+    """As the gradient of a sum, which is the same everywhere."""
+    call, *given = ROWS[name[6:]] if name.startswith("rows: ") else CALLS[name]
+    where = [(Shard(0),), (Shard(0),), (Replicate(),)]
+    assert_same(call, given, where, eager(8))
+    ours = [spread(t, eager(8), at) for t, at in zip(given, where, strict=True)]
+    with CommDebugMode() as comm:
+        made = call(*ours)
+    assert made.placements == (Shard(0),)
+    width = 4 + 8 * given[2].numel() // given[1].numel()
+    assert sum(comm.bytes.values()) < 1.5 * width * given[1].numel() // 8 + 8 * 8 * 10
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name: str) -> None:
     call, *given = ROWS[name]

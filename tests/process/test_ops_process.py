@@ -25,6 +25,7 @@ from .. import (
     test_posting,
     test_ranks,
     test_searching,
+    test_sorting,
     test_statistics,
 )
 from ..compare import assert_same, check, numbers, spread
@@ -60,13 +61,24 @@ def sorted_vectors() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for x in test_ranks.VECTORS.values():
         ours = spread(x, mesh, [Shard(0)])
-        values, places = ranks.sort(ours, 0, True)
-        want = torch.sort(x, stable=True, descending=True)
-        torch.testing.assert_close(values.full_tensor(), want.values, equal_nan=True)
-        assert places.full_tensor().equal(want.indices)
+        test_sorting.assert_sorted(x, ours, 0)
         torch.testing.assert_close(ranks.median(ours).full_tensor(), x.median(), equal_nan=True)
         _, place = ranks.median_of_dim(ours, 0)
         torch.testing.assert_close(x[place.full_tensor()], x.median(), equal_nan=True)
+
+
+def sorted_rows() -> None:
+    x = numbers(3, 301).round()
+    mesh = test_sorting.eager(2, 2)
+    for where in ([Shard(1), Shard(1)], [Shard(0), Shard(1)], [Replicate(), Shard(1)]):
+        test_sorting.assert_sorted(x, spread(x, mesh, where), 1)
+    for name in ("sort", "topk"):
+        call, given = test_sorting.CALLS[name], numbers(2, 200)
+        assert_same(call, [given], [(Shard(0), Shard(1))], mesh)
+
+
+def test_sorted_rows(processes: Pools) -> None:
+    processes(4).run(sorted_rows)
 
 
 def test_sorted_vectors(processes: Pools) -> None:

@@ -28,11 +28,13 @@ from . import (
     ranks,
     recurrent,
     reductions,
+    sampling,
     scalars,
     scanning,
     scores,
     searching,
     selecting,
+    sorting,
 )
 
 __all__ = [
@@ -63,9 +65,11 @@ __all__ = [
     "ranks",
     "recurrent",
     "reductions",
+    "sampling",
     "scalars",
     "scanning",
     "scores",
     "searching",
     "selecting",
+    "sorting",
 ]

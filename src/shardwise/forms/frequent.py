@@ -19,7 +19,7 @@ from ..ragged import as_dtensor
 from ..replicated import fallback_form, mesh_of
 from ..rules import Call
 from ..spec import DTensorSpec
-from .ranks import BITS, keys_of, known
+from .sampling import BITS, keys_of, known
 from .shards import lacking, sent_on, settled, shard_of, told
 
 __all__ = ["mode"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from ..geometry import Box, contiguous_stride
 from ..rules import Call
 from ..spec import DTensorSpec
 from ..wrapper import wrap
-from .ranks import sorts
-from .shards import candidates, columns, metas, placed, settled, sharded_on
+from .posting import short
+from .shards import candidates, columns, lacking, metas, placed, settled, sharded_on
+from .sorting import price, sorts
 
 __all__ = ["aminmax", "argmax", "argmin", "max_dim", "min_dim", "topk"]
 
@@ -108,31 +110,46 @@ def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)
 
 
-def _has_few(call: Call) -> bool:
-    """Whether the candidates are fewer than the elements."""
-    spec = call.specs[0]
+def _few(spec: DTensorSpec, dim: int, k: int) -> int:
+    """What it costs to gather so many elements of each shard, and where they are."""
+    cuts = spec.dim_cuts[dim]
+    others = prod(max(each) for d, each in enumerate(spec.dim_cuts) if d != dim)
+    width = spec.dtype.itemsize + short(spec.shape[dim]).itemsize
+    nbytes = others * sum(min(k, size) for size in cuts) * (len(cuts) - 1) // len(cuts) * width
+    return max(spec.topology.links[axis].price(nbytes) for axis in spec.dim_axes[dim])
+
+
+def _selects(call: Call) -> bool:
+    """Whether candidates, or sorting, are less than what a rule moves."""
+    spec = call.specs[0].reduced
     dim, k = call.get("dim") % max(spec.ndim, 1), call.get("k")
-    return spec.ndim > 0 and bool(spec.dim_axes[dim]) and any(c > k for c in spec.dim_cuts[dim])
+    if not spec.ndim or not spec.dim_axes[dim]:
+        return False
+    links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
+    cheap = max(link.price(lacking(spec, dim)) for link in links)
+    return _few(spec, dim, k) < cheap or sorts(call)
 
 
-@register_form("topk", when=lambda call: _has_few(call) or sorts(call))
+@register_form("topk", when=_selects)
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest k of what every shard has among its largest k, or the first ones in order."""
     op = aten.topk.default
     x = settled(op, x)
     dim %= x.ndim
-    if all(size <= k for size in x._spec.dim_cuts[dim]):
-        return tuple(made.narrow(0, 0, k) for made in aten.sort.default(x, dim, largest))
+    in_order = price(x._spec, dim)
+    if in_order is not None and in_order < _few(x._spec, dim, k):
+        return tuple(made.narrow(dim, 0, k) for made in aten.sort.default(x, dim, largest))
+    narrow = short(x.shape[dim])
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         value, index = op(part, min(k, part.shape[dim]), dim, largest, sorted)
-        return value, index + box[dim][0]
+        return value, (index + box[dim][0]).to(narrow)
 
-    values, indices = candidates(op, x, [dim], k, local, (x.dtype, torch.int64))
+    values, indices = candidates(op, x, [dim], k, local, (x.dtype, narrow))
     outs = [placed(values._spec, meta, {}) for meta in metas(op, x, k, dim, largest, sorted)]
     best: list[tuple[torch.Tensor, ...]] = []
     for value, index in zip(values._locals, indices._locals, strict=True):
         top, at = op(value, k, dim, largest, sorted)
-        best.append((top, index.gather(dim, at)))
+        best.append((top, index.gather(dim, at).to(torch.int64)))
     tops, places = map(wrap, outs, columns(best, 2))
     return tops, places

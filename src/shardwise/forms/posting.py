@@ -138,10 +138,11 @@ def sends(call: Call) -> bool:
     if not all(_goes_with(index, source, rest) for source in sources):
         return False
     width = short(prod(x.shape)).itemsize + sum(s.dtype.itemsize * prod(rest) for s in sent)
+    cut = [source for source in sent if not source.is_replicated()]
     for link in _links(index):
-        ways = [_gathering(link, index, *sent)]
+        ways = [_gathering(link, index, *cut)]
         if not x.is_replicated() and _name(call.op) not in _FLAT:
-            ways.append(_exchanging(link, x, index, *sent))
+            ways.append(_exchanging(link, x, index, *cut))
         if pending:
             ways.append(2 * _gathering(link, x))
         if _asking(link, index, width) >= min(ways):
@@ -150,11 +151,20 @@ def sends(call: Call) -> bool:
 
 
 def _goes_with(index: DTensorSpec, source: DTensorSpec, rest: tuple[int, ...]) -> bool:
-    """Whether there is a row for each place, where the place is, or a number for all."""
-    if not source.ndim:
-        return source.is_replicated()
+    """Whether there is a row for each place, where the place is or everywhere, or a number for
+    all."""
+    if source.is_replicated():
+        return not source.ndim or tuple(source.shape) == (*index.shape, *rest)
     same = tuple(source.shape) == (*index.shape, *rest) and source.placements == index.placements
     return same and source.dim_cuts[0] == index.dim_cuts[0]
+
+
+def _with_places(op: Any, index: DTensorSpec, source: Any) -> Any:
+    """Rows that every rank has, as each rank has places for them."""
+    if not source.ndim or not source._spec.is_replicated():
+        return source
+    cuts = [index.dim_cuts[0], *[None] * (source.ndim - 1)]
+    return relaid(op, source, source._spec.with_placements(index.placements, cuts))
 
 
 def asks(call: Call) -> bool:
@@ -264,6 +274,7 @@ def written(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
         mesh = mesh_of(op, list(tensors_in(args, kwargs)))
         operands: list[Any] = [as_dtensor(each, mesh) for each in tensors_in(args, kwargs)]
         x, index, *sources = operands
+        sources = [_with_places(op, index._spec, source) for source in sources]
         if x._spec.is_replicated():
             x = relaid(op, x, x._spec.with_placements(index.placements))
         post, given = _post(op, x._spec, index, wraps)

@@ -7,7 +7,6 @@ digit: each rank counts how many of its own are below 255 places, and the counts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -16,54 +15,24 @@ import torch
 from .. import policy
 from .._torch import run_composite, take_composite
 from ..entry import register_form
-from ..geometry import Cuts
 from ..placement import Partial, Replicate
 from ..ragged import as_dtensor, settled, whole
 from ..replicated import mesh_of
 from ..rules import Call, Operand
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Wrapper, wrap
-from .shards import lacking, sent_on, told
+from .sampling import BITS, keys_of, known
+from .shards import lacking, told
 
-__all__ = [
-    "BITS",
-    "keys_of",
-    "known",
-    "kthvalue",
-    "median",
-    "nanmedian",
-    "quantile",
-    "sort",
-    "sorts",
-]
+__all__ = ["kthvalue", "median", "nanmedian", "quantile"]
 
 aten = torch.ops.aten
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DIGIT = 8
-
-
-def known(dtype: torch.dtype) -> bool:
-    """Whether there are integers in the order of elements of this dtype."""
-    return not dtype.is_complex and dtype not in (
-        torch.bool,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    )
 
 
 def _width(dtype: torch.dtype) -> int:
     """How many bits the integers have that stand for elements."""
     return 16 if dtype is torch.uint8 else 8 * dtype.itemsize
-
-
-def keys_of(part: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the elements; NaN is the largest, and zeros are equal."""
-    if not part.dtype.is_floating_point:
-        return part.to(torch.int64)
-    most = (1 << (_width(part.dtype) - 1)) - 1
-    bits = (part + 0.0).contiguous().view(BITS[part.dtype.itemsize]).to(torch.int64)
-    return torch.where(bits < 0, bits ^ most, bits).masked_fill(part.isnan(), most)
 
 
 def _value(key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -303,90 +272,3 @@ def _fits(x: Any, q: Any, dim: int | None) -> bool:
 for _name, _ignores in (("quantile", False), ("nanquantile", True)):
     for _kind in ("default", "scalar"):
         _take_quantile(getattr(getattr(aten, _name), _kind), _ignores)
-
-
-# --- sorting ------------------------------------------------------------------------------------
-
-
-def sorts(call: Call) -> bool:
-    """Whether a call sorts the only dim, and moving each element once is less than all to all."""
-    spec = call.specs[0]
-    if spec.ndim != 1 or not spec.is_sharded() or not prod(spec.shape) or not known(spec.dtype):
-        return False
-    count, size = len(spec.pieces(0)), prod(spec.shape)
-    share = -(-size // count)
-    width = spec.dtype.itemsize
-    rounds, counts = _width(spec.dtype) // _DIGIT + 1, 2 * 8 * count << _DIGIT
-    links = [spec.topology.links[axis] for axis in spec.slot_axes]
-    return all(
-        rounds * link.price(counts) + link.price(share * (width + 4))
-        < link.price((size - share) * width)
-        for link in links
-    )
-
-
-def _splits(op: Any, spec: DTensorSpec, rows: Sequence[torch.Tensor], width: int) -> list[Cuts]:
-    """For each shard, how many of its elements in order belong before the end of each piece.
-
-    Of equal elements those of earlier shards come first, as they do when they are sorted together.
-    """
-    ends = list(accumulate(spec.dim_cuts[0]))
-    inner = [end for end in ends if 0 < end < ends[-1]]
-    keys = _ranked(op, spec, [row.unsqueeze(0) for row in rows], [inner], width).flatten()
-    own = [
-        torch.stack([torch.searchsorted(row, keys, right=r) for r in (False, True)]) for row in rows
-    ]
-    table = told(op, spec, own)
-    splits: list[Cuts] = []
-    taken = [0] * len(inner)
-    below = [sum(row[0][j] for row in table) for j in range(len(inner))]
-    for row in table:
-        places = {}
-        for j, end in enumerate(inner):
-            equal = row[1][j] - row[0][j]
-            places[end] = row[0][j] + min(max(end - below[j] - taken[j], 0), equal)
-            taken[j] += equal
-        size = spec.dim_cuts[0][len(splits)]
-        splits.append(tuple(places.get(end, 0 if end == 0 else size) for end in ends))
-    return splits
-
-
-def _sorted(op: Any, x: Any, descending: bool) -> tuple[Any, Any]:
-    mesh_of(op, [x])
-    x = settled(op, x)
-    spec = x._spec
-    width = _width(x.dtype)
-
-    def keys(part: torch.Tensor) -> torch.Tensor:
-        return ~keys_of(part) if descending else keys_of(part)
-
-    orders = [keys(part).sort(stable=True) for part in x._locals]
-    values = tuple(part[order.indices] for part, order in zip(x._locals, orders, strict=True))
-    places = tuple(
-        order.indices + spec.box(coord)[0][0]
-        for coord, order in zip(spec.slots, orders, strict=True)
-    )
-    splits = _splits(op, spec, [order.values for order in orders], width)
-    own = spec.with_meta(TensorMeta(spec.shape, (1,), x.dtype))
-    long = spec.with_meta(TensorMeta(spec.shape, (1,), torch.int64))
-    short = torch.int32 if x.numel() < 1 << 31 else torch.int64
-    sent = tuple(place.to(short) for place in places)
-    found = sent_on(op, spec, [(values, splits), (sent, splits)])
-    made: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for pieces, spots in zip(*found, strict=True):
-        mine, at = torch.cat(pieces), torch.cat(spots)
-        order = keys(mine).sort(stable=True).indices
-        made.append((mine[order], at[order].to(torch.int64)))
-    return wrap(own, tuple(m[0] for m in made)), wrap(long, tuple(m[1] for m in made))
-
-
-@register_form("sort.default", when=sorts)
-def sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
-    """Each rank sorts its own; places that cut all of them into pieces say who gets what."""
-    return _sorted(aten.sort.default, x, descending)
-
-
-@register_form("sort.stable", when=sorts)
-def sort_stable(x: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
-    """As `sort`, which is stable anyway."""
-    return _sorted(aten.sort.stable, x, descending)
