@@ -17,6 +17,7 @@ from .. import (
     test_attention,
     test_frequent,
     test_inplace,
+    test_membership,
     test_memory,
     test_ops_ordering,
     test_ops_other,
@@ -28,7 +29,7 @@ from .. import (
     test_sorting,
     test_statistics,
 )
-from ..compare import assert_same, check, numbers, spread
+from ..compare import assert_same, check, ints, numbers, spread
 from ..test_empty_shards import CASES as OF_EMPTY
 from .harness import ProcessPool
 
@@ -96,6 +97,19 @@ def frequent_values() -> None:
 
 def test_frequent_values(processes: Pools) -> None:
     processes(4).run(frequent_values)
+
+
+def membership() -> None:
+    mesh = test_sorting.eager(2, 2)
+    given = [ints(800, high=3000), ints(640, high=3000, seed=1)]
+    for name in ("in", "not in"):
+        for where in ((Shard(0), Shard(0)), (Replicate(), Shard(0))):
+            call = test_membership.CALLS[name]
+            assert_same(call, given, [(Shard(0), Shard(0)), where], mesh, grad=False)
+
+
+def test_sets(processes: Pools) -> None:
+    processes(4).run(membership)
 
 
 def posted() -> None:

@@ -19,14 +19,12 @@ from ..ragged import as_dtensor
 from ..replicated import fallback_form, mesh_of
 from ..rules import Call
 from ..spec import DTensorSpec
-from .sampling import BITS, keys_of, known
+from .sampling import BITS, keys_of, known, owner_of
 from .shards import lacking, sent_on, settled, shard_of, told
 
 __all__ = ["mode"]
 
 aten = torch.ops.aten
-_ODD = -7046029254386353131
-"""Multiples of it have high bits that depend on all bits of a number."""
 
 
 def _pays(call: Call) -> bool:
@@ -66,7 +64,7 @@ def _runs(rows: torch.Tensor, count: int) -> Runs:
     first = new.flatten().nonzero().flatten()
     keys, column = order.flatten()[first], first // max(size, 1)
     counts = first.diff(append=first.new_tensor([order.numel()]))
-    owner = ((keys * _ODD) >> 40) % count
+    owner = owner_of(keys, count)
     kind = (2 * owner + (counts == 1)) * columns + column
     by_kind = kind.sort(stable=True).indices
     sizes = torch.bincount(kind, minlength=count * 2 * columns)

@@ -18,9 +18,11 @@ from ..geometry import Box
 from ..spec import DTensorSpec
 from .shards import candidates
 
-__all__ = ["BITS", "Bounds", "Keys", "bounds", "keys_of", "known", "lines", "spacing"]
+__all__ = ["BITS", "Bounds", "Keys", "bounds", "keys_of", "known", "lines", "owner_of", "spacing"]
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = -7046029254386353131
+"""Multiples of it have high bits that depend on all bits of a number."""
 Keys = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -41,6 +43,11 @@ def keys_of(part: torch.Tensor) -> torch.Tensor:
     most = (1 << (8 * part.dtype.itemsize - 1)) - 1
     bits = (part + 0.0).contiguous().view(BITS[part.dtype.itemsize]).to(torch.int64)
     return torch.where(bits < 0, bits ^ most, bits).masked_fill(part.isnan(), most)
+
+
+def owner_of(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """A rank out of so many that a value tells, whoever has it."""
+    return ((keys * _ODD) >> 40) % count
 
 
 def lines(part: torch.Tensor, dim: int) -> torch.Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from .call import Call, Operand
-from .rule import Rule, along
+from .rule import Rule, Site, along
 
 __all__ = ["isin", "searchsorted"]
 
@@ -46,4 +50,10 @@ def isin(call: Call) -> Rule:
         for name, size in zip(names, spec.meta.shape, strict=True)
     }
     reduce = "min" if call.get("invert") else "max"
-    return Rule(tuple(map(along, inputs)), (along(out),), sizes, reduce=reduce)
+    return Rule(tuple(map(along, inputs)), (along(out),), sizes, reduce=reduce, local=_in_rows)
+
+
+def _in_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """PyTorch cannot look for many elements among few that are not contiguous, as parts may be."""
+    given = [each.contiguous() if isinstance(each, torch.Tensor) else each for each in args]
+    return op(*given, **kwargs)
