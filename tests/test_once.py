@@ -181,6 +181,72 @@ def test_a_write_makes_what_was_reduced_stale(name: str) -> None:
             torch.testing.assert_close(mine, theirs)
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda p: p.tan_(),
+    "of lists": lambda p: torch._foreach_tan_([p]),
+    "a power of itself": lambda p: p.pow_(p),
+    "rows": lambda p: torch.embedding_renorm_(p, torch.tensor([0, 2]), 1.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_sum_that_is_changed_in_place_is_reduced_once(name: str) -> None:
+    """For the call that changes it and for what follows, whether it was reduced before or not."""
+    for shape, places in LAYOUTS:
+        for before in (False, True):
+            p, x = [pending(virtual(*shape), places) for _ in range(2)]
+            x = x.full_tensor()
+            with Reductions(p.numel()) as found:
+                first = [p.cos()] if before else []
+                CHANGES[name](p)
+                made = [p.cos(), p.mT * 2, p * p]
+            assert len(found.seen) == 1 and p.placements == places
+            want = [x.cos()] if before else []
+            CHANGES[name](x)
+            want += [x.cos(), x.mT * 2, x * x]
+            for mine, theirs in zip(of_all(first + made), want, strict=True):
+                torch.testing.assert_close(mine, theirs, equal_nan=True)
+            torch.testing.assert_close(p.clone().mul_(1).full_tensor(), x, equal_nan=True)
+
+
+def test_pieces_of_blocks_are_reduced_with_the_tensor() -> None:
+    """A form takes consecutive pieces: what it reduces of them is reduced of the tensor."""
+    for size, places in [((4, 3), (S1, P)), ((3, 5), (P, S1)), ((4, 3), (S1, Partial("max")))]:
+        for order in (False, True):
+            p, x = pending(virtual(2, 2), places, size), None
+            x = pending(virtual(2, 2), places, size).full_tensor()
+            with Reductions(p.numel() * 4) as found:
+                made = [p.cos()] if order else []
+                made += [*p.flatten().topk(3), p.flatten().unique(), p.sin()]
+            assert len(found.seen) == 1
+            want = [x.cos()] if order else []
+            want += [*x.flatten().topk(3), x.flatten().unique(), x.sin()]
+            for mine, theirs in zip(of_all(made), want, strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+
+PASSING: dict[str, Callable[[Any, Any], Any]] = {
+    "neighbours": lambda p, mask: p[1:] + p[:-1],
+    "written by a mask": lambda p, mask: p.index_put((mask,), numbers(int(mask.sum()))),
+    "scattered by a mask": lambda p, mask: p.masked_scatter(mask, numbers(24, seed=2)),
+    "scattered in place": lambda p, mask: p.clone().masked_scatter_(mask, numbers(24, seed=2)),
+    "picked by a mask": lambda p, mask: p[mask[:, 0]],
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_what_passes_a_sum_on_does_not_reduce_it(name: str) -> None:
+    for places in [(P, R), (P, S1), (Partial("avg"), R), (P, P), (P, S0)]:
+        if S0 in places and name != "neighbours":
+            continue
+        mesh, mask = virtual(2, 2), numbers(6, 4, seed=3) > 0
+        p = spread(numbers(6, 4), mesh, places)
+        with Reductions(17) as found:
+            made = PASSING[name](p, mask)
+        assert found.seen == [] and any(place.is_partial() for place in made.placements)
+        torch.testing.assert_close(made.full_tensor(), PASSING[name](numbers(6, 4), mask))
+
+
 def test_a_write_into_local_tensors_makes_it_stale() -> None:
     mesh = virtual(2)
     p = pending(mesh, (P,))
@@ -365,6 +431,44 @@ def test_what_some_ranks_reduced_for_an_infinity_serves_all_calls(name: str) -> 
             torch.testing.assert_close(mine, theirs)
         p.add_(1)
         torch.testing.assert_close(of_all(f(p))[0], f(whole + 1))
+
+
+SEEN: dict[str, Callable[[Any], Any]] = {
+    "turned": lambda p: p.mT,
+    "flat": lambda p: p.view(-1),
+    "an alias": lambda p: p.detach()[None],
+    "twice": lambda p: p.t().unsqueeze(1),
+}
+
+
+AROUND: list[Callable[[Any, Any, Any], Any]] = [
+    lambda seen, p, y: seen(p) * seen(y),
+    lambda seen, p, y: p.cos(),
+    lambda seen, p, y: seen(p).cos(),
+    lambda seen, p, y: p * y,
+]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_some_ranks_reduced_of_a_view_serves_the_sum(name: str) -> None:
+    """And the other way round: an infinity that some ranks see is in the factor of the view."""
+    seen = SEEN[name]
+    for shape, places, others in LANES:
+        mesh = virtual(*shape)
+        x = pending(mesh, places).full_tensor()
+        y = numbers(*x.shape, seed=1)
+        y[0, 0] = INF
+        given = spread(y, mesh, others)
+        for start in range(len(AROUND)):
+            p, order = pending(mesh, places), [*AROUND[start:], *AROUND[:start]]
+            with Reductions(p.numel() // 2) as found:
+                made = [f(seen, p, given) for f in order]
+            assert len(found.seen) == len({place for place in places if place.is_partial()})
+            for mine, f in zip(of_all(made), order, strict=True):
+                torch.testing.assert_close(mine, f(seen, x, y))
+            p.mul_(2)
+            for f in AROUND:
+                torch.testing.assert_close(of_all(f(seen, p, given))[0], f(seen, x * 2, y))
 
 
 def test_copies_of_a_small_sum_are_added_up_alike() -> None:

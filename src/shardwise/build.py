@@ -32,7 +32,7 @@ from .redistribute import steps_between
 from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
 from .spec import DTensorSpec, default_placements
-from .wrapper import Wrapper
+from .wrapper import Wrapper, tell_layout
 
 __all__ = ["build"]
 
@@ -163,12 +163,12 @@ def _in_pieces(entry: Entry) -> Plan:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = list(tensors_in(args, kwargs))
-        pieces = [_consecutive(op, tensor) for tensor in tensors]
-        given, named = filled(args, kwargs, iter(pieces))
-        made = op(*given, **named)
         names = [argument.name for argument in op._schema.arguments]
         silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
         written = [*written_in(op, args), *silent]
+        pieces = [_consecutive(op, tensor, written) for tensor in tensors]
+        given, named = filled(args, kwargs, iter(pieces))
+        made = op(*given, **named)
         for tensor, piece in zip(tensors, pieces, strict=True):
             if piece is not tensor and any(tensor is each for each in written):
                 if torch.Tag.inplace_view in op.tags:
@@ -186,8 +186,13 @@ _RUNNING = ("running_mean", "running_var")
 """What batch normalisation writes into, whatever its schema says."""
 
 
-def _consecutive(op: OpOverload, tensor: Any) -> Any:
-    return laid(op, tensor, tensor._spec.straight) if isinstance(tensor, Wrapper) else tensor
+def _consecutive(op: OpOverload, tensor: Any, written: Sequence[Any]) -> Any:
+    if not isinstance(tensor, Wrapper):
+        return tensor
+    piece = laid(op, tensor, tensor._spec.straight)
+    if piece is not tensor and not any(tensor is each for each in written):
+        tell_layout(piece, tensor)
+    return piece
 
 
 def _home(operands: Sequence[Any]) -> Topology | None:

@@ -13,7 +13,7 @@ and it decides nothing: it only spares who has it to reduce the sum along the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,19 @@ import torch
 from . import policy
 from .geometry import Interval, box_shape
 from .mesh import Coord
-from .moving import moved, stamp
+from .moving import Lane, keep_lane, lane, moved, same_elements
 from .placement import Partial
 from .redistribute import DimMap, Layout, Step, run_steps
 from .rules.call import has_fractions
 from .spec import DTensorSpec
-from .wrapper import Locals, share_cell
+from .wrapper import Locals
 
 __all__ = ["Watch", "watch_for"]
 
-Wide = dict[int, dict[int, tuple[Interval, ...]]]
-"""Of some operands the dims of which calls read more than is held: an interval for each shard."""
+Windows = dict[int, tuple[Interval, ...]]
+"""The dims of which calls read more than is held: an interval for each shard."""
+Wide = dict[int, Windows]
+"""Windows of some operands."""
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -116,30 +118,29 @@ class Watch:
                 else:
                     calls[index][operand] = value
 
-    def _reduced(self, operand: int, tensor: Any, parts: Locals) -> Callable[[Coord], torch.Tensor]:
+    def _reduced(self, operand: int, tensor: Any, parts: Locals) -> Lane:
         """As `_summed`, kept for the next product."""
         spec = self._inputs[operand]
         if parts is not tensor._locals or not self._axes.keys() >= set(spec.sums):
-            return self._summed(operand, parts)
+            return self._summed(spec, parts, self._windows.get(operand))
         if self._everywhere:
             whole = spec.reduced
             made = moved(tensor, whole)
             return lambda coord: made[whole.slot(coord)]
-        share_cell(tensor)  # so that writes into it are counted
-        lanes = tensor._lanes
-        if lanes is None:
-            lanes = tensor._lanes = {}
-        axes, now = tuple(self._axes), stamp(tensor)
-        found = lanes.get(axes)
-        if found is None or found[0] != now:
-            found = lanes[axes] = now, self._summed(operand, parts)
-        value_at: Callable[[Coord], torch.Tensor] = found[1]
-        return value_at
+        axes = tuple(self._axes)
+        found = lane(tensor, axes)
+        if found is None:
+            base = same_elements(tensor)
+            keep_lane(base, axes, self._summed(base._spec, base._locals))
+            found = lane(tensor, axes)
+        if found is None:
+            found = self._summed(spec, parts)
+            keep_lane(tensor, axes, found)
+        return found
 
-    def _summed(self, operand: int, parts: Locals) -> Callable[[Coord], torch.Tensor]:
+    def _summed(self, spec: DTensorSpec, parts: Locals, windows: Windows | None = None) -> Lane:
         """A pending operand reduced over the axes: what the rank at a coordinate has of it."""
-        spec = self._inputs[operand]
-        now = layout = _layout(spec, self._windows.get(operand, {}))
+        now = layout = _layout(spec, windows or {})
         steps = []
         for op in sorted(set(self._axes.values())):
             axes = tuple([axis for axis, own in self._axes.items() if own == op])
@@ -159,7 +160,7 @@ class Watch:
         return not any(coord[axis] for axis, op in self._axes.items() if op == "sum")
 
 
-def _layout(spec: DTensorSpec, windows: dict[int, tuple[Interval, ...]]) -> Layout:
+def _layout(spec: DTensorSpec, windows: Windows) -> Layout:
     """Where the parts of an operand are that calls read."""
     layout = Layout.of(spec.fine or spec)
     dims = list(layout.dims)

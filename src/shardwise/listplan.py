@@ -10,7 +10,7 @@ import torch
 from . import policy
 from .infinite import watch_for
 from .mesh import Coord
-from .moving import describe_moves, moved_all, wrote
+from .moving import describe_moves, keep, moved_all, wrote
 from .plans import Plan
 from .redistribute import run_all, run_between
 from .spec import DTensorSpec
@@ -61,6 +61,7 @@ class ListPlan(Plan):
         "_elements",
         "_notice",
         "_op",
+        "_reducing",
         "_returns",
         "_sites",
         "_watched",
@@ -83,7 +84,9 @@ class ListPlan(Plan):
         self.written = written
         self._returns = returns
         self._build = build
-        self._notice = describe_moves([m for e in elements for m in e.moves], specs)
+        moves = [move for element in elements for move in element.moves]
+        self._notice = describe_moves(moves, specs)
+        self._reducing = tuple([i for i, dst in moves if len(dst.sums) < len(specs[i].sums)])
         axes = {a for e in elements for spec in (*e.inputs, *e.outputs) for a in spec.slot_axes}
         coords = elements[0].inputs[0].topology.coords_here(sorted(axes))
         self._sites = tuple(
@@ -100,6 +103,10 @@ class ListPlan(Plan):
     @property
     def moving(self) -> tuple[int, ...]:
         return tuple([index for element in self._elements for index, _ in element.moves])
+
+    @property
+    def reducing(self) -> tuple[int, ...]:
+        return self._reducing
 
     @property
     def left_pending(self) -> int:
@@ -189,3 +196,6 @@ class ListPlan(Plan):
                 mine.copy_(new)
         for index in self.written:
             wrote(operands[index])
+        for index, spec in moves:
+            if operands[index]._spec.sums:
+                keep(operands[index], spec, local[index])

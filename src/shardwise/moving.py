@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
 from .engine import as_bytes, engine_of
+from .mesh import Coord
 from .redistribute import (
     Layout,
     Ready,
@@ -20,17 +21,21 @@ from .redistribute import (
     steps_between,
 )
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Cell, Locals, Origin, Wrapper, is_exposed, wrap
+from .wrapper import Cell, Locals, Origin, Wrapper, is_exposed, share_cell, wrap
 
 __all__ = [
     "Move",
     "agree",
     "describe_moves",
+    "keep",
+    "keep_lane",
     "known",
+    "lane",
     "moved",
     "moved_all",
     "once",
     "own_copy",
+    "same_elements",
     "same_source",
     "stamp",
     "stamps",
@@ -122,8 +127,13 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
     src = tensor._spec
     if src is spec:
         return tuple(own_copy(t, spec.meta) for t in tensor._locals) if fresh else tensor._locals
-    if fresh or not src.sums:
+    if not src.sums:
         return relaid(src, spec, tensor._locals, fresh=fresh)
+    if fresh:  # it is about to be written: nothing is kept of it
+        if tensor._memo:
+            agree(tensor)
+        base, local = _source(tensor, spec, alone=True)
+        return relaid(base, spec, local, fresh=True)
     agree(tensor)
     memo, now = tensor._memo, stamp(tensor, agreed=True)
     if memo is None:
@@ -131,7 +141,7 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
     found = memo.get(spec)
     if found is None or found[0] != now:
         base, local = _source(tensor, spec, alone=True)
-        done = _by_lane(tensor, spec) if base is src and tensor._lanes else None
+        done = _by_lane(tensor, spec) if base is src else None
         found = memo[spec] = (now, relaid(base, spec, local) if done is None else done)
     made: Locals = found[1]
     return made
@@ -141,8 +151,8 @@ def _by_lane(tensor: Any, target: DTensorSpec) -> Locals | None:
     """The layout `target` of what was reduced along the pending axes alone, where reducing it again
     would keep these ranks busy with each other alone: nobody else waits for them."""
     src = tensor._spec
-    whole, axes, found = src.reduced, src.sums, tensor._lanes.get(tuple(src.sums))
-    if found is None or found[0] != stamp(tensor) or target.sums:
+    whole, axes, found = src.reduced, src.sums, lane(tensor, tuple(src.sums))
+    if found is None or target.sums:
         return None
     moves = [step for step in steps_between(src, target) if not step.is_local]
     if sorted([axis for step in moves for axis in step.axes]) != axes:
@@ -155,7 +165,50 @@ def _by_lane(tensor: Any, target: DTensorSpec) -> Locals | None:
         alone = kinds == {"all_reduce"} or (kinds == {"reduce_scatter"} and len(axes) == 1)
     else:  # there are copies elsewhere, which must be added up in the same way to the last bit
         alone = kinds == {"all_reduce"} and target is whole and not src.meta.repeated
-    return relaid(whole, target, tuple([found[1](at) for at in whole.slots])) if alone else None
+    return relaid(whole, target, tuple([found(at) for at in whole.slots])) if alone else None
+
+
+Lane = Callable[[Coord], torch.Tensor]
+"""What the rank at a coordinate has of a pending sum that was reduced along some axes alone."""
+
+
+def lane(tensor: Any, axes: tuple[int, ...]) -> Lane | None:
+    """What this rank, but maybe no rank elsewhere, has reduced along `axes`: that of a view is a
+    view."""
+    lanes = tensor._lanes
+    found = lanes.get(axes) if lanes else None
+    if found is not None and found[0] == stamp(tensor):
+        made: Lane = found[1]
+        return made
+    origin = _origin(tensor)
+    base = None if origin is None or tensor._of is not None else lane(origin.base, axes)
+    if origin is None or base is None:
+        return None
+    whole = origin.before.reduced
+    view = origin.call(wrap(whole, tuple([base(at) for at in whole.slots])))
+    spec = tensor._spec.reduced
+    if type(view) is not Wrapper.public or view._spec is not spec:
+        return None
+    local = view._locals
+    keep_lane(tensor, axes, lambda coord: local[spec.slot(coord)])
+    return lane(tensor, axes)
+
+
+def keep_lane(tensor: Any, axes: tuple[int, ...], value_at: Lane) -> None:
+    """Let a pending sum have what was reduced along `axes` alone, for the next user here."""
+    share_cell(tensor)  # so that writes into it are counted
+    if tensor._lanes is None:
+        tensor._lanes = {}
+    tensor._lanes[axes] = stamp(tensor), value_at
+
+
+def same_elements(tensor: Any) -> Any:
+    """What a tensor is a view of, if that has no other elements."""
+    origin = _origin(tensor)
+    if origin is None or tensor._of is not None:
+        return tensor
+    alike = prod(origin.before.meta.shape) == prod(tensor._spec.meta.shape)
+    return same_elements(origin.base) if alike else tensor
 
 
 def _source(tensor: Any, target: DTensorSpec, *, alone: bool = False) -> tuple[DTensorSpec, Locals]:
@@ -170,11 +223,11 @@ def _source(tensor: Any, target: DTensorSpec, *, alone: bool = False) -> tuple[D
     picked = tensor._picked
     if picked is not None and not target.sums and picked.seen == stamps(tensor, picked.index):
         spec, value = picked.brought(tensor._spec, tensor._locals, target)
-        _keep(tensor, spec, value)
+        keep(tensor, spec, value)
         return spec, value
     made = _by_origin(tensor, target, alone) if tensor._spec.sums else None
     if made is not None:
-        _keep(tensor, made._spec, made._locals)
+        keep(tensor, made._spec, made._locals)
         return made._spec, made._locals
     own = {tensor._spec: tensor._locals, **kept}
     best = min(own, key=lambda spec: _price(spec, target)) if kept else tensor._spec
@@ -229,7 +282,7 @@ def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
                 return best, kept[best]
             # Some call needed more of it on each rank than the tensor has: others need not.
             made = relaid(best, whole, kept[best])
-            _keep(tensor, whole, made)
+            keep(tensor, whole, made)
             return whole, made
     origin = _origin(tensor)
     base = None if origin is None else known(origin.base)
@@ -239,7 +292,7 @@ def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
     at_once = type(view) is Wrapper.public or view._how[1].is_local
     if not at_once or view._spec.sums:
         return None
-    _keep(tensor, view._spec, view._locals)
+    keep(tensor, view._spec, view._locals)
     return view._spec, view._locals
 
 
@@ -257,7 +310,8 @@ def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
     }
 
 
-def _keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+def keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+    """Let a pending sum have its value in another layout, for the next user."""
     memo = tensor._memo
     if memo is None:
         memo = tensor._memo = {}
@@ -344,7 +398,7 @@ def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
         tensor, spec, fresh = moves[index]
         found[index] = ready()
         if not fresh and tensor._spec.sums:
-            _keep(tensor, spec, found[index])
+            keep(tensor, spec, found[index])
     return [
         found[index if index in found else same[id(tensor), spec]]
         for index, (tensor, spec, _) in enumerate(moves)

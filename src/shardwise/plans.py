@@ -12,7 +12,7 @@ from . import policy
 from ._torch import make_wrapper
 from .infinite import Watch, watch_for
 from .mesh import Coord, Topology
-from .moving import describe_moves, moved, stamps, wrote
+from .moving import describe_moves, keep, moved, stamps, wrote
 from .picked import Picked, Picker
 from .redistribute import relaid
 from .rules import Local, Site, Windows
@@ -64,6 +64,11 @@ class Plan:
     @property
     def moving(self) -> tuple[int, ...]:
         """The operands that are known to be laid out anew."""
+        return ()
+
+    @property
+    def reducing(self) -> tuple[int, ...]:
+        """The operands of which something pending is known to be reduced."""
         return ()
 
     @property
@@ -202,6 +207,7 @@ class CallPlan(Plan):
         "_op",
         "_outs",
         "_picks",
+        "_reducing",
         "_rewrites",
         "_shape",
         "_sites",
@@ -243,11 +249,10 @@ class CallPlan(Plan):
         self._written = written
         self._target = target
         self._outs = tuple(outputs)
-        self._moves = tuple(
-            (i, dst)
-            for i, (src, dst) in enumerate(zip(specs, inputs, strict=True))
-            if src is not dst
-        )
+        moves = [(i, dst) for i, dst in enumerate(inputs) if specs[i] is not dst]
+        # What is written moves last: if it is read too, what is reduced for that is there.
+        self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
+        self._reducing = tuple([i for i, dst in self._moves if len(dst.sums) < len(specs[i].sums)])
         self._staying = tuple([i for i in range(len(specs)) if i not in self.moving])
         self._notice = describe_moves(self._moves, specs)
         wide = {} if windows is None else windows(inputs, outputs)
@@ -283,6 +288,10 @@ class CallPlan(Plan):
     @property
     def moving(self) -> tuple[int, ...]:
         return tuple([index for index, _ in self._moves])
+
+    @property
+    def reducing(self) -> tuple[int, ...]:
+        return self._reducing
 
     @property
     def left_pending(self) -> int:
@@ -395,6 +404,9 @@ class CallPlan(Plan):
                 for mine, new in zip(target._locals, back, strict=True):
                     mine.copy_(new)
         wrote(target)
+        for index, spec in self._moves:
+            if index == self._written and target._spec.sums:
+                keep(target, spec, local)
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
         cell = share_cell(operands[0]) if self._aliases else None

@@ -31,7 +31,7 @@ class ReadyPlan(Plan):
     `plan` takes the operands as they are; `build` makes another for other layouts of them.
     """
 
-    __slots__ = ("_build", "_fast", "_moving", "_op", "_others", "_pending", "_plan", "_shares")
+    __slots__ = ("_build", "_fast", "_op", "_others", "_pending", "_plan", "_reducing", "_shares")
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class ReadyPlan(Plan):
         self._pending = tuple(pending)
         self._build = build
         self._fast = fast
-        self._moving = tuple([index for index in plan.moving if index in self._pending])
-        self._shares = len(pending) > 1 and bool(self._moving)
+        self._reducing = tuple([index for index in plan.reducing if index in self._pending])
+        self._shares = len(pending) > 1 and bool(self._reducing)
         self._others: dict[tuple[DTensorSpec | None, ...], tuple[Plan | None, tuple[int, ...]]] = {}
         if plan.quick is not None:
             self.quick = self._run_quick
@@ -84,7 +84,7 @@ class ReadyPlan(Plan):
 
     def _reduce_shared(self, operands: Sequence[Any]) -> None:
         """Reduce a tensor of which one operand would be reduced, and another would stay."""
-        for index in self._moving:
+        for index in self._reducing:
             alike = [i for i in self._pending if same_source(operands[i], operands[index])]
             if len(alike) < 2:
                 continue

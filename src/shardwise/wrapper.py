@@ -105,6 +105,14 @@ def tell_origin(view: Any, base: Any, call: Callable[[Any], Any]) -> None:
     view._origin = Origin(twin, call, base._spec, view._spec)
 
 
+def tell_layout(made: Any, tensor: Any) -> None:
+    """Let a pending sum in another layout, into which nobody writes, know the tensor: what is
+    reduced for one is reduced for both."""
+    if made._spec.sums and type(tensor) is Wrapper.public:
+        made._cell = share_cell(tensor)
+        tell_origin(made, tensor, lambda value: value)
+
+
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
     """A DTensor of these local tensors."""
     shape, stride, dtype = spec.meta

@@ -9,7 +9,7 @@ import torch
 from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, init_device_mesh
 
 from ..compare import numbers, spread
-from ..test_once import LATER, PROGRAMS, Reductions, of_all, pending
+from ..test_once import LATER, PROGRAMS, SEEN, Reductions, of_all, pending
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -77,6 +77,29 @@ def some_ranks_know() -> None:
         wanted = [(x + 1).cos(), (2 * x + 2).cos(), (x + 1) * y, (2 * x + 2).cos()]
         for mine, theirs in zip(listed, wanted, strict=True):
             torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def some_ranks_know_of_a_view() -> None:
+    """As `some_ranks_know`, where the infinity is in the factor of a view of the sum."""
+    mesh, y, x = init_device_mesh("cpu", (2, 2)), numbers(4, 6, seed=1), numbers(4, 6)
+    y[3, 0] = float("inf")
+    saw = torch.distributed.get_rank() in (1, 3)
+    factor = spread(y, mesh, (R, S0))
+    for seen in SEEN.values():
+        p = spread(x, mesh, (P, S0))
+        with Reductions(1) as found:
+            made = [seen(p) * seen(factor), seen(p) * seen(factor)]
+        assert len(found.seen) == saw
+        with Reductions(1) as found:
+            made += [p.cos(), seen(p).cos(), p * 1]
+        assert len(found.seen) == (not saw)
+        wanted = [seen(x) * seen(y), seen(x) * seen(y), x.cos(), seen(x).cos(), x]
+        for mine, theirs in zip(made, wanted, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def test_some_ranks_know_of_a_view(processes: Pools) -> None:
+    processes(4).run(some_ranks_know_of_a_view, timeout=120)
 
 
 def test_some_ranks_know(processes: Pools) -> None:

@@ -122,10 +122,10 @@ def _one_mask(indices: Sequence[Any]) -> Any:
 
 def _aligned(op: object, mesh: Topology, x: Any, mask: Any) -> _Aligned | None:
     """`x` and `mask` cut alike, if dim 0 is the only sharded dim among those of the mask."""
-    x, mask = settled(op, as_dtensor(x, mesh)), settled(op, as_dtensor(mask, mesh))
+    x, mask = as_dtensor(x, mesh), settled(op, as_dtensor(mask, mesh))
     if tuple(x.shape[: mask.ndim]) != tuple(mask.shape):
         return None
-    spec, own = x._spec, mask._spec
+    spec, own = x._spec.reduced, mask._spec
     axes = spec.dim_axes[0] or own.dim_axes[0]
     if not axes or any(spec.dim_axes[1 : mask.ndim]):
         return None
@@ -135,7 +135,9 @@ def _aligned(op: object, mesh: Topology, x: Any, mask: Any) -> _Aligned | None:
             return None
         places = [Shard(0) if a in axes else place for a, place in enumerate(spec.placements)]
         cuts = [own.dim_cuts[0], *(spec.cuts or (None,) * x.ndim)[1:]]
-        x = laid(op, x, spec.with_placements(places, cuts))
+        x = laid(op, settled(op, x), spec.with_placements(places, cuts))
+    else:
+        x = settled(op, x)
     places = [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)]
     mask = laid(op, mask, own.with_placements(places, [x._spec.dim_cuts[0], *rest]))
     return _Aligned(x, mask, axes)
@@ -152,7 +154,7 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
     both = None if mask is None else _aligned(op, mesh_of(op, [x, *indices]), x, mask)
     if both is None:
         made = op(x, _as_integers(indices))
-        return settled(op, made) if isinstance(made, Wrapper) else made
+        return _as_pending(op, made, x) if isinstance(made, Wrapper) else made
     ndim = mask.ndim
     parts = [op(x, [m]) for x, m in zip(both.x._locals, both.masks(), strict=True)]
     like = both.x._spec.meta
@@ -165,6 +167,17 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
     mesh, places, rest = both.x._spec.topology, both.pieces(ndim), like.shape[ndim:]
     cuts = both.rest_cuts(ndim)
     return requested(op, joined(op, mesh, places, parts, rest, cuts, stride=stride))
+
+
+def _as_pending(op: object, made: Any, x: Any) -> Any:
+    """What was picked of `x`, pending where `x` is and nowhere else."""
+    had = x._spec.sums if isinstance(x, Wrapper) else ()
+    spec = made._spec
+    places = [
+        Replicate() if place.is_partial() and axis not in had else place
+        for axis, place in enumerate(spec.placements)
+    ]
+    return laid(op, made, spec.with_placements(places, spec.cuts))
 
 
 def _counts(op: object, both: _Aligned) -> Cuts:
@@ -202,7 +215,8 @@ def index_put(
         if values.ndim <= behind or (values.ndim == behind + 1 and values.shape[0] == 1):
             made = _everywhere(x, mask, values, accumulate)
             return x.copy_(made) if in_place else made
-        both = _aligned(write, mesh, x, mask)
+        pending = in_place and x._spec.sums  # written where it is
+        both = None if pending else _aligned(write, mesh, x, mask)
         if both is not None and (not in_place or both.x is x):
             return _put_pieces(write, both, values, accumulate)
     return write(x, _as_integers(indices), values, accumulate, *rest)
