@@ -24,6 +24,7 @@ __all__ = [
     "ToLocal",
     "WholeLocal",
     "keep_partial_grads",
+    "keeps_partial_grads",
     "not_partial",
     "redistributed",
     "take_data",
@@ -181,6 +182,11 @@ def keep_partial_grads() -> Iterator[None]:
         yield
     finally:
         _Grads.keep_partial = before
+
+
+def keeps_partial_grads() -> bool:
+    """Whether gradients of leaves are left partial."""
+    return _Grads.keep_partial
 
 
 def watch_leaf(tensor: Any) -> None:

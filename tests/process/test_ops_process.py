@@ -23,6 +23,7 @@ from .. import (
     test_ops_other,
     test_ops_structure,
     test_ops_views,
+    test_places,
     test_posting,
     test_ranks,
     test_searching,
@@ -128,6 +129,21 @@ def posted() -> None:
 
 def test_elements_by_index(processes: Pools) -> None:
     processes(4).run(posted)
+
+
+def several_indices() -> None:
+    mesh = test_searching.eager(2, 2)
+    for name in ("a column and a row", "x[i, :, j]", "x[i, j] = v", "x[i, :, j] added"):
+        call, *given = test_places.CALLS[name]
+        assert_same(call, given, test_places.everywhere(given, Shard(0), Shard(1)), mesh)
+    call, *given = test_places.CALLS["x[i, :, j]"]
+    where = [(Shard(0), Shard(1)), *[(Shard(0), Replicate())] * 2]
+    assert_same(call, given, where, mesh)
+    test_places.assert_out_of_range(test_searching.eager(4), 1, 7)
+
+
+def test_elements_by_several_indices(processes: Pools) -> None:
+    processes(4).run(several_indices)
 
 
 def views() -> None:

@@ -19,7 +19,8 @@ from ..replicated import fallback_form, mesh_of
 from ..rules.indexing import has_mask
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper, wrap
-from .posting import asks, picked, sends, written
+from .elements import pick, write
+from .places import picks, writes
 
 __all__ = [
     "index",
@@ -143,13 +144,13 @@ def _aligned(op: object, mesh: Topology, x: Any, mask: Any) -> _Aligned | None:
     return _Aligned(x, mask, axes)
 
 
-@register_form("index", when=asks)
+@register_form("index", "_unsafe_index", when=picks)
 def index(x: Any, indices: Sequence[Any]) -> Any:
-    """What a mask picks is found where it is; masks elsewhere become integers. Elements of a vector
+    """What a mask picks is found where it is; masks elsewhere become integers. Elements by integers
     come from their owners."""
     op = aten.index.Tensor
     if not any(_is_mask(index) for index in indices if index is not None):
-        return picked(op, True, x, indices)
+        return pick(op, x, indices)
     mask = _one_mask(indices)
     both = None if mask is None else _aligned(op, mesh_of(op, [x, *indices]), x, mask)
     if both is None:
@@ -198,15 +199,15 @@ def masked_select(x: Any, mask: Any) -> Any:
 
 
 def index_put(
-    write: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *rest: Any
+    op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *rest: Any
 ) -> Any:
     """Values for all places of a mask are written pointwise; others go to the rank of their
-    place, and so do values for elements of a vector."""
-    in_place = write._schema.is_mutable
+    place, and so do values by integers."""
+    in_place = op._schema.is_mutable
     if not any(_is_mask(index) for index in indices if index is not None):
-        made = written(aten.index_put.default, True, x, indices, values, accumulate)
+        made = write(op, x, indices, values, accumulate)
         return x.copy_(made) if in_place else made
-    mesh = mesh_of(write, [x, *indices, values])
+    mesh = mesh_of(op, [x, *indices, values])
     if not in_place:
         x = as_dtensor(x, mesh)
     mask = _one_mask(indices)
@@ -216,10 +217,10 @@ def index_put(
             made = _everywhere(x, mask, values, accumulate)
             return x.copy_(made) if in_place else made
         pending = in_place and x._spec.sums  # written where it is
-        both = None if pending else _aligned(write, mesh, x, mask)
+        both = None if pending else _aligned(op, mesh, x, mask)
         if both is not None and (not in_place or both.x is x):
-            return _put_pieces(write, both, values, accumulate)
-    return write(x, _as_integers(indices), values, accumulate, *rest)
+            return _put_pieces(op, both, values, accumulate)
+    return op(x, _as_integers(indices), values, accumulate, *rest)
 
 
 def _everywhere(x: Any, mask: Any, values: Any, accumulate: bool) -> Any:
@@ -251,8 +252,8 @@ def _put_pieces(write: Any, both: _Aligned, values: Any, accumulate: bool) -> An
     return wrap(spec, tuple(made))
 
 
-for _name in ("index_put", "index_put_", "_unsafe_index_put"):
-    register_form(_name, when=lambda call: has_mask(call) or sends(call))(
+for _name in ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"):
+    register_form(_name, when=lambda call: has_mask(call) or writes(call))(
         partial(index_put, getattr(aten, _name).default)
     )
 

@@ -7,7 +7,7 @@ for what it picks, in order of who owns the places; only those who own them lear
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Locals, wrap
 from .shards import lacking, relaid, sent_on, told
 
-__all__ = ["Post", "asks", "picked", "sends", "short", "written"]
+__all__ = ["Post", "Range", "asks", "picked", "posted", "sends", "short", "written"]
 
 
 def short(size: int) -> torch.dtype:
@@ -72,9 +72,6 @@ def _in_front(call: Call) -> list[DTensorSpec] | None:
     if any(spec.groups is not None or spec.sums for spec in call.specs):
         return None
     if index.dtype not in (torch.int64, torch.int32) or not prod(index.shape):
-        return None
-    given = call.get("indices")
-    if isinstance(given, (list, tuple)) and [each is None for each in given] != [False]:
         return None
     if not x.ndim or not prod(x.shape):
         return None
@@ -200,47 +197,91 @@ class Post(NamedTuple):
     orders: list[torch.Tensor]
     sizes: list[list[int]]
 
-    def forth(self, op: Any, like: DTensorSpec, *given: Sequence[torch.Tensor]) -> list[Locals]:
+    def forth(
+        self,
+        op: Any,
+        like: DTensorSpec,
+        *given: Sequence[torch.Tensor],
+        rows: Sequence[DTensorSpec | None] = (),
+    ) -> list[Locals]:
         """What arrives of vectors in the shards of `like`, in one exchange: that of the first shard
-        first."""
+        first. Those of rows in shards have these as in `rows`."""
         splits = [tuple(accumulate(row)) for row in self.sizes]
-        vectors = [
-            (tuple(part[order] for part, order in zip(parts, self.orders, strict=True)), splits)
-            for parts in given
-        ]
-        found = sent_on(op, like, vectors)
+        vectors = []
+        for parts, own in zip_longest(given, rows[: len(given)]):
+            slots = (like if own is None else own).slots
+            orders = [self.orders[like.slot(coord)] for coord in slots]
+            sent = tuple(part[order] for part, order in zip(parts, orders, strict=True))
+            vectors.append((sent, splits))
+        found = sent_on(op, like, vectors, rows)
         return [tuple(torch.cat(pieces) for pieces in each) for each in found]
 
-    def back(self, op: Any, like: DTensorSpec, answers: Locals) -> Locals:
+    def back(
+        self, op: Any, like: DTensorSpec, answers: Locals, rows: DTensorSpec | None = None
+    ) -> Locals:
         """One answer to each element that arrived, in the order in which a rank sent its own."""
         splits: list[Cuts] = [tuple(accumulate(row)) for row in zip(*self.sizes, strict=True)]
-        (found,) = sent_on(op, like, [(answers, splits)])
+        (found,) = sent_on(op, like, [(answers, splits)], [rows])
         return tuple(torch.cat(pieces) for pieces in found)
+
+
+class Range(NamedTuple):
+    """Integers that the shards have, which must be places of a dim, maybe counted from its end."""
+
+    parts: Sequence[torch.Tensor]
+    dim: int
+    size: int
+    wraps: bool
+
+    def ends(self) -> list[torch.Tensor]:
+        """The least and the largest of each shard, or 0, which is a place."""
+        flat = (part.flatten().to(torch.int64) for part in self.parts)
+        return [torch.stack(torch.aminmax(torch.cat([part, part.new_zeros(1)]))) for part in flat]
+
+    def check(self, low: int, high: int) -> None:
+        if low < (-self.size if self.wraps else 0) or high >= self.size:
+            bad = high if high >= self.size else low
+            raise OutOfRangeError(
+                f"index {bad} is out of bounds for dimension {self.dim} with size {self.size}"
+            )
+
+
+def posted(
+    op: Any,
+    like: DTensorSpec,
+    ends: Sequence[int],
+    places: Sequence[torch.Tensor],
+    ranges: Sequence[Range],
+) -> Post:
+    """Who gets which place, if those of each shard end at `ends`; `places` are in the shards of
+    `like`, and so is what must be in range."""
+    orders, facts = [], []
+    for place, *limits in zip(places, *(each.ends() for each in ranges), strict=True):
+        stops = torch.tensor(ends, device=place.device)
+        owner = torch.bucketize(place, stops, right=True).clamp_(max=len(ends) - 1)
+        orders.append(owner.sort(stable=True).indices)
+        facts.append(torch.cat([*limits, torch.bincount(owner, minlength=len(ends))]))
+    table = told(op, like, facts)
+    for at, each in enumerate(ranges):
+        each.check(min(row[2 * at] for row in table), max(row[2 * at + 1] for row in table))
+    return Post(orders, [row[2 * len(ranges) :] for row in table])
 
 
 def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> tuple[Post, Locals]:
     """Who gets which place in `index`, and the places: of rows, or counted through all elements."""
     inner = 1 if _by_rows(op) else prod(x.shape[1:])
     size = prod(x.shape) if _name(op) in _FLAT else x.shape[0]
-    ends = torch.tensor([end * inner for end in accumulate(x.dim_cuts[0])], device=index.device)
-    orders, places, facts = [], [], []
+    places = []
     for part in index._locals:
-        given = torch.cat([part.flatten().to(torch.int64), ends.new_zeros(1)])
-        place = torch.where(given < 0, given + size, given)[:-1] if wraps else given[:-1]
+        given = part.flatten().to(torch.int64)
+        place = torch.where(given < 0, given + size, given) if wraps else given
         if _name(op) in _ONE_BY_ONE:
             columns = torch.arange(inner, device=place.device)
             place = (place.view(-1, inner) * inner + columns).flatten()
-        owner = torch.bucketize(place, ends, right=True).clamp_(max=len(ends) - 1)
-        orders.append(owner.sort(stable=True).indices)
-        places.append(place.to(short(prod(x.shape))))
-        range_ = torch.stack(torch.aminmax(given))
-        facts.append(torch.cat([range_, torch.bincount(owner, minlength=len(ends))]))
-    table = told(op, index._spec, facts)
-    low, high = min(row[0] for row in table), max(row[1] for row in table)
-    if low < (-size if wraps else 0) or high >= size:
-        bad = high if high >= size else low
-        raise OutOfRangeError(f"index {bad} is out of bounds for dimension 0 with size {size}")
-    return Post(orders, [row[2:] for row in table]), tuple(places)
+        places.append(place)
+    ends = [end * inner for end in accumulate(x.dim_cuts[0])]
+    post = posted(op, index._spec, ends, places, [Range(index._locals, 0, size, wraps)])
+    return post, tuple(place.to(short(prod(x.shape))) for place in places)
 
 
 def _pieces(op: Any, x: Any, places: Locals) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -124,20 +125,20 @@ def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def sent_on(
-    op: Any, like: DTensorSpec, vectors: Sequence[tuple[Locals, Sequence[Cuts]]]
+    op: Any,
+    like: DTensorSpec,
+    vectors: Sequence[tuple[Locals, Sequence[Cuts]]],
+    rows: Sequence[DTensorSpec | None] = (),
 ) -> list[list[list[torch.Tensor]]]:
     """For each vector, maybe of rows, and each slot what the shards have for it, in one exchange.
 
     Vectors are in as many shards as `like` is. Each is its local tensors and, for each of its
     shards, how many elements are before the end of what is for the first shard, the second and on.
+    Rows that are in shards too are so as in `rows`, which are vectors of such rows.
     """
-    places = [Shard(0) if place.is_shard() else Replicate() for place in like.placements]
     wanted = []
-    for parts, splits in vectors:
-        cuts = tuple(ends[-1] for ends in splits)
-        shape = (sum(cuts), *parts[0].shape[1:])
-        meta = TensorMeta(shape, contiguous_stride(shape), parts[0].dtype)
-        spec = DTensorSpec(like.topology, places, meta, cuts=[cuts, *[None] * (len(shape) - 1)])
+    for (parts, splits), own in zip_longest(vectors, rows[: len(vectors)]):
+        spec = _vector(like, parts, tuple(ends[-1] for ends in splits), own)
         for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
             firsts = (0, *ends[:-1])
             table = tuple((start + a, start + b) for a, b in zip(firsts, ends, strict=True))
@@ -148,6 +149,21 @@ def sent_on(
         pieces = [next(found) for _ in splits]
         made.append([[piece[slot] for piece in pieces] for slot in range(len(parts))])
     return made
+
+
+def _vector(like: DTensorSpec, parts: Locals, cuts: Cuts, rows: DTensorSpec | None) -> DTensorSpec:
+    """The layout of a vector that is in as many shards as `like` is."""
+    if rows is None:
+        shape = (sum(cuts), *parts[0].shape[1:])
+        places: list[Placement] = [
+            Shard(0) if place.is_shard() else Replicate() for place in like.placements
+        ]
+        rest: Sequence[Cuts | None] = [None] * (len(shape) - 1)
+    else:
+        shape, places = (sum(cuts), *rows.shape[1:]), list(rows.placements)
+        rest = (rows.cuts or (None,) * len(shape))[1:]
+    meta = TensorMeta(shape, contiguous_stride(shape), parts[0].dtype)
+    return DTensorSpec(like.topology, places, meta, cuts=[cuts, *rest])
 
 
 def lacking(spec: DTensorSpec, dim: int) -> int:
