@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, per_rank
 from shardwise.errors import LayoutError
 from shardwise.finer import coarse, common, refined
+from shardwise.redistribute import relaid
 
 from .compare import assert_same, check, numbers, spread, virtual
 from .layouts import assert_holds, by_coord, scatter, spec_of, stored, whole_numbers
@@ -378,6 +379,20 @@ def test_a_loss_of_merged_rows_moves_statistics_only() -> None:
     assert comm.bytes == {"all_reduce": 16}
 
 
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)], ids=str)
+def test_fewer_blocks_than_ranks_move_only_what_a_rank_lacks(shape: tuple[int, ...]) -> None:
+    """Two sequences of which each rank has a part, as rows one after another, and back."""
+    mesh, full = virtual(*shape), torch.arange(2 * 48 * 3.0).view(2, 48, 3)
+    x: Any = distribute_tensor(full, mesh, [Shard(1)] * len(shape)).flatten(0, 1)
+    rows = spec_of(mesh, [S0] * len(shape), (96, 3))
+    assert x.placements == (Shard(0, split=2),) * len(shape)
+    for src, dst in ((x._spec, rows), (rows, x._spec)):
+        told = sw.explain_redistribute(src, dst)
+        assert told.received <= 12 * 3 * 4
+        held = stored(src, scatter(src, full.view(96, 3)))
+        assert_holds(dst, by_coord(dst, relaid(src, dst, tuple(held))), full.view(96, 3))
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 APART = {
@@ -388,6 +403,7 @@ APART = {
     "another dim": ((12, 50), [Shard(0, split=3)], [Shard(0, split=2)]),
     "a dim that is sharded too": ((12, 50), [Shard(0, split=3)], [S1]),
     "ends whole": ((96,), [Shard(0, split=8)], [Shard(0, split=6)]),
+    "fewer blocks than ranks": ((96, 2), [Shard(0, split=2)], [S0]),
 }
 
 

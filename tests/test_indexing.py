@@ -236,6 +236,47 @@ def test_masks_move_counts_and_what_they_pick() -> None:
         assert received(lambda: x.masked_select(x < 0)) <= counts
 
 
+@pytest.mark.parametrize("shape", [(64, 32), (2, 1024), (1, 2048), (4, 8, 64)], ids=str)
+def test_masks_along_any_dim_gather_no_operand(shape: tuple[int, ...]) -> None:
+    """Pieces of a row are on many ranks: they change owner, and nothing comes to all."""
+    mesh, last = virtual(4), len(shape) - 1
+    whole, source = numbers(*shape), numbers(*shape, seed=1)
+    x, y = (distribute_tensor(t, mesh, [Shard(last)]) for t in (whole, source))
+    mask, piece = x > 0, whole.numel() * 8 // 4
+    picked = int((whole > 0).sum()) * 8
+    counts = 2 * 4 * 8
+    assert received(lambda: x[mask]) <= 9 * piece // 8 + counts + picked
+    assert received(lambda: x.masked_scatter(mask, y)) <= 4 * piece + counts
+    assert received(lambda: x.clone().masked_scatter_(mask, y)) <= 4 * piece + counts
+    assert received(lambda: mask.nonzero()) <= whole.numel() + counts
+    assert received(lambda: (x > 3).nonzero()) <= counts + 4 * int((whole > 3).sum())
+    with shardwise.ragged_results():
+        assert received(lambda: x[mask]) <= 9 * piece // 8 + counts
+        assert received(lambda: mask.nonzero()) <= piece // 8 + counts
+        assert torch.equal(x[mask].full_tensor(), whole[whole > 0])
+        assert torch.equal(mask.nonzero().full_tensor(), (whole > 0).nonzero())
+
+
+def test_few_places_of_a_mask_are_named() -> None:
+    mesh, whole = virtual(4), numbers(64, 64)
+    x = distribute_tensor(whole, mesh, [Shard(1)])
+    few = int((whole > 3).sum())
+    assert 0 < few < 20
+    assert received(lambda: x[x > 3]) <= few * (4 + 2 * 8) + 3 * 4 * 8
+    assert torch.equal(x[x > 3].full_tensor(), whole[whole > 3])
+
+
+def test_a_whole_tensor_takes_what_a_mask_in_shards_says() -> None:
+    """The mask is less than the places that it names, and than what it picks."""
+    mesh, whole, source = virtual(4), numbers(64, 32), numbers(64, 32, seed=1)
+    x, y = (distribute_tensor(t, mesh, [Replicate()]) for t in (whole, source))
+    for dim in (0, 1):
+        mask = distribute_tensor(whole > 0, mesh, [Shard(dim)])
+        assert received(lambda mask=mask: x[mask]) <= 64 * 32 * 5 // 4 + 4 * 8
+        assert received(lambda mask=mask: x.clone().masked_scatter_(mask, y)) <= 64 * 32 + 2 * 8
+        assert torch.equal(x[mask].full_tensor(), whole[whole > 0])
+
+
 def test_ragged_results_are_right_and_differentiable() -> None:
     mesh = virtual(3)
     plain = X.clone().requires_grad_()

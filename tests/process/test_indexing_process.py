@@ -70,6 +70,24 @@ def ragged() -> None:
     test_counting.assert_divided(mesh)
 
 
+def masks() -> None:
+    """Of rows that are on many ranks; (2, 96) has fewer rows than ranks."""
+    mesh = init_device_mesh("cpu", (4,))
+    for shape in ((12, 8), (2, 96)):
+        whole, source = numbers(*shape), numbers(*shape, seed=1)
+        x, y = (distribute_tensor(t, mesh, [Shard(1)]) for t in (whole, source))
+        want = whole.masked_scatter(whole > 0, source)
+        assert torch.equal(x[x > 0].full_tensor(), whole[whole > 0])
+        assert torch.equal((x > 0).nonzero().full_tensor(), (whole > 0).nonzero())
+        assert torch.equal(x.masked_scatter(x > 0, y).full_tensor(), want)
+        x.masked_scatter_(x > 0, y)
+        assert x.placements == (Shard(1),) and torch.equal(x.full_tensor(), want)
+
+
+def test_masks_along_any_dim(processes: Pools) -> None:
+    processes(4).run(masks)
+
+
 def largest() -> None:
     """Sums in other orders may differ in the last bit, and the backward asks what is equal."""
     mesh = init_device_mesh("cpu", (4,))

@@ -48,6 +48,8 @@ BLOCKS: list[Move] = [
     ((960,), [Shard(0, 8), Shard(0, 2)], [P, Shard(0, 3)], 1024),
     ((90, 4), [P, Shard(0, 6)], [Shard(0, 10), Shard(0, 5)], 512),
     ((1000,), [R, R], [Shard(0, 10), R], 256),
+    ((4096,), [Shard(0, 2), Shard(0, 2)], [S0, S0], 2048),  # fewer blocks than ranks
+    ((2048, 3), [S0, S0], [R, Shard(0, 2)], 2048),
 ]
 REDUCED: list[Move] = [
     ((64, 30), [P, R], [R, S0], 4096),
@@ -154,6 +156,7 @@ LATER: dict[str, list[Move]] = {
     "two steps": [((96, 64), [P, P], [S0, R], 1 << 17), ((95, 63), [S0, S0], [R, P], 1 << 17)],
     "portions": [((96, 64), [P, P], [S0, R], 4096), ((95, 63), [P, Partial("max")], [R, S0], 8192)],
     "blocks": [((96, 30), [Shard(0, 4), R], [Shard(0, 6), S1], 4096)],
+    "fewer blocks than ranks": [((960, 4), [Shard(0, 2), Shard(0, 2)], [S0, S0], 2048)],
     "blocks of two sizes": [((960,), [Shard(0, 2), Shard(0, 8)], [Shard(0, 6), Shard(0, 3)], 1024)],
 }
 BETWEEN: list[Move] = [

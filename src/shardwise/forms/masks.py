@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..entry import register_form
-from ..geometry import Cuts, contiguous_stride
+from ..geometry import contiguous_stride
 from ..mesh import Topology
 from ..moving import wrote
-from ..placement import Placement, Replicate, Shard
-from ..ragged import as_dtensor, counted, joined, laid, requested, settled, whole
+from ..placement import Replicate, Shard
+from ..ragged import (
+    as_dtensor,
+    counted,
+    is_requested,
+    joined,
+    laid,
+    ragged_results,
+    requested,
+    settled,
+    whole,
+)
 from ..replicated import fallback_form, mesh_of
 from ..rules.indexing import has_mask
-from ..spec import DTensorSpec
+from ..spec import DTensorSpec, default_placements
 from ..wrapper import Wrapper, wrap
+from .aligned import Aligned, align, axes_within, has_few, in_boxes
 from .elements import pick, write
 from .places import picks, writes
+from .posting import short
 
 __all__ = [
     "index",
@@ -39,26 +51,43 @@ aten = torch.ops.aten
 def nonzero(x: Any) -> Any:
     """The places that each rank finds in its box, in the order of one device."""
     op = aten.nonzero.default
-    x = settled(op, x)
-    spec = x._spec
-    if spec.is_replicated():
-        return op(x)
-    mesh = spec.topology
-    found = []
-    for coord, part in zip(spec.slots, x._locals, strict=True):
-        starts = [start for start, _ in spec.box(coord)]
-        found.append(op(part) + torch.tensor(starts, device=part.device))
-    if all(place.is_shard(0) or place.is_replicate() for place in spec.placements):
-        return requested(
-            op, joined(op, mesh, spec.placements, found, [x.ndim], stride=lambda count: (1, count))
-        )
-    # Pieces of other dims interleave: the places counted through all dims tell their order.
+    true = settled(op, x) != 0
+    spec, shape = true._spec, x.shape
+    mesh, axes = spec.topology, axes_within(spec, x.ndim)
+    if not axes:
+        return op(true)
+    places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
+    in_order = spec.dim_axes[0] == axes
+    if is_requested() and not in_order:
+        flat = true.flatten()
+        true = laid(op, flat, flat._spec.with_placements(places))
+    parts = _places(op, true)
+    cuts = counted(op, mesh, axes, [part.numel() for part in parts])
+    if is_requested():
+        rows = [_unravelled(part, shape) for part in parts]
+        return joined(op, mesh, places, rows, [x.ndim], cuts=cuts, stride=lambda count: (1, count))
+    if true.numel() < sum(cuts) * parts[0].dtype.itemsize:
+        return op(_uncut(op, true))  # what is true of each place is less than to name so many
+    found = whole(op, joined(op, mesh, places, parts, cuts=cuts))
+    return as_dtensor(_unravelled(found if in_order else found.sort().values, shape), mesh)
+
+
+def _places(op: Any, x: Any) -> list[torch.Tensor]:
+    """The places that each rank finds, counted through all dims."""
+    spec, found = x._spec, []
     steps = torch.tensor(contiguous_stride(x.shape), device=x.device)
-    places = [Shard(0) if place.is_shard() else place for place in spec.placements]
-    flat = joined(op, mesh, places, [(part * steps).sum(1) for part in found])
-    ordered = whole(op, flat).sort().values
-    columns = torch.stack([ordered // s % n for s, n in zip(steps, x.shape, strict=True)])
-    return as_dtensor(columns.t(), mesh)  # as on one device, one column after another
+    for coord, part in zip(spec.slots, x._locals, strict=True):
+        starts = torch.tensor([start for start, _ in spec.box(coord)], device=part.device)
+        found.append(((op(part) + starts) * steps).sum(1).to(short(x.numel())))
+    return found
+
+
+def _unravelled(places: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The places in each dim; as on one device, one column lies after another."""
+    steps = contiguous_stride(shape)
+    columns = [places.to(torch.int64) // s % n for s, n in zip(steps, shape, strict=True)]
+    count = places.numel()
+    return torch.stack(columns).as_strided((count, len(columns)), (1, count))
 
 
 @register_form("nonzero_static", always=True)
@@ -88,60 +117,11 @@ def _as_integers(indices: Sequence[Any]) -> list[Any]:
     return made
 
 
-class _Aligned(NamedTuple):
-    """A tensor and a mask of its first dims, cut alike on dim 0 over `axes`."""
-
-    x: Any
-    mask: Any
-    axes: tuple[int, ...]
-
-    def pieces(self, ndim: int) -> list[Placement]:
-        """How what the mask picks is laid out: dim 0 over `axes`, then the dims that are left."""
-        places: list[Placement] = []
-        for axis, place in enumerate(self.x._spec.placements):
-            if axis in self.axes:
-                places.append(Shard(0))
-            else:
-                places.append(Shard(place.dim - ndim + 1) if isinstance(place, Shard) else place)
-        return places
-
-    def rest_cuts(self, ndim: int) -> list[Cuts | None]:
-        cuts = self.x._spec.cuts
-        return [None] * (self.x.ndim - ndim) if cuts is None else list(cuts[ndim:])
-
-    def masks(self) -> list[torch.Tensor]:
-        """The piece of the mask for each local tensor of `x`."""
-        return [self.mask._locals[self.mask._spec.slot(c)] for c in self.x._spec.slots]
-
-
 def _one_mask(indices: Sequence[Any]) -> Any:
     """The mask, if it is the only index and covers the first dims."""
     given = [index for index in indices if index is not None]
     alone = len(given) == 1 and indices[0] is not None and _is_mask(given[0]) and given[0].ndim > 0
     return given[0] if alone else None
-
-
-def _aligned(op: object, mesh: Topology, x: Any, mask: Any) -> _Aligned | None:
-    """`x` and `mask` cut alike, if dim 0 is the only sharded dim among those of the mask."""
-    x, mask = as_dtensor(x, mesh), settled(op, as_dtensor(mask, mesh))
-    if tuple(x.shape[: mask.ndim]) != tuple(mask.shape):
-        return None
-    spec, own = x._spec.reduced, mask._spec
-    axes = spec.dim_axes[0] or own.dim_axes[0]
-    if not axes or any(spec.dim_axes[1 : mask.ndim]):
-        return None
-    rest = [None] * (mask.ndim - 1)
-    if not spec.dim_axes[0]:
-        if any(own.dim_axes[1:]) or any(not spec.placements[axis].is_replicate() for axis in axes):
-            return None
-        places = [Shard(0) if a in axes else place for a, place in enumerate(spec.placements)]
-        cuts = [own.dim_cuts[0], *(spec.cuts or (None,) * x.ndim)[1:]]
-        x = laid(op, settled(op, x), spec.with_placements(places, cuts))
-    else:
-        x = settled(op, x)
-    places = [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)]
-    mask = laid(op, mask, own.with_placements(places, [x._spec.dim_cuts[0], *rest]))
-    return _Aligned(x, mask, axes)
 
 
 @register_form("index", "_unsafe_index", when=picks)
@@ -152,22 +132,30 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
     if not any(_is_mask(index) for index in indices if index is not None):
         return pick(op, x, indices)
     mask = _one_mask(indices)
-    both = None if mask is None else _aligned(op, mesh_of(op, [x, *indices]), x, mask)
+    mesh = mesh_of(op, [x, *indices])
+    both = None
+    if mask is not None and not has_few(mesh, x, mask):
+        both = align(op, mesh, x, mask)
     if both is None:
         made = op(x, _as_integers(indices))
         return _as_pending(op, made, x) if isinstance(made, Wrapper) else made
-    ndim = mask.ndim
+    counts = both.counts(op)
+    like = both.x._spec
+    rest = like.shape[both.mask.ndim :]
+    size = sum(counts) * prod(rest) * like.dtype.itemsize
+    if mask.numel() < size and not (is_requested() or _is_cut(x, mask.ndim)):
+        return op(x, [_uncut(op, both.mask).view(mask.shape)])  # less than to bring the result
     parts = [op(x, [m]) for x, m in zip(both.x._locals, both.masks(), strict=True)]
-    like = both.x._spec.meta
-    meta = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
+    meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
     def stride(count: int) -> Sequence[int]:
         one = torch.empty(count, dtype=torch.int64, device="meta")
-        return op(meta, [one] * ndim).stride()  # type: ignore[no-any-return]
+        return op(meta, [one] * mask.ndim).stride()  # type: ignore[no-any-return]
 
-    mesh, places, rest = both.x._spec.topology, both.pieces(ndim), like.shape[ndim:]
-    cuts = both.rest_cuts(ndim)
-    return requested(op, joined(op, mesh, places, parts, rest, cuts, stride=stride))
+    return requested(
+        op,
+        joined(op, like.topology, both.pieces, parts, rest, both.rest_cuts, counts, stride=stride),
+    )
 
 
 def _as_pending(op: object, made: Any, x: Any) -> Any:
@@ -181,11 +169,14 @@ def _as_pending(op: object, made: Any, x: Any) -> Any:
     return laid(op, made, spec.with_placements(places, spec.cuts))
 
 
-def _counts(op: object, both: _Aligned) -> Cuts:
-    """How many places of each shard a mask picks."""
-    spec = both.mask._spec
-    counts = [int(part.count_nonzero()) for part in both.mask._locals]
-    return counted(op, spec.topology, both.axes, counts)
+def _is_cut(x: Any, ndim: int) -> bool:
+    """Whether one of the first `ndim` dims is in shards."""
+    return isinstance(x, Wrapper) and bool(axes_within(x._spec, ndim))
+
+
+def _uncut(op: object, x: Any) -> Any:
+    """A DTensor with nothing in shards."""
+    return laid(op, x, x._spec.with_placements(default_placements(x._spec.topology)))
 
 
 @register_form("masked_select")
@@ -216,11 +207,27 @@ def index_put(
         if values.ndim <= behind or (values.ndim == behind + 1 and values.shape[0] == 1):
             made = _everywhere(x, mask, values, accumulate)
             return x.copy_(made) if in_place else made
-        pending = in_place and x._spec.sums  # written where it is
-        both = None if pending else _aligned(op, mesh, x, mask)
-        if both is not None and (not in_place or both.x is x):
-            return _put_pieces(op, both, values, accumulate)
+        both = _to_write(op, mesh, x, mask, values)
+        if both is not None:
+            return _put_pieces(op, x, both, values, accumulate)
+        mask = settled(op, as_dtensor(mask, mesh))
+        if not _is_cut(x, mask.ndim):
+            indices = [_uncut(op, mask)]  # fewer bytes than its places
     return op(x, _as_integers(indices), values, accumulate, *rest)
+
+
+def _to_write(op: Any, mesh: Topology, x: Any, mask: Any, values: Any) -> Aligned | None:
+    """`x` and `mask` cut alike; None if each rank had better write what a whole mask says."""
+    ndim, in_place = mask.ndim, op._schema.is_mutable
+    if in_place and x._spec.sums:  # written where it is
+        return None
+    if _is_cut(x, ndim):
+        known = not _is_cut(mask, ndim) and not _is_cut(values, values.ndim)
+        if (known and any(x._spec.dim_axes[1:ndim])) or has_few(mesh, x, mask):
+            return None
+        return align(op, mesh, x, mask)
+    by_rows = isinstance(mask, Wrapper) and mask._spec.dim_axes[0] == axes_within(mask._spec, ndim)
+    return align(op, mesh, x, mask) if by_rows and not in_place else None
 
 
 def _everywhere(x: Any, mask: Any, values: Any, accumulate: bool) -> Any:
@@ -232,24 +239,26 @@ def _everywhere(x: Any, mask: Any, values: Any, accumulate: bool) -> Any:
     return torch.where(wide, x + values if accumulate else values, x)
 
 
-def _put_pieces(write: Any, both: _Aligned, values: Any, accumulate: bool) -> Any:
+def _put_pieces(op: Any, x: Any, both: Aligned, values: Any, accumulate: bool) -> Any:
     """Each rank writes the values of the places in its box."""
-    x, ndim = both.x, both.mask.ndim
-    spec = x._spec
-    cuts = _counts(write, both)
-    values = as_dtensor(values, spec.topology).expand(sum(cuts), *x.shape[ndim:])
-    goal = DTensorSpec(
-        spec.topology, both.pieces(ndim), values._spec.meta, cuts=[cuts, *both.rest_cuts(ndim)]
-    )
-    values = laid(write, settled(write, values), goal)
+    spec = both.x._spec
+    cuts, rest = both.counts(op), spec.shape[both.mask.ndim :]
+    values = as_dtensor(values, spec.topology).expand(sum(cuts), *rest)
+    goal = DTensorSpec(spec.topology, both.pieces, values._spec.meta, cuts=[cuts, *both.rest_cuts])
+    values = laid(op, settled(op, values), goal)
+    in_place = op._schema.is_mutable
+    local = op if both.x is x else aten.index_put.default
     made = [
-        write(part, [mask], values._locals[goal.slot(coord)], accumulate)
-        for coord, part, mask in zip(spec.slots, x._locals, both.masks(), strict=True)
+        local(part, [mask], values._locals[goal.slot(coord)], accumulate)
+        for coord, part, mask in zip(spec.slots, both.x._locals, both.masks(), strict=True)
     ]
-    if write._schema.is_mutable:
+    if both.x is x and in_place:
         wrote(x)
         return x
-    return wrap(spec, tuple(made))
+    new = wrap(spec, tuple(made))
+    if both.flat is not None:  # back to where `x` is
+        new = laid(op, new, both.flat._spec).view(x.shape)
+    return x.copy_(new) if in_place else new
 
 
 for _name in ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"):
@@ -258,26 +267,18 @@ for _name in ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"
     )
 
 
-@register_form("masked_scatter")
-def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
-    """The first elements of `source` in the places of the mask."""
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
-    mesh = mesh_of(aten.masked_scatter.default, [x, mask, source])
-    made = aten.clone.default(as_dtensor(x, mesh).expand(shape))
-    return masked_scatter_(made, mask, source)
-
-
-@register_form("masked_scatter_")
-def masked_scatter_(x: Any, mask: Any, source: Any) -> Any:
-    """As `masked_scatter`, in place."""
+def masked_scatter(put: Any, x: Any, mask: Any, source: Any) -> Any:
+    """The first elements of `source` in the places of the mask, by one of the `index_put`."""
     if mask.dtype is not torch.bool or x.dtype is not source.dtype:
         raise RuntimeError(
             f"masked_scatter: a mask of {mask.dtype} and a source of {source.dtype} were given for "
             f"a tensor of {x.dtype}. Give a mask of torch.bool and a source of the tensor's dtype."
         )
-    if x.ndim == 0:
-        return fallback_form(aten.masked_scatter_.default)(x, mask, source)
+    if not put._schema.is_mutable:
+        x = x.expand(torch.broadcast_shapes(x.shape, mask.shape)).contiguous()
     mask = mask.expand(x.shape)
+    if x.ndim == 0:
+        return fallback_form(_WHOLE[put])(x, mask, source)
     count = int(mask.sum())
     if source.numel() < count:
         raise RuntimeError(
@@ -285,12 +286,31 @@ def masked_scatter_(x: Any, mask: Any, source: Any) -> Any:
             f"{source.numel()} elements."
         )
     flat = source.reshape(-1)
-    return x.index_put_((mask,), flat[:count] if flat.numel() > count else flat)
+    return put(x, (mask,), flat[:count] if flat.numel() > count else flat)
+
+
+_WHOLE = {
+    aten.index_put.default: aten.masked_scatter.default,
+    aten.index_put_.default: aten.masked_scatter_.default,
+}
+for _put, _own in _WHOLE.items():
+    register_form(_own._schema.name.removeprefix("aten::"))(partial(masked_scatter, _put))
 
 
 @register_form("masked_scatter_backward")
 def masked_scatter_backward(grad: Any, mask: Any, sizes: Sequence[int]) -> Any:
     """What the mask picks of the gradient, then zeros for elements that were not used."""
-    picked = aten.masked_select.default(grad, mask)
+    with ragged_results():
+        picked = aten.masked_select.default(grad, mask)
+    axes = axes_within(picked._spec, 1)
+    if not sizes or sizes[0] < prod(picked._spec.topology.shape[axis] for axis in axes):
+        picked = requested(aten.masked_scatter_backward.default, picked)
     left = prod(sizes) - picked.numel()
-    return torch.cat([picked, picked.new_zeros(left)]).view(sizes)
+    made: Any = torch.cat([picked, picked.new_zeros(left)])
+    if axes_within(picked._spec, 1):  # in whole rows
+        spec = made._spec
+        count = prod(spec.topology.shape[axis] for axis in axes)
+        places = [Shard(0) if axis in axes else Replicate() for axis in range(spec.topology.ndim)]
+        goal = spec.with_placements(places, [in_boxes(sizes, count)])
+        made = laid(aten.masked_scatter_backward.default, made, goal)
+    return made.view(sizes)

@@ -19,6 +19,7 @@ from ..geometry import Cuts, Interval, memory_order, stride_like
 from ..mesh import Coord
 from ..placement import Placement, Shard
 from ..spec import DTensorSpec, TensorMeta
+from .jointly import jointly
 from .legs import held_by_legs, legs, once
 from .portions import sizes
 
@@ -134,7 +135,11 @@ def _is_apart(src: DTensorSpec, dst: DTensorSpec) -> bool:
     """Whether a tensor goes through a third layout."""
     if src.fine is None and dst.fine is None:
         return False
-    return once(src, dst) is None and isinstance(seen_alike(src, dst), DTensorSpec)
+    return (
+        once(src, dst) is None
+        and isinstance(seen_alike(src, dst), DTensorSpec)
+        and jointly(src, dst) is None
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from ..finer import seen_alike, trivial
 from ..geometry import Cuts
 from ..placement import Replicate, Shard
 from ..spec import DTensorSpec
+from .jointly import jointly
 from .plan import plan
 from .portions import held_beside, sizes
 from .step import Step
@@ -33,6 +34,8 @@ def legs(src: DTensorSpec, dst: DTensorSpec) -> Legs:
         return (plan(src, dst),)
     way = seen_alike(src, dst)
     if isinstance(way, DTensorSpec):
+        if (found := jointly(src, dst)) is not None:
+            return ((found[0],),)
         return *legs(src, way), *legs(way, dst)
     return legs(*way)
 

@@ -14,10 +14,11 @@ import torch
 
 from ..engine import buffer_size, give_back
 from ..finer import seen_alike
-from ..geometry import memory_order, stride_like
-from ..spec import DTensorSpec
+from ..geometry import box_shape, memory_order, stride_like
+from ..spec import DTensorSpec, Groups, fine_meta
 from .blocks import Part, need, stretches
 from .execute import Run, run_all
+from .jointly import jointly
 from .legs import legs, once
 from .plan import plan
 from .step import Step
@@ -91,6 +92,8 @@ def _run_once(
 def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, later: bool) -> Run:
     """What `relaid` runs for dims that are sharded block by block."""
     way = seen_alike(src, dst)
+    if isinstance(way, DTensorSpec) and (found := jointly(src, dst)) is not None:
+        return _run_jointly(dst, *found, local, fresh, later)
     if isinstance(way, DTensorSpec):  # nearly there, then the elements that are over
         parts = stretches(src, dst, buffer_size())
         if (first := next(parts, None)) is not None:
@@ -121,6 +124,24 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
         return tuple([part.reshape(dst.local_shape(at)) for part, at in pairs])
 
     return replace(run, then=together)
+
+
+def _run_jointly(
+    dst: DTensorSpec, step: Step, groups: Groups, local: Locals, fresh: bool, later: bool
+) -> Run:
+    """What `relaid` runs from box to box of dims taken apart."""
+    have, want = step.src, step.dst
+    seen = [
+        part.reshape(box_shape(have.box(at))) for at, part in zip(have.slots, local, strict=True)
+    ]
+
+    def together(made: Locals) -> Locals:
+        found = [made[want.slot(at)] for at in dst.slots]
+        pairs = zip(found, dst.slots, strict=True)
+        return tuple([part.reshape(dst.local_shape(at)) for part, at in pairs])
+
+    stride = fine_meta(dst.meta, groups).stride
+    return Run((step,), tuple(seen), stride, fresh, dst.dtype, then=together, later=later)
 
 
 def _by_stretches(

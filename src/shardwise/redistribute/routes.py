@@ -176,7 +176,8 @@ def routes(now: Layout, goal: Layout) -> Routes:
 
 def between_routes(have: Layout, want: Layout) -> Routes:
     """For each rank of another mesh the ranks that give it a piece: itself if it can, else one of
-    those that hold the same, by turns."""
+    those that hold the same, by turns. On one mesh it is the one that differs only on axes that
+    matter."""
     a, b = have.topology, want.topology
     replicas = [axis for axis in range(a.ndim) if axis not in have.axes]
     found: Routes = {}
@@ -187,10 +188,15 @@ def between_routes(have: Layout, want: Layout) -> Routes:
             continue
         rank, givers = b.rank_of(coord), []
         for holder in a.group_coords((0,) * a.ndim, have.axes):
-            if _meet(have.box(holder), box):
-                same = a.group_coords(holder, replicas)
-                here = [member for member in same if a.rank_of(member) == rank]
-                givers.append(here[0] if here else same[turn % len(same)])
+            if not _meet(have.box(holder), box):
+                continue
+            if a is b:
+                near = [coord[axis] if axis in replicas else at for axis, at in enumerate(holder)]
+                givers.append(tuple(near))
+                continue
+            same = a.group_coords(holder, replicas)
+            here = [member for member in same if a.rank_of(member) == rank]
+            givers.append(here[0] if here else same[turn % len(same)])
         found[coord] = tuple(givers)
     return found
 

@@ -22,8 +22,8 @@ class Step:
 
     `kind` is slice, make_partial (both local), all_reduce, reduce_scatter, all_gather, exchange,
     reduce_exchange (an exchange in which each piece comes from every member along `reduced`), or
-    transfer (from one mesh to another). What an "avg" adds up it divides by `divisor`, if that is
-    not the number of ranks that give something.
+    transfer (from one mesh to another, or on one to boxes that no placement names). What an "avg"
+    adds up it divides by `divisor`, if that is not the number of ranks that give something.
     """
 
     kind: str
