@@ -150,6 +150,46 @@ def test_rows(name: str) -> None:
     assert_same(call, given, layouts(given, Shard(0), Shard(0)), eager(2, 3))
 
 
+BATCHES: dict[str, tuple[Any, ...]] = {
+    "gather": (lambda x, i: x.gather(1, i), numbers(3, 700, 2), ints(3, 650, 2, high=700)),
+    "scatter": (
+        lambda x, i, s: x.scatter(1, i, s),
+        numbers(3, 700, 2),
+        numbers(3, 700, 2, seed=2).argsort(1),
+        numbers(3, 700, 2, seed=1),
+    ),
+    "scatter_add": (
+        lambda x, i, s: x.scatter_add(1, i, s),
+        numbers(3, 700, 2),
+        ints(3, 650, 2, high=700),
+        numbers(3, 650, 2, seed=1),
+    ),
+    "scatter, a number": (
+        lambda x, i: x.scatter(-2, i, 2.5), numbers(3, 700, 2), ints(3, 650, 2, high=700)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_in_shards_have_their_own_owners(name: str) -> None:
+    """Of three batches on two ranks, or two on four, one has more than the other, or none."""
+    call, *given = BATCHES[name]
+    for shape, where in (
+        ((2, 8), (Shard(0), Shard(1))),
+        ((8, 4), (Shard(1), Shard(2))),
+        ((2, 2, 4), (Shard(2), Shard(0), Shard(1))),
+    ):
+        mesh = eager(*shape)
+        assert_same(call, given, [where] * len(given), mesh)
+        with CommDebugMode() as comm:
+            made = call(*(spread(t, mesh, where) for t in given))
+        assert made.placements == where
+        # Twelve bytes for each element of the largest shard, of which chance may give more.
+        table = 8 * mesh.size() * (mesh.size() + 2)
+        assert sum(comm.bytes.values()) < 1.5 * 12 * 350 + table
+    assert_same(call, given, [where, where, (Replicate(),) * 3][: len(given)], mesh)
+
+
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("name", [*CALLS, *(f"rows: {name}" for name in ROWS)])
 def test_nothing_is_gathered(name: str) -> None:

@@ -148,6 +148,45 @@ def test_neither_sequence_nor_values_are_gathered() -> None:
     assert made.full_tensor().equal(torch.searchsorted(line, asked, sorter=order))
 
 
+ROWS = numbers(2, 1 << 10)
+SORTERS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "rows": (ROWS, numbers(2, 1 << 9, seed=1)),
+    "one row": (ROWS[:1], numbers(1, 1 << 9, seed=1)),
+    "matrices of rows": (ROWS.view(2, 2, -1), numbers(2, 2, 300, seed=1)),
+}
+
+
+@pytest.mark.parametrize("name", SORTERS)
+def test_rows_that_are_not_in_order(name: str) -> None:
+    """They are put in the order that is given; other dims may be in shards."""
+    line, asked = SORTERS[name]
+    order, last = line.argsort(-1), line.ndim - 1
+
+    def call(s: Any, v: Any, o: Any) -> Any:
+        return torch.searchsorted(s, v, sorter=o, right=True)
+
+    for shape, where in (
+        ((8,), (Shard(last),)),
+        ((2, 4), (Shard(last), Shard(last))),
+        ((2, 4), (Shard(0), Shard(last))),
+        ((4, 2), (Shard(last), Replicate())),
+    ):
+        mesh = eager(*shape)
+        assert_same(call, [line, asked, order], [where] * 3, mesh, grad=False)
+        assert_same(call, [line, asked, order], [where, None, where], mesh, grad=False)
+
+
+def test_rows_and_their_order_are_not_gathered() -> None:
+    size = 1 << 16
+    line, asked = numbers(2, size // 2), numbers(2, size // 2, seed=1)
+    order = line.argsort(-1)
+    ours = [spread(t, virtual(8), [Shard(1)]) for t in (line, asked, order)]
+    got, made = received(lambda s, v, o: torch.searchsorted(s, v, sorter=o), *ours)
+    assert made.full_tensor().equal(torch.searchsorted(line, asked, sorter=order))
+    # A place and an element, then a value, its row and its place.
+    assert got < 1.05 * 28 * size // 8
+
+
 def test_a_short_sequence_is_gathered() -> None:
     mesh = virtual(8)
     few, many = numbers(64).sort().values, numbers(1 << 12, seed=1)

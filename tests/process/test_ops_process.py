@@ -125,6 +125,17 @@ def posted() -> None:
         for call, *given in (cases[name] for name in names):
             where = test_posting.layouts(given, *[Shard(0)] * len(shape))
             assert_same(call, given, where, mesh)
+    for call, *given in test_posting.BATCHES.values():
+        assert_same(call, given, [(Shard(0), Shard(1))] * len(given), mesh)
+    line, asked = test_searching.SORTERS["rows"]
+    for at in (Shard(0), Shard(1)):
+        assert_same(
+            lambda s, v, o: torch.searchsorted(s, v, sorter=o),
+            [line, asked, line.argsort(-1)],
+            [(at, Shard(1))] * 3,
+            mesh,
+            grad=False,
+        )
 
 
 def test_elements_by_index(processes: Pools) -> None:

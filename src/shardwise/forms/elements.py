@@ -20,7 +20,7 @@ from ..replicated import mesh_of
 from ..spec import DTensorSpec
 from ..wrapper import Locals, wrap
 from .places import Given, Laid, layouts_of, owning_axes
-from .posting import Post, Range, posted, short
+from .posting import Post, Range, piece_of, posted, short
 from .shards import relaid
 
 __all__ = ["pick", "write"]
@@ -77,7 +77,8 @@ def _sent(op: Any, x: Any, indices: Sequence[Any], values: Any = None, adds: boo
         for d in given.used
     ]
     ends = list(accumulate(laid.vector.dim_cuts[0]))
-    post = posted(op, laid.lead, ends, places, ranges)
+    owners = [piece_of(place, ends) for place in places]
+    post = posted(op, laid.lead, owners, ranges)
     narrow = short(prod(given.x.shape))
     return _Sent(given, laid, x, values, post, tuple(place.to(narrow) for place in places))
 

@@ -15,7 +15,7 @@ import torch
 
 from ..cost import Link
 from ..errors import OutOfRangeError
-from ..geometry import Cuts, contiguous_stride
+from ..geometry import Cuts, contiguous_stride, flat_index
 from ..placement import Shard
 from ..plans import filled, tensors_in
 from ..ragged import as_dtensor
@@ -24,9 +24,9 @@ from ..rules import Call
 from ..rules.scattering import stays_pending
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Locals, wrap
-from .shards import lacking, relaid, sent_on, told
+from .shards import lacking, neighbours, relaid, sent_on, told
 
-__all__ = ["Post", "Range", "asks", "picked", "posted", "sends", "short", "written"]
+__all__ = ["Post", "Range", "asks", "picked", "piece_of", "posted", "sends", "short", "written"]
 
 
 def short(size: int) -> torch.dtype:
@@ -66,8 +66,9 @@ def _front(spec: DTensorSpec, dim: int) -> DTensorSpec:
 
 
 def _in_front(call: Call) -> list[DTensorSpec] | None:
-    """The operands with the indexed dim in front; None if it is not the only one in shards, if the
-    index is no tensor of integers, or something is pending."""
+    """The operands with the indexed dim in front; None if other dims are in shards, unless all
+    operands have them in the same ones, if the index is no tensor of integers, or something is
+    pending."""
     x, index, *sources = call.specs
     if any(spec.groups is not None or spec.sums for spec in call.specs):
         return None
@@ -82,7 +83,16 @@ def _in_front(call: Call) -> list[DTensorSpec] | None:
         index = _front(index, dim)
     moved = [_front(each, dim) if each.ndim == x.ndim else each for each in sources]
     x = _front(x, dim)
-    return None if any(any(spec.dim_axes[1:]) for spec in (x, *moved)) else [x, index, *moved]
+    if not any(any(spec.dim_axes[1:]) for spec in (x, *moved)):
+        return [x, index, *moved]
+    cut = [spec for spec in (index, *moved) if spec.ndim and not spec.is_replicated()]
+    fits = _name(call.op) in _ONE_BY_ONE and all(_is_beside(x, spec) for spec in cut)
+    return [x, index, *moved] if fits else None
+
+
+def _is_beside(x: DTensorSpec, other: DTensorSpec) -> bool:
+    """Whether two tensors have all dims but the first in the same shards."""
+    return x.placements == other.placements and x.dim_cuts[1:] == other.dim_cuts[1:]
 
 
 def _rest(spec: DTensorSpec, dim: int) -> list[int]:
@@ -96,10 +106,16 @@ def _asking(link: Link, index: DTensorSpec, *widths: int) -> int:
     return link.price(table) + sum(link.price(prod(index.shape) * n // count) for n in widths)
 
 
-def _gathering(link: Link, *specs: DTensorSpec) -> int:
-    count = specs[0].num_shards
-    sizes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+def _gathering(link: Link, groups: int, *specs: DTensorSpec) -> int:
+    """The price of making tensors whole among the ranks of each group."""
+    count = specs[0].num_shards // groups
+    sizes = [prod(spec.shape) * spec.dtype.itemsize // groups for spec in specs]
     return sum(link.price(size * (count - 1) // count) for size in sizes)
+
+
+def _groups(x: DTensorSpec) -> int:
+    """In how many pieces the dims beside the first are."""
+    return x.num_shards // len(x.dim_cuts[0])
 
 
 def _exchanging(link: Link, *specs: DTensorSpec) -> int:
@@ -121,7 +137,7 @@ def sends(call: Call) -> bool:
     if found is None:
         return False
     x, index, *sources = found
-    if not index.is_sharded() or any(index.dim_axes[1:]):
+    if not index.is_sharded() or (any(index.dim_axes[1:]) and not any(x.dim_axes[1:])):
         return False
     pending = stays_pending(call)
     if x.is_replicated():
@@ -137,11 +153,11 @@ def sends(call: Call) -> bool:
     width = short(prod(x.shape)).itemsize + sum(s.dtype.itemsize * prod(rest) for s in sent)
     cut = [source for source in sent if not source.is_replicated()]
     for link in _links(index):
-        ways = [_gathering(link, index, *cut)]
+        ways = [_gathering(link, _groups(x), index, *cut)]
         if not x.is_replicated() and _name(call.op) not in _FLAT:
             ways.append(_exchanging(link, x, index, *cut))
         if pending:
-            ways.append(2 * _gathering(link, x))
+            ways.append(2 * _gathering(link, _groups(x), x))
         if _asking(link, index, width) >= min(ways):
             return False
     return True
@@ -160,7 +176,7 @@ def _with_places(op: Any, index: DTensorSpec, source: Any) -> Any:
     """Rows that every rank has, as each rank has places for them."""
     if not source.ndim or not source._spec.is_replicated():
         return source
-    cuts = [index.dim_cuts[0], *[None] * (source.ndim - 1)]
+    cuts = [*index.dim_cuts, *[None] * (source.ndim - index.ndim)]
     return relaid(op, source, source._spec.with_placements(index.placements, cuts))
 
 
@@ -172,15 +188,16 @@ def asks(call: Call) -> bool:
     x, index = found
     if not x.is_sharded() or x.slot_axes != index.slot_axes:
         return False
-    if any(index.dim_axes[1:]) and _name(call.op) in _ONE_BY_ONE:
+    one_by_one = _name(call.op) in _ONE_BY_ONE
+    if one_by_one and any(index.dim_axes[1:]) and not any(x.dim_axes[1:]):
         return False
-    count = x.num_shards
+    count, groups = x.num_shards, _groups(x)
     width = x.dtype.itemsize * (prod(x.shape[1:]) if _by_rows(call.op) else 1)
     narrow = short(prod(x.shape)).itemsize
     for link in _links(index):
         picked = link.price(prod(index.shape) * width // count * (count - 1) // count)
-        ways = [_gathering(link, x), _gathering(link, index) + picked]
-        if not any(index.dim_axes[1:]) and _name(call.op) not in _FLAT:
+        ways = [_gathering(link, groups, x), _gathering(link, groups, index) + picked]
+        if (one_by_one or not any(index.dim_axes[1:])) and _name(call.op) not in _FLAT:
             ways.append(_exchanging(link, x, index))
         if _asking(link, index, narrow, width) >= min(ways):
             return False
@@ -247,50 +264,61 @@ class Range(NamedTuple):
 
 
 def posted(
-    op: Any,
-    like: DTensorSpec,
-    ends: Sequence[int],
-    places: Sequence[torch.Tensor],
-    ranges: Sequence[Range],
+    op: Any, like: DTensorSpec, owners: Sequence[torch.Tensor], ranges: Sequence[Range]
 ) -> Post:
-    """Who gets which place, if those of each shard end at `ends`; `places` are in the shards of
+    """Who gets which place, if these are the shards that own them; `owners` are in the shards of
     `like`, and so is what must be in range."""
-    orders, facts = [], []
-    for place, *limits in zip(places, *(each.ends() for each in ranges), strict=True):
-        stops = torch.tensor(ends, device=place.device)
-        owner = torch.bucketize(place, stops, right=True).clamp_(max=len(ends) - 1)
-        orders.append(owner.sort(stable=True).indices)
-        facts.append(torch.cat([*limits, torch.bincount(owner, minlength=len(ends))]))
+    count = like.num_shards
+    orders = [owner.sort(stable=True).indices for owner in owners]
+    facts = [
+        torch.cat([*limits, torch.bincount(owner, minlength=count)])
+        for owner, *limits in zip(owners, *(each.ends() for each in ranges), strict=True)
+    ]
     table = told(op, like, facts)
     for at, each in enumerate(ranges):
         each.check(min(row[2 * at] for row in table), max(row[2 * at + 1] for row in table))
     return Post(orders, [row[2 * len(ranges) :] for row in table])
 
 
-def _post(op: Any, x: DTensorSpec, index: Any, wraps: bool) -> tuple[Post, Locals]:
-    """Who gets which place in `index`, and the places: of rows, or counted through all elements."""
-    inner = 1 if _by_rows(op) else prod(x.shape[1:])
-    size = prod(x.shape) if _name(op) in _FLAT else x.shape[0]
-    places = []
-    for part in index._locals:
+def piece_of(place: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+    """Which piece each place is in, if they end at `ends`; the last if it is out of range."""
+    stops = torch.tensor(ends, device=place.device)
+    return torch.bucketize(place, stops, right=True).clamp_(max=len(ends) - 1)
+
+
+def _inner(op: Any, part: torch.Tensor) -> int:
+    """How many places each place along the first dim of a tensor stands for."""
+    return 1 if _by_rows(op) else prod(part.shape[1:])
+
+
+def _post(op: Any, x: Any, index: Any, wraps: bool) -> tuple[Post, Locals]:
+    """Who gets which place in `index`, and the places: of rows, or counted through the elements of
+    all shards that have the other dims as the owner has."""
+    spec, at = x._spec, index._spec
+    size = prod(spec.shape) if _name(op) in _FLAT else spec.shape[0]
+    groups = neighbours(spec, 0)
+    places, owners = [], []
+    for coord, part in zip(at.slots, index._locals, strict=True):
+        inner = _inner(op, x._locals[spec.slot(coord)])
         given = part.flatten().to(torch.int64)
         place = torch.where(given < 0, given + size, given) if wraps else given
-        if _name(op) in _ONE_BY_ONE:
+        if _name(op) in _ONE_BY_ONE and inner:
             columns = torch.arange(inner, device=place.device)
             place = (place.view(-1, inner) * inner + columns).flatten()
-        places.append(place)
-    ends = [end * inner for end in accumulate(x.dim_cuts[0])]
-    post = posted(op, index._spec, ends, places, [Range(index._locals, 0, size, wraps)])
-    return post, tuple(place.to(short(prod(x.shape))) for place in places)
+        piece = piece_of(place, [end * inner for end in accumulate(spec.dim_cuts[0])])
+        group = groups[flat_index(coord, at.topology.shape, at.slot_axes)]
+        owners.append(torch.tensor(group, device=piece.device)[piece])
+        places.append(place.to(short(prod(spec.shape))))
+    post = posted(op, at, owners, [Range(index._locals, 0, size, wraps)])
+    return post, tuple(places)
 
 
 def _pieces(op: Any, x: Any, places: Locals) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each local tensor, flat if every element has a place, with places counted through it."""
     spec = x._spec
-    inner = 1 if _by_rows(op) else prod(spec.shape[1:])
     for coord, part, at in zip(spec.slots, x._locals, places, strict=True):
         flat = part.flatten() if _name(op) in _ONE_BY_ONE else part
-        yield flat, at.to(torch.int64) - spec.box(coord)[0][0] * inner
+        yield flat, at.to(torch.int64) - spec.box(coord)[0][0] * _inner(op, part)
 
 
 def _turned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
@@ -318,7 +346,7 @@ def written(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
         sources = [_with_places(op, index._spec, source) for source in sources]
         if x._spec.is_replicated():
             x = relaid(op, x, x._spec.with_placements(index.placements))
-        post, given = _post(op, x._spec, index, wraps)
+        post, given = _post(op, x, index, wraps)
         rest = x.shape[1:] if _by_rows(op) else ()
         sent = [[part.reshape(-1, *rest) for part in s._locals] for s in sources if s.ndim]
         places, *came = post.forth(op, x._spec, given, *sent)
@@ -342,7 +370,7 @@ def picked(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
         mesh_of(op, operands)
         x, index = operands
         out = index._spec
-        post, given = _post(op, x._spec, index, wraps)
+        post, given = _post(op, x, index, wraps)
         (wanted,) = post.forth(op, out, given)
         answers = []
         for piece in _pieces(op, x, wanted):

@@ -23,8 +23,8 @@ from ..replicated import mesh_of
 from ..rules import Call, Operand
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
-from .posting import Post, asks, short
-from .shards import candidates, relaid, settled, told
+from .posting import Post, short
+from .shards import candidates, lacking, relaid, settled, told
 
 __all__ = ["bucketize", "searchsorted"]
 
@@ -196,10 +196,26 @@ def _searches(call: Call) -> bool:
 
 
 def _orders(call: Call) -> bool:
-    """Whether a sequence is a vector that can be put in the order that is given."""
-    gather = aten.gather.default
-    specs = (call.specs[0], call.specs[-1])
-    return asks(Call(gather, (Operand(0), 0, Operand(1)), {}, specs, [specs[0].meta]))
+    """Whether to put a sequence in the order that is given, and then to search it, is less than to
+    make both whole."""
+    sequence, order = call.specs[0].reduced, call.specs[-1].reduced
+    axes = sequence.dim_axes[-1]
+    if not axes or order.placements != sequence.placements or not prod(sequence.shape):
+        return False
+    first = (0,) * sequence.topology.ndim
+    own, width, dim = prod(sequence.local_shape(first)), sequence.dtype.itemsize, sequence.ndim - 1
+    table = 8 * sequence.num_shards**2
+    asked: list[int] = []
+    if isinstance(call.get("self"), Operand) and call.specs[1].is_sharded():
+        count = prod(call.specs[1].local_shape(first))
+        asked = [table, 0, count * call.specs[1].dtype.itemsize, count * 4]
+    for link in (sequence.topology.links[axis] for axis in axes):
+        whole = link.price(lacking(sequence, dim))
+        gather = min(whole, sum(map(link.price, (table, own * 4, own * width))))
+        search = min(whole, sum(map(link.price, asked)))
+        if gather + search >= whole + link.price(lacking(order, dim)):
+            return False
+    return True
 
 
 @register_form("searchsorted.Tensor", "searchsorted.Scalar", when=_searches)

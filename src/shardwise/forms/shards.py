@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..geometry import Box, Cuts, contiguous_stride, flat_index
+from ..geometry import Box, Cuts, all_coords, contiguous_stride, flat_index
 from ..infer import infer
 from ..mesh import Coord
 from ..placement import Placement, Replicate, Shard
@@ -28,6 +28,7 @@ __all__ = [
     "gathered",
     "lacking",
     "metas",
+    "neighbours",
     "placed",
     "relaid",
     "sent_on",
@@ -83,6 +84,20 @@ def placed(
 def shard_of(spec: DTensorSpec, dim: int, coord: Coord) -> int:
     """Which piece of a dim the rank at `coord` holds."""
     return flat_index(coord, spec.topology.shape, spec.dim_axes[dim])
+
+
+def neighbours(spec: DTensorSpec, dim: int) -> list[list[int]]:
+    """For each shard those that differ from it in their piece of `dim` alone, in order."""
+    shape = tuple(spec.topology.shape[axis] for axis in spec.slot_axes)
+    own = [spec.slot_axes.index(axis) for axis in spec.dim_axes[dim]]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    found = []
+    for shard, coord in enumerate(all_coords(shape)):
+        rest = tuple(place for at, place in enumerate(coord) if at not in own)
+        group = groups.setdefault(rest, [])
+        group.append(shard)
+        found.append(group)
+    return found
 
 
 def columns(rows: Sequence[tuple[torch.Tensor, ...]], count: int) -> list[tuple[torch.Tensor, ...]]:

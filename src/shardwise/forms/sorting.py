@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..entry import register_form
-from ..geometry import Cuts, all_coords, contiguous_stride, flat_index
+from ..geometry import Cuts, contiguous_stride, flat_index
 from ..replicated import mesh_of
 from ..rules import Call
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
 from .sampling import Bounds, Keys, bounds, keys_of, known, lines, spacing
-from .shards import columns, lacking, sent_on, settled, told
+from .shards import columns, lacking, neighbours, sent_on, settled, told
 
 __all__ = ["price", "sort", "sorts"]
 
@@ -93,23 +93,9 @@ class Table(NamedTuple):
         return found
 
 
-def _groups(spec: DTensorSpec, dim: int) -> list[list[int]]:
-    """For each shard those that differ from it in their piece of `dim` alone."""
-    shape = tuple(spec.topology.shape[axis] for axis in spec.slot_axes)
-    own = [spec.slot_axes.index(axis) for axis in spec.dim_axes[dim]]
-    by_rows: dict[tuple[int, ...], list[int]] = {}
-    found = []
-    for shard, coord in enumerate(all_coords(shape)):
-        rest = tuple(place for at, place in enumerate(coord) if at not in own)
-        group = by_rows.setdefault(rest, [])
-        group.append(shard)
-        found.append(group)
-    return found
-
-
 def _table(op: Any, spec: DTensorSpec, dim: int, seen: Sequence[Bounds]) -> Table:
     """What every shard sends; `seen` is what each rank found out of its own rows."""
-    groups = _groups(spec, dim)
+    groups = neighbours(spec, dim)
     filled = torch.tensor(spec.dim_cuts[dim]) > 0
 
     def sent(found: Bounds) -> torch.Tensor:  # what is for no place is sent to nobody
