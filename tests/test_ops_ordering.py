@@ -117,6 +117,12 @@ def test_only_statistics_move(f, most):
         assert received(f, rows, 6) <= most
 
 
+@pytest.mark.parametrize("f", [lambda x: x.max(0), lambda x: x.argmin(0), lambda x: x.topk(2, 0)])
+def test_candidates_that_are_more_than_the_elements_are_not_moved(f):
+    """Of few places on each rank the shards go to another dim, in less than a candidate of each."""
+    assert received(f, 8, 64) <= 8 * 64 * 8 // 4
+
+
 def test_a_sort_of_one_dim_leaves_the_others_in_shards():
     x = sw.distribute_tensor(numbers(8, 8), virtual(2, 2), [Shard(0), Shard(1)])
     for y in (*x.sort(0), *x.kthvalue(2, 0, keepdim=True), *x.mode(0, keepdim=True)):

@@ -21,18 +21,44 @@ __all__ = ["aminmax", "argmax", "argmin", "max_dim", "min_dim", "topk"]
 aten = torch.ops.aten
 
 
+def _few(spec: DTensorSpec, dim: int, k: int) -> int:
+    """What it costs to gather so many elements of each shard, and where they are."""
+    cuts = spec.dim_cuts[dim]
+    others = prod(max(each) for d, each in enumerate(spec.dim_cuts) if d != dim)
+    width = spec.dtype.itemsize + short(spec.shape[dim]).itemsize
+    nbytes = others * sum(min(k, size) for size in cuts) * (len(cuts) - 1) // len(cuts) * width
+    return max(spec.topology.links[axis].price(nbytes) for axis in spec.dim_axes[dim])
+
+
+def _moves_less(spec: DTensorSpec, dim: int, k: int) -> bool:
+    """Whether candidates are less than what a rule moves."""
+    links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
+    return _few(spec, dim, k) < max(link.price(lacking(spec, dim)) for link in links)
+
+
+def _names_one(call: Call) -> bool:
+    """As `_moves_less`, for one element along a sharded dim, or of all."""
+    dim = call.get("dim")
+    if dim is None or not call.specs[0].ndim:
+        return sharded_on()(call)
+    spec = call.specs[0].reduced
+    dim %= spec.ndim
+    return bool(spec.dim_axes[dim]) and _moves_less(spec, dim, 1)
+
+
 def _extreme(op: Any, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Value and index of the first extreme element: that of the first shard that has it."""
     x = settled(op, x)
     dim %= x.ndim
+    narrow = short(x.shape[dim])
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         if not part.shape[dim]:
-            return part, part.to(torch.int64)
+            return part, part.to(narrow)
         value, index = op(part, dim, True)
-        return value, index + box[dim][0]
+        return value, (index + box[dim][0]).to(narrow)
 
-    values, indices = candidates(op, x, [dim], 1, local, (x.dtype, torch.int64))
+    values, indices = candidates(op, x, [dim], 1, local, (x.dtype, narrow))
     outs = [
         placed(values._spec, meta, {}, None if keepdim else dim)
         for meta in metas(op, x, dim, keepdim)
@@ -40,19 +66,19 @@ def _extreme(op: Any, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     best: list[tuple[torch.Tensor, ...]] = []
     for value, index in zip(values._locals, indices._locals, strict=True):
         top, at = op(value, dim, True)
-        pair = (top, index.gather(dim, at))
+        pair = (top, index.gather(dim, at).to(torch.int64))
         best.append(pair if keepdim else tuple(part.squeeze(dim) for part in pair))
     tops, places = map(wrap, outs, columns(best, 2))
     return tops, places
 
 
-@register_form("max.dim", when=sharded_on())
+@register_form("max.dim", when=_names_one)
 def max_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
     """The largest element and where it is first."""
     return _extreme(aten.max.dim, x, dim, keepdim)
 
 
-@register_form("min.dim", when=sharded_on())
+@register_form("min.dim", when=_names_one)
 def min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
     """The smallest element and where it is first."""
     return _extreme(aten.min.dim, x, dim, keepdim)
@@ -91,13 +117,13 @@ def _whole(spec: DTensorSpec, meta: Any) -> DTensorSpec:
     return DTensorSpec(spec.topology, spec.placements, meta)
 
 
-@register_form("argmax", when=sharded_on())
+@register_form("argmax", when=_names_one)
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """Where the largest element is first."""
     return _place(aten.argmax.default, aten.max.dim, x, dim, keepdim)
 
 
-@register_form("argmin", when=sharded_on())
+@register_form("argmin", when=_names_one)
 def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """Where the smallest element is first."""
     return _place(aten.argmin.default, aten.min.dim, x, dim, keepdim)
@@ -110,24 +136,13 @@ def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)
 
 
-def _few(spec: DTensorSpec, dim: int, k: int) -> int:
-    """What it costs to gather so many elements of each shard, and where they are."""
-    cuts = spec.dim_cuts[dim]
-    others = prod(max(each) for d, each in enumerate(spec.dim_cuts) if d != dim)
-    width = spec.dtype.itemsize + short(spec.shape[dim]).itemsize
-    nbytes = others * sum(min(k, size) for size in cuts) * (len(cuts) - 1) // len(cuts) * width
-    return max(spec.topology.links[axis].price(nbytes) for axis in spec.dim_axes[dim])
-
-
 def _selects(call: Call) -> bool:
     """Whether candidates, or sorting, are less than what a rule moves."""
     spec = call.specs[0].reduced
     dim, k = call.get("dim") % max(spec.ndim, 1), call.get("k")
     if not spec.ndim or not spec.dim_axes[dim]:
         return False
-    links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
-    cheap = max(link.price(lacking(spec, dim)) for link in links)
-    return _few(spec, dim, k) < cheap or sorts(call)
+    return _moves_less(spec, dim, k) or sorts(call)
 
 
 @register_form("topk", when=_selects)
