@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import CommDebugMode, Shard, communication, distribute_tensor
+from shardwise import CommDebugMode, Replicate, Shard, communication, distribute_tensor
 
-from .compare import check, ints, numbers, virtual
+from .compare import check, ints, numbers, spread, virtual
 
 X, Y, Z = numbers(7, 4), numbers(7, 4, seed=1), numbers(7, 4, seed=2)
 TARGET, WEIGHT = ints(7, high=4), numbers(4, seed=3).sigmoid()
@@ -222,3 +222,17 @@ def test_a_sharded_batch_stays_where_it_is(name: str) -> None:
         made = loss(*given)
     assert sum(comm.bytes.values()) <= 32  # four numbers
     torch.testing.assert_close(made.full_tensor(), loss(*inputs))
+
+
+def test_margins_of_classes_in_shards_move_statistics() -> None:
+    """Of few rows there is no other dim to cut: the score of each target is shared, and sums."""
+    mesh, x = virtual(4), numbers(2, 400)
+    given: Any = spread(x.requires_grad_(), mesh, [Shard(1)])
+    target = spread(torch.tensor([5, 399]), mesh, [Replicate()])
+    with CommDebugMode() as comm:
+        loss = F.multi_margin_loss(given, target, p=2)
+        loss.backward()
+    assert sum(comm.bytes.values()) <= 4 * 2 * 2 * 8 * 2
+    whole = x.detach().clone().requires_grad_()
+    F.multi_margin_loss(whole, torch.tensor([5, 399]), p=2).backward()
+    torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
