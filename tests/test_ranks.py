@@ -1,4 +1,4 @@
-"""Medians and quantiles of elements in shards: counts move."""
+"""Medians and quantiles of elements in shards: samples move, and the few elements they leave."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from shardwise import CommDebugMode, Link, Replicate, Shard, communication, init_device_mesh
 from shardwise.forms import ranks
+from shardwise.forms.sampling import rounds
 
 from .compare import assert_same, ints, numbers, spread, virtual
 
@@ -113,7 +114,7 @@ def test_columns(dim: int) -> None:
 
 
 LARGE = numbers(60_000)
-TWO = LARGE.view(2, -1)
+TWO, LONG = LARGE.view(2, -1), numbers(2, 1 << 15, dtype=torch.float32)
 CALLS: dict[str, Any] = {
     "median": torch.median,
     "nanmedian": torch.nanmedian,
@@ -135,20 +136,46 @@ OF_TWO: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OF_TWO)
-def test_counts_of_few_columns_move(name: str) -> None:
-    mesh = init_device_mesh("cpu", (4,), links=Link(0, 1e9))
-    with CommDebugMode() as comm:
-        got = OF_TWO[name](spread(TWO, mesh, [Shard(1)]))
-    assert sum(comm.bytes.values()) < TWO.numel() * 8 // 4
-    torch.testing.assert_close(got.full_tensor(), OF_TWO[name](TWO))
+def test_samples_of_few_columns_move(name: str) -> None:
+    for x, mesh in ((TWO, init_device_mesh("cpu", (4,), links=Link(0, 1e9))), (LONG, virtual(8))):
+        with CommDebugMode() as comm:
+            got = OF_TWO[name](spread(x, mesh, [Shard(1)]))
+        # A hundred numbers of each rank, and as many as they leave.
+        assert sum(comm.bytes.values()) < 18_000 * x.itemsize // 4
+        torch.testing.assert_close(got.full_tensor(), OF_TWO[name](x))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_counts_move(name: str) -> None:
+def test_samples_move(name: str) -> None:
     with CommDebugMode() as comm:
         got = CALLS[name](spread(LARGE, virtual(4), [Shard(0)]))
-    assert sum(comm.bytes.values()) < LARGE.numel() * 8 // 4
+    assert sum(comm.bytes.values()) < LARGE.numel() * 8 // 40
     torch.testing.assert_close(got.full_tensor(), CALLS[name](LARGE))
+
+
+@pytest.mark.parametrize("most", [[1], [2, 2], [7, 7, 7]], ids=str)
+def test_samples_of_samples(most: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few are shown, and in however many rounds, what they leave has the elements."""
+    monkeypatch.setattr(ranks, "rounds", lambda *given: (0, most))
+    q = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    for x in (numbers(2, 300), numbers(2, 300).round(), torch.ones(2, 300).double()):
+        for mesh, cuts in ((virtual(3), None), (virtual(2, 4), None), (virtual(3), (0, 299, 1))):
+            where = [Shard(1)] * mesh.ndim
+            ours = spread(x, mesh, where, cuts and [None, cuts])
+            for k in (1, 150, 300):
+                value, place = (each.full_tensor() for each in ranks.kthvalue(ours, k, 1))
+                assert value.equal(x.kthvalue(k, 1).values)
+                assert x.gather(1, place.unsqueeze(1)).squeeze(1).equal(value)
+            made = ranks.quantile("quantile", ours, q, 1, False, "linear", False)
+            torch.testing.assert_close(made.full_tensor(), torch.quantile(x, q, 1))
+
+
+def test_the_larger_a_tensor_the_more_rounds() -> None:
+    """Samples are never more than some tens of thousands of bytes."""
+    for size, number in ((1 << 16, 1), (1 << 26, 3), (1 << 40, 3)):
+        price, samples = rounds(size, 8, 1, 1, 4, [Link(1e-5, 2e9)])
+        assert len(samples) == number
+        assert size == 1 << 40 or price < Link(1e-5, 2e9).price(100_000)
 
 
 def test_gradients() -> None:

@@ -1,8 +1,4 @@
-"""Order statistics of elements in shards: counts move, and elements only if they are to be sorted.
-
-Elements are compared as integers in the same order. The one of a given rank is found digit by
-digit: each rank counts how many of its own are below 255 places, and the counts are added up.
-"""
+"""Order statistics of elements in shards: samples move, and the few elements that they leave."""
 
 from __future__ import annotations
 
@@ -14,120 +10,147 @@ import torch
 
 from .. import policy
 from .._torch import run_composite, take_composite
+from ..cost import Link
 from ..entry import register_form
-from ..placement import Partial, Replicate
-from ..ragged import as_dtensor, settled, whole
+from ..geometry import all_coords
+from ..placement import Placement, Shard
+from ..ragged import as_dtensor, joined, settled, whole
 from ..replicated import mesh_of
 from ..rules import Call, Operand
-from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import Wrapper, wrap
-from .sampling import BITS, keys_of, known
-from .shards import lacking, told
+from ..spec import DTensorSpec
+from ..wrapper import Wrapper
+from .sampling import Search, keys_of, known, lines, narrowed, rounds
+from .shards import lacking, shard_of, told
 
 __all__ = ["kthvalue", "median", "nanmedian", "quantile"]
 
 aten = torch.ops.aten
-_DIGIT = 8
 
 
-def _width(dtype: torch.dtype) -> int:
-    """How many bits the integers have that stand for elements."""
-    return 16 if dtype is torch.uint8 else 8 * dtype.itemsize
+# --- what it costs ------------------------------------------------------------------------------
 
 
-def _value(key: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The element that an integer stands for."""
-    if not dtype.is_floating_point:
-        return torch.tensor(key, dtype=dtype, device=device)
-    bits = key if key >= 0 else key ^ ((1 << (_width(dtype) - 1)) - 1)
-    return torch.tensor(bits, dtype=torch.int64, device=device).to(BITS[dtype.itemsize]).view(dtype)
+def _links(spec: DTensorSpec) -> list[Link]:
+    return [spec.topology.links[axis] for axis in spec.slot_axes]
 
 
-def _added(op: Any, spec: DTensorSpec, counts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of what the shards of a tensor have."""
-    places = [Partial() if place.is_shard() else Replicate() for place in spec.placements]
-    meta = TensorMeta(tuple(counts[0].shape), counts[0].stride(), torch.int64)
-    return whole(op, wrap(DTensorSpec(spec.topology, places, meta), tuple(counts)))
+def _rounds(spec: DTensorSpec, size: int, ranks: int) -> tuple[int, list[int]]:
+    """The price of finding some ranks in each row of so many elements, and the samples for it."""
+    rows = prod(spec.shape) // size
+    width = spec.dtype.itemsize
+    return rounds(size, spec.num_shards, rows, ranks, width, _links(spec))
 
 
-def _ranked(
-    op: Any,
-    spec: DTensorSpec,
-    rows: Sequence[torch.Tensor],
-    ranks: Sequence[Sequence[int]],
-    width: int,
-) -> torch.Tensor:
-    """For each row the integers of some ranks, counted from 0; `rows` are those of each shard, in
-    order."""
-    device = rows[0].device
-    wanted = torch.tensor(ranks, device=device).unsqueeze(-1)
-    found = torch.full_like(wanted, -(1 << (width - 1)))
-    steps = torch.arange(1, 1 << _DIGIT, device=device)
-    for shift in range(width - _DIGIT, -1, -_DIGIT):
-        places = found + (steps << shift)
-        own = [torch.searchsorted(row, places.flatten(1)) for row in rows]
-        below = _added(op, spec, own).view(places.shape)
-        found = found + ((below <= wanted).sum(-1, keepdim=True) << shift)
-    return found.squeeze(-1)
-
-
-def _lines(x: Any, dim: int | None) -> list[torch.Tensor]:
-    """The integers of each shard: a row for each column along `dim`, or one for all elements."""
-    if dim is None:
-        return [keys_of(part).reshape(1, part.numel()) for part in x._locals]
-    rest = prod(x.shape) // x.shape[dim]
-    turned = [keys_of(part).movedim(dim, -1).contiguous() for part in x._locals]
-    return [line.view(rest, line.shape[-1]) for line in turned]
+def _has_ranks(spec: DTensorSpec) -> bool:
+    return spec.is_sharded() and prod(spec.shape) > 0 and known(spec.dtype)
 
 
 def _pays(call: Call, ranks: int = 1) -> bool:
-    """Whether counts are less than the tensor, if so many ranks are asked for."""
-    spec = call.specs[0]
-    if not spec.is_sharded() or not prod(spec.shape) or not known(spec.dtype):
+    """Whether samples are less than the tensor, if so many ranks are asked for."""
+    spec = call.specs[0].reduced
+    if not _has_ranks(spec):
         return False
-    rounds, counts = _width(spec.dtype) // _DIGIT + 1, 2 * 8 * ranks << _DIGIT
-    links = [spec.topology.links[axis] for axis in spec.slot_axes]
+    price, _ = _rounds(spec, prod(spec.shape), ranks)
     own = prod(spec.local_shape((0,) * spec.topology.ndim))
-    lacking = (prod(spec.shape) - own) * spec.dtype.itemsize
-    return all(rounds * link.price(counts) < link.price(lacking) for link in links)
+    nbytes = (prod(spec.shape) - own) * spec.dtype.itemsize
+    return all(price + link.price(0) < link.price(nbytes) for link in _links(spec))
+
+
+def _columns_pay(call: Call, ranks: int = 1) -> bool:
+    """Whether only the dim that is asked for is in shards, and samples are less than what a rule
+    moves."""
+    spec = call.specs[0].reduced
+    if not spec.ndim or not _has_ranks(spec):
+        return False
+    dim = call.get("dim") % spec.ndim
+    if spec.num_shards != len(spec.dim_cuts[dim]):
+        return False
+    price, _ = _rounds(spec, spec.shape[dim], ranks)
+    table = 8 * spec.num_shards * (prod(spec.shape) // spec.shape[dim])
+    return all(
+        price + 2 * link.price(table) < link.price(lacking(spec, dim)) for link in _links(spec)
+    )
+
+
+# --- elements of given ranks --------------------------------------------------------------------
+
+
+def _flat(op: Any, x: Any) -> Any:
+    """The elements of a tensor as a vector, shard by shard."""
+    spec = x._spec
+    mesh = spec.topology
+    shape = tuple(n if axis in spec.slot_axes else 1 for axis, n in enumerate(mesh.shape))
+    cuts = tuple(prod(spec.local_shape(coord)) for coord in all_coords(shape))
+    places: list[Placement] = [Shard(0) if p.is_shard() else p for p in spec.placements]
+    return joined(op, mesh, places, [part.reshape(-1) for part in x._locals], cuts=cuts)
+
+
+def _selected(
+    op: Any, x: Any, dim: int, first: torch.Tensor, last: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements of pairs of ranks that are the same or follow each other, some for each row."""
+    spec: DTensorSpec = x._spec
+    own = [lines(part, dim) for part in x._locals]
+    orders = [keys_of(part).sort(stable=True) for part in own]
+    ordered = [part.gather(1, order.indices) for part, order in zip(own, orders, strict=True)]
+    keys = [order.values for order in orders]
+    search, each = Search.begin(spec.dim_cuts[dim], first, last + 1), 1
+    for most in _rounds(spec, spec.shape[dim], first.shape[1])[1]:
+        search = narrowed(op, spec, dim, keys, [search] * len(keys), most, each)[0]
+        each = first.shape[1]
+    before = search.low.sum(0)
+    places = torch.stack([each.flatten() - before for each in (first, last)], 1)
+    found = []
+    for line, at in zip(_left(op, x, dim, ordered, search), places, strict=True):
+        found.append(line[keys_of(line).sort(stable=True).indices[at.to(line.device)]])
+    below, above = torch.stack(found).view(*first.shape, 2).unbind(-1)
+    return below, above
+
+
+def _left(
+    op: Any, x: Any, dim: int, ordered: Sequence[torch.Tensor], search: Search
+) -> list[torch.Tensor]:
+    """For each line of a search the elements that may be what it is for, of the first shard first,
+    on all ranks."""
+    spec: DTensorSpec = x._spec
+    row = search.row.tolist()
+    parts = []
+    for coord, rows in zip(spec.slots, ordered, strict=True):
+        at = shard_of(spec, dim, coord)
+        bounds = zip(row, search.low[at].tolist(), search.high[at].tolist(), strict=True)
+        parts.append(torch.cat([rows[line, start:stop] for line, start, stop in bounds]))
+    sizes = search.high - search.low
+    places: list[Placement] = [Shard(0) if p.is_shard() else p for p in spec.placements]
+    cuts = tuple(sizes.sum(1).tolist())
+    every = whole(op, joined(op, spec.topology, places, parts, cuts=cuts))
+    pieces = every.split(sizes.flatten().tolist())
+    return [torch.cat(pieces[line :: len(row)]) for line in range(len(row))]
 
 
 # --- median and quantiles ---------------------------------------------------------------------
 
 
-def _middle(op: Any, x: Any, ignore_nan: bool) -> Any:
-    mesh_of(op, [x])
-    x = settled(op, x)
-    rows = [line.sort().values for line in _lines(x, None)]
-    (rank,) = _middles(op, x, x.numel(), rows, ignore_nan)
-    key = _ranked(op, x._spec, rows, [[rank]], _width(x.dtype))
-    return as_dtensor(_values(key, x).reshape(()), x._spec.topology)
-
-
-def _values(keys: torch.Tensor, x: Any) -> torch.Tensor:
-    """The elements that integers stand for."""
-    made = [_value(key, x.dtype, x.device) for key in keys.flatten().tolist()]
-    return torch.stack(made).view(keys.shape)
-
-
-def _nans(op: Any, x: Any, rows: Sequence[torch.Tensor]) -> list[int]:
+def _nans(op: Any, x: Any, dim: int) -> torch.Tensor:
     """How many elements of each row are NaN."""
     if not x.dtype.is_floating_point:
-        return [0] * len(rows[0])
-    most = (1 << (_width(x.dtype) - 1)) - 1
-    counts: list[int] = _added(op, x._spec, [(row == most).sum(-1) for row in rows]).tolist()
-    return counts
+        return torch.zeros(prod(x.shape) // x.shape[dim], dtype=torch.int64)
+    return torch.tensor(told(op, x._spec, [lines(p.isnan(), dim).sum(-1) for p in x._locals])).sum(
+        0
+    )
 
 
-def _middles(
-    op: Any, x: Any, size: int, rows: Sequence[torch.Tensor], ignore_nan: bool
-) -> list[int]:
+def _middles(op: Any, x: Any, dim: int, ignore_nan: bool) -> torch.Tensor:
     """For each row the rank of its median; that of the last, which is NaN, if the median is."""
-    ranks = []
-    for missing in _nans(op, x, rows):
-        none = missing == size or (missing and not ignore_nan)
-        ranks.append(size - 1 if none else (size - missing - 1) // 2)
-    return ranks
+    size, missing = x.shape[dim], _nans(op, x, dim)
+    none = (missing == size) if ignore_nan else (missing > 0)
+    return torch.where(none, size - 1, (size - missing - 1) // 2).unsqueeze(1)
+
+
+def _middle(op: Any, x: Any, ignore_nan: bool) -> Any:
+    mesh = mesh_of(op, [x])
+    x = _flat(op, settled(op, x))
+    rank = _middles(op, x, 0, ignore_nan)
+    return as_dtensor(_selected(op, x, 0, rank, rank)[0].reshape(()), mesh)
 
 
 @register_form("median.default", when=_pays)
@@ -142,21 +165,6 @@ def nanmedian(x: Any) -> Any:
     return _middle(aten.nanmedian.default, x, True)
 
 
-def _columns_pay(call: Call, ranks: int = 1) -> bool:
-    """Whether only the dim that is asked for is in shards, and counts are less than what a rule
-    moves."""
-    spec = call.specs[0]
-    if not spec.ndim or not spec.is_sharded() or not prod(spec.shape) or not known(spec.dtype):
-        return False
-    dim = call.get("dim") % spec.ndim
-    if spec.num_shards != len(spec.dim_cuts[dim]):
-        return False
-    columns = prod(spec.shape) // spec.shape[dim]
-    rounds, counts = _width(spec.dtype) // _DIGIT + 1, 2 * 8 * columns * ranks << _DIGIT
-    links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
-    return all(rounds * link.price(counts) < link.price(lacking(spec, dim)) for link in links)
-
-
 def _found(
     op: Any, x: Any, dim: int, rank: int | None, keepdim: bool, ignore_nan: bool = False
 ) -> Any:
@@ -164,19 +172,22 @@ def _found(
     mesh_of(op, [x])
     x = settled(op, x)
     spec, dim = x._spec, dim % x.ndim
-    size, lines = x.shape[dim], _lines(x, dim)
-    rows = [line.sort().values for line in lines]
-    ranks = [rank] * len(rows[0]) if rank is not None else _middles(op, x, size, rows, ignore_nan)
-    keys = _ranked(op, spec, rows, [[each] for each in ranks], _width(x.dtype))
+    size = x.shape[dim]
+    ranks = torch.full((prod(x.shape) // size, 1), rank or 0)
+    if rank is None:
+        ranks = _middles(op, x, dim, ignore_nan)
+    value = _selected(op, x, dim, ranks, ranks)[0]
+    keys = keys_of(value)
     own = []
-    for line in lines:
-        hits = torch.cat([line == keys, torch.ones_like(keys, dtype=torch.bool)], 1)
+    for part in x._locals:
+        hits = keys_of(lines(part, dim)) == keys
+        hits = torch.cat([hits, torch.ones_like(keys, dtype=torch.bool)], 1)
         own.append(hits.to(torch.int8).argmax(1))  # the size of the part if there is none
     table = torch.tensor(told(op, spec, own))
     starts, stops = torch.tensor(spec.pieces(dim)).T.unsqueeze(-1)
     places = torch.where(table < stops - starts, table + starts, size).amin(0)
     shape = _reduced(x, dim, keepdim)
-    made = (_values(keys, x).reshape(shape), places.reshape(shape).to(x.device))
+    made = (value.reshape(shape), places.reshape(shape).to(x.device))
     return tuple(as_dtensor(each, spec.topology) for each in made)
 
 
@@ -212,25 +223,25 @@ def quantile(
     with policy.inside(op):
         mesh = mesh_of(op, [x])
         x = settled(op, x)
-        rows = [line.sort().values for line in _lines(x, dim)]
-        size = x.numel() if dim is None else x.shape[dim]
+        shape = _reduced(x, dim, keepdim)
+        x, dim = (_flat(op, x), 0) if dim is None else (x, dim)
         q = torch.as_tensor(q, dtype=x.dtype, device=x.device)
-        missing = torch.tensor(_nans(op, x, rows), device=x.device)
-        last = (size - missing if ignore_nan else torch.full_like(missing, size)) - 1
+        missing = _nans(op, x, dim).to(x.device)
+        size = torch.full_like(missing, x.shape[dim])
+        last = (size - missing if ignore_nan else size) - 1
         none = (last < 0) | (missing > 0 if not ignore_nan else missing < 0)
         places = q.flatten() * last.clamp(min=0).unsqueeze(1)
         if interpolation in ("lower", "higher", "nearest"):
             how = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}
             places = how[interpolation](places)
         below, above = places.floor(), places.ceil()
-        ranks = torch.cat([below, above], 1).to(torch.int64).tolist()
-        made, upper = _values(_ranked(op, x._spec, rows, ranks, _width(x.dtype)), x).chunk(2, 1)
+        made, upper = _selected(op, x, dim, below.cpu().long(), above.cpu().long())
         if interpolation == "linear":
             made = torch.lerp(made, upper, places - below)
         elif interpolation == "midpoint":
             made = torch.lerp(made, upper, 0.5)
         made = made.masked_fill(none.unsqueeze(1), float("nan"))
-        made = made.reshape([*_reduced(x, dim, keepdim), *q.shape])
+        made = made.reshape([*shape, *q.shape])
         return as_dtensor(made.movedim(-1, 0) if q.ndim else made, mesh)
 
 
@@ -263,7 +274,7 @@ def _fits(x: Any, q: Any, dim: int | None) -> bool:
     graded = torch.is_grad_enabled() and (x.requires_grad or (many and q.requires_grad))
     if not within or graded or x.dtype not in (torch.float32, torch.float64):
         return False
-    ranks = 2 * (q.numel() if many else 1)
+    ranks = q.numel() if many else 1
     if dim is None:
         return _pays(Call(aten.median.default, (), {}, [x._spec], []), ranks)
     return _columns_pay(Call(aten.median.dim, (Operand(0), dim), {}, [x._spec], []), ranks)

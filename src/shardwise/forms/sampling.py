@@ -2,8 +2,8 @@
 
 Elements are compared as integers in the same order; of equal ones those of earlier shards come
 first. Each shard shows some of its own, evenly spread. What lies between two of them is unknown,
-so that every rank knows of each shard how many elements come before a rank for sure, and how many
-may.
+so that all ranks know of each shard how many elements come before a rank for sure, and which are
+left to look at. Samples of those tell more.
 """
 
 from __future__ import annotations
@@ -14,11 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..geometry import Box
-from ..spec import DTensorSpec
-from .shards import candidates
+from ..cost import Link
+from ..geometry import all_coords
+from ..placement import Placement, Replicate, Shard
+from ..spec import DTensorSpec, TensorMeta
+from ..wrapper import wrap
+from .shards import gathered, shard_of
 
-__all__ = ["BITS", "Bounds", "Keys", "bounds", "keys_of", "known", "lines", "owner_of", "spacing"]
+__all__ = [
+    "BITS",
+    "Keys",
+    "Search",
+    "bits_of",
+    "keys_of",
+    "known",
+    "lines",
+    "narrowed",
+    "owner_of",
+    "rounds",
+    "spacing",
+]
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -7046029254386353131
@@ -56,94 +71,131 @@ def lines(part: torch.Tensor, dim: int) -> torch.Tensor:
     return turned.reshape(prod(turned.shape[:-1]), turned.shape[-1])
 
 
+def bits_of(dtype: torch.dtype) -> torch.dtype:
+    """The narrowest integers for what stands for elements of a dtype."""
+    return torch.int16 if dtype is torch.uint8 else BITS[dtype.itemsize]
+
+
 def spacing(size: int, count: int) -> int:
     """How many samples a shard shows, so that they are about as many as what they leave unknown
     of `size` elements in `count` shards."""
     return 2 * isqrt(size // count) + 1
 
 
-class Bounds(NamedTuple):
-    """For each shard, row and rank: how many elements come before it for sure, and at most."""
+def rounds(
+    size: int, count: int, rows: int, ranks: int, width: int, links: Sequence[Link]
+) -> tuple[int, list[int]]:
+    """How many samples each shard shows in turn, till it is least to send what is left, and the
+    price of all that: for some ranks of each of `rows`, of `size` elements in `count` shards."""
+    found = []
+    for number in (1, 2, 3):
+        most = 2 << -(-(size // count).bit_length() // (number + 1))
+        asked = [rows, *[rows * ranks] * (number - 1)]
+        left = size * 3**number // most**number
+        steps = [
+            *(each * (count - 1) * most * width for each in asked),
+            rows * ranks * left * width,
+        ]
+        found.append((max(sum(map(link.price, steps)) for link in links), [most] * number))
+    return min(found)
 
+
+class Search(NamedTuple):
+    """Where elements of some ranks are to be found in rows.
+
+    `row` is the row of each line. `low` and `high`, for each shard and line, say how many elements
+    come before those ranks for sure, and at most. A line is about the ranks from `first` to `last`,
+    or several such intervals.
+    """
+
+    row: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
-
-
-class _Samples(NamedTuple):
-    """For the samples of all shards in turn: how many there are of each, where each is in its
-    shard, and how far it is from the sample before and to the next."""
-
-    counts: list[int]
-    place: torch.Tensor
-    before: torch.Tensor
-    after: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
 
     @staticmethod
-    def of(sizes: Sequence[int], most: int) -> _Samples:
-        places = [_spread(size, most) for size in sizes]
-        before, after = [], []
-        for place, size in zip(places, sizes, strict=True):
-            before.append(place.diff(prepend=torch.tensor([-1])))
-            after.append(place.diff(append=torch.tensor([size])))
-        parts = map(torch.cat, (places, before, after))
-        return _Samples([len(place) for place in places], *parts)
+    def begin(sizes: Sequence[int], first: torch.Tensor, last: torch.Tensor) -> Search:
+        """Intervals of ranks for each row; nothing is known."""
+        high = torch.tensor(sizes).unsqueeze(1).expand(len(sizes), len(first))
+        return Search(torch.arange(len(first)), torch.zeros_like(high), high, first, last)
+
+    def spots(self, most: int) -> torch.Tensor:
+        """Places in the middle of blocks of what is unknown, for each shard and line."""
+        width = (self.high - self.low).unsqueeze(-1)
+        return self.low.unsqueeze(-1) + (2 * torch.arange(most) + 1) * width // (2 * most)
+
+    def narrowed(self, keys: torch.Tensor, spots: torch.Tensor) -> Search:
+        """A line for each interval; `keys` are samples `[line, shard * sample]` from `spots`."""
+        order = keys.sort(stable=True).indices
+        some = self.high > self.low  # an empty shard has nothing to show
+        before = spots.diff(prepend=self.low.unsqueeze(-1) - 1) * some.unsqueeze(-1)
+        after = spots.diff(append=self.high.unsqueeze(-1))
+        steps = [each.movedim(0, 1).flatten(1).gather(1, order) for each in (before, after)]
+        least = steps[0].cumsum(-1) + (self.low.sum(0).unsqueeze(1) - 1)
+        most = steps[1].cumsum(-1) - steps[1] + spots[..., 0].sum(0).unsqueeze(1)
+        surely, maybe = torch.searchsorted(most, self.first), torch.searchsorted(least, self.last)
+        ranked = torch.empty_like(order).scatter_(1, order, _counting(order))
+        own = ranked.view(len(order), *spots.shape[::2]).movedim(1, 0).contiguous()
+        count = surely.expand(len(spots), *surely.shape), maybe.expand(len(spots), *maybe.shape)
+        ends = torch.cat([self.low.unsqueeze(-1), spots + 1], -1)
+        starts = torch.cat([spots, self.high.unsqueeze(-1)], -1)
+        low, high = (
+            table.gather(-1, torch.searchsorted(own, each.contiguous()))
+            for table, each in zip((ends, starts), count, strict=True)
+        )
+        low = low.minimum(self.high.unsqueeze(-1))
+        return Search(
+            self.row.repeat_interleave(self.first.shape[1]),
+            low.flatten(1),
+            high.maximum(low).flatten(1),
+            self.first.reshape(-1, 1),
+            self.last.reshape(-1, 1),
+        )
 
 
-def _spread(size: int, most: int) -> torch.Tensor:
-    """Places in the middle of equal blocks, no more than `most`."""
-    count = min(size, most)
-    return (2 * torch.arange(count) + 1) * size // (2 * max(count, 1))
+def _counting(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like.shape[-1], device=like.device).expand_as(like)
 
 
-def bounds(
+def narrowed(
     op: Any,
-    x: Any,
+    spec: DTensorSpec,
     dim: int,
     ordered: Sequence[torch.Tensor],
-    keys: Keys,
-    ranks: torch.Tensor,
+    searches: Sequence[Search],
     most: int,
-) -> list[Bounds]:
-    """What is known on each rank of the shards that have pieces of its rows.
-
-    `ordered` are the rows of each local tensor, each in order; `ranks` are asked for in every row.
-    """
-    spec: DTensorSpec = x._spec
-    sizes = spec.dim_cuts[dim]
-    each = iter(ordered)
-
-    def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor]:
-        rows = next(each)
-        shown = rows[:, _spread(rows.shape[1], most).to(rows.device)]
-        rest = [size for d, size in enumerate(part.shape) if d != dim]
-        return (shown.view(*rest, shown.shape[1]).movedim(-1, dim),)
-
-    (found,) = candidates(op, x, [dim], most, local, [x.dtype])
-    samples = _Samples.of(sizes, most)
-    made = {}
-    for coord in spec.slots:
+    each: int = 1,
+) -> list[Search]:
+    """Searches of which each rank knows more; `ordered` are the keys of its rows, each in order, of
+    which `each` has so many lines."""
+    spots = [search.spots(most) for search in searches]
+    shown = []
+    for coord, rows, search, places in zip(spec.slots, ordered, searches, spots, strict=True):
+        at = places[shard_of(spec, dim, coord)].clamp(max=max(rows.shape[1] - 1, 0))
+        keys = rows[search.row].gather(1, at.to(rows.device)) if rows.numel() else at
+        shown.append(keys.to(bits_of(spec.dtype)))
+    found = _gathered(op, spec, dim, shown, each)
+    made: dict[int, Search] = {}
+    for coord, search, places in zip(spec.slots, searches, spots, strict=True):
         slot = found._spec.slot(coord)
         if slot not in made:
-            rows = keys(lines(found._locals[slot], dim)).cpu()
-            made[slot] = _bounds(rows, samples, sizes, ranks)
+            keys = found._locals[slot].to("cpu", torch.int64)
+            made[slot] = search.narrowed(keys, places)
     return [made[found._spec.slot(coord)] for coord in spec.slots]
 
 
-def _bounds(
-    rows: torch.Tensor, samples: _Samples, sizes: Sequence[int], ranks: torch.Tensor
-) -> Bounds:
-    order = rows.sort(stable=True).indices
-    least = samples.before[order].cumsum(-1) - 1
-    steps = samples.after[order]
-    starts = samples.place.split(samples.counts)
-    most = steps.cumsum(-1) - steps + sum(int(place[0]) for place in starts if len(place))
-    asked = ranks.expand(len(rows), len(ranks)).contiguous()
-    surely, maybe = torch.searchsorted(most, asked), torch.searchsorted(least, asked)
-    spots = torch.empty_like(order).scatter_(1, order, torch.arange(rows.shape[1]).expand_as(order))
-    low, high = [], []
-    for place, size, own in zip(starts, sizes, spots.split(samples.counts, 1), strict=True):
-        own = own.contiguous()
-        ends = torch.cat([place.new_zeros(1), place + 1])
-        low.append(ends[torch.searchsorted(own, surely)])
-        high.append(torch.cat([place, place.new_tensor([size])])[torch.searchsorted(own, maybe)])
-    return Bounds(torch.stack(low), torch.stack(high))
+def _gathered(op: Any, spec: DTensorSpec, dim: int, shown: Sequence[Any], each: int) -> Any:
+    """What the shards of each row show, `[line, sample]`, side by side on all of their ranks."""
+    mesh, count, most = spec.topology, len(spec.dim_cuts[dim]), shown[0].shape[1]
+    others = [axis for axis in spec.slot_axes if axis not in spec.dim_axes[dim]]
+    apart = all_coords(tuple(n if axis in others else 1 for axis, n in enumerate(mesh.shape)))
+    shapes = [[n for d, n in enumerate(spec.local_shape(coord)) if d != dim] for coord in apart]
+    lines = tuple(prod(shape) * each for shape in shapes)
+    places: list[Placement] = [
+        Shard(1) if axis in spec.dim_axes[dim] else Shard(0) if axis in others else Replicate()
+        for axis in range(mesh.ndim)
+    ]
+    meta = TensorMeta((sum(lines), count * most), (count * most, 1), shown[0].dtype)
+    cuts = [lines if others else None, None]
+    return gathered(op, wrap(DTensorSpec(mesh, places, meta, cuts=cuts), tuple(shown)), [1])

@@ -21,8 +21,8 @@ from ..replicated import mesh_of
 from ..rules import Call
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
-from .sampling import Bounds, Keys, bounds, keys_of, known, lines, spacing
-from .shards import columns, lacking, neighbours, sent_on, settled, told
+from .sampling import Keys, Search, keys_of, known, lines, narrowed, spacing
+from .shards import columns, lacking, neighbours, sent_on, settled, shard_of, told
 
 __all__ = ["price", "sort", "sorts"]
 
@@ -48,10 +48,10 @@ def price(spec: DTensorSpec, dim: int) -> int | None:
         return None
     cuts, rows, width = spec.dim_cuts[dim], _rows(spec, dim), spec.dtype.itemsize
     count, each = len(cuts), width + _narrow(max(cuts)).itemsize
-    most = spacing(spec.shape[dim], count)
+    most = _samples(spec, dim)
     unknown = 3 * spec.shape[dim] // most if max(cuts) > most else 0
     steps = [
-        rows * (count - 1) * min(most, max(cuts)) * width,
+        rows * (count - 1) * most * width,
         rows * (max(cuts) * (count - 1) // count + unknown) * each,
     ]
     if spec.num_shards > count:
@@ -93,25 +93,42 @@ class Table(NamedTuple):
         return found
 
 
-def _table(op: Any, spec: DTensorSpec, dim: int, seen: Sequence[Bounds]) -> Table:
+def _table(op: Any, spec: DTensorSpec, dim: int, seen: Sequence[Search]) -> Table:
     """What every shard sends; `seen` is what each rank found out of its own rows."""
     groups = neighbours(spec, dim)
+    count = len(spec.dim_cuts[dim])
     filled = torch.tensor(spec.dim_cuts[dim]) > 0
 
-    def sent(found: Bounds) -> torch.Tensor:  # what is for no place is sent to nobody
-        starts, stops = found.low[..., :-1], found.high[..., 1:]
+    def sent(found: Search) -> torch.Tensor:  # what is for no place is sent to nobody
+        starts, stops = (each.unflatten(1, (-1, count)) for each in (found.low, found.high))
         return torch.stack([starts, torch.where(filled, stops, starts)])
 
-    if spec.num_shards == len(filled):
+    if spec.num_shards == count:
         starts, stops = sent(seen[0])
         return Table(starts, stops, groups)
     rows = _rows(spec, dim)  # other ranks know nothing of these rows
     own = []
     for coord, found in zip(spec.slots, seen, strict=True):
-        mine = sent(found)[:, flat_index(coord, spec.topology.shape, spec.dim_axes[dim])]
-        own.append(torch.cat([mine, mine.new_zeros(2, rows - mine.shape[1], len(filled))], 1))
+        mine = sent(found)[:, shard_of(spec, dim, coord)]
+        own.append(torch.cat([mine, mine.new_zeros(2, rows - mine.shape[1], count)], 1))
     starts, stops = torch.tensor(told(op, spec, own)).unbind(1)
     return Table(starts, stops, groups)
+
+
+def _seen(op: Any, spec: DTensorSpec, dim: int, keys: Sequence[torch.Tensor]) -> list[Search]:
+    """What is known of each piece of the result; `keys` are those of the rows, in order."""
+    cuts = spec.dim_cuts[dim]
+    last = torch.tensor(list(accumulate(cuts)))
+    first = last - torch.tensor(cuts)
+    begun = [
+        Search.begin(cuts, *(each.repeat(len(rows), 1) for each in (first, last))) for rows in keys
+    ]
+    return narrowed(op, spec, dim, keys, begun, _samples(spec, dim))
+
+
+def _samples(spec: DTensorSpec, dim: int) -> int:
+    cuts = spec.dim_cuts[dim]
+    return min(spacing(sum(cuts), len(cuts)), max(cuts))
 
 
 def _turned(part: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -134,19 +151,17 @@ def _sorted(op: Any, x: Any, dim: int, descending: bool) -> tuple[Any, Any]:
         return ~keys_of(part) if descending else keys_of(part)
 
     own = [lines(part, dim) for part in x._locals]
-    orders = [keys(part).sort(stable=True).indices for part in own]
+    found, orders = columns([keys(part).sort(stable=True) for part in own], 2)
     ordered = [part.gather(1, order) for part, order in zip(own, orders, strict=True)]
-    ranks = torch.tensor([0, *accumulate(cuts)])
-    seen = bounds(op, x, dim, ordered, keys, ranks, spacing(sum(cuts), len(cuts)))
-    table = _table(op, spec, dim, seen)
+    table = _table(op, spec, dim, _seen(op, spec, dim, found))
     shards = [flat_index(coord, spec.topology.shape, spec.slot_axes) for coord in spec.slots]
     narrow = _narrow(max(cuts))
     given, ends = (ordered, [order.to(narrow) for order in orders]), table.ends()
     sent = [tuple(map(partial(_sent, table), parts, shards)) for parts in given]
-    found = sent_on(op, spec, [(parts, ends) for parts in sent])
+    came = sent_on(op, spec, [(parts, ends) for parts in sent])
     made = [
         _kept(values, places, table, shard, spec.pieces(dim), len(rows), keys)
-        for values, places, shard, rows in zip(*found, shards, own, strict=True)
+        for values, places, shard, rows in zip(*came, shards, own, strict=True)
     ]
     values, places = columns(made, 2)
     return _wrapped(spec, dim, x.dtype, values), _wrapped(spec, dim, torch.int64, places)
