@@ -17,6 +17,7 @@ from .. import (
     test_attention,
     test_frequent,
     test_inplace,
+    test_largest,
     test_membership,
     test_memory,
     test_ops_ordering,
@@ -154,6 +155,17 @@ def several_indices() -> None:
     where = [(Shard(0), Shard(1)), *[(Shard(0), Replicate())] * 2]
     assert_same(call, given, where, mesh)
     test_places.assert_out_of_range(test_searching.eager(4), 1, 7)
+
+
+def largest_of_bags() -> None:
+    for name, where in (("padding", "rows"), ("bags", "rows and columns"), ("bags", "whole rows")):
+        (call, *given), (shape, layouts) = test_largest.CALLS[name], test_largest.LAYOUTS[where]
+        assert_same(call, given, layouts, test_searching.eager(*shape))
+    test_largest.assert_out_of_range(test_searching.eager(4), 60)
+
+
+def test_largest_elements_of_bags(processes: Pools) -> None:
+    processes(4).run(largest_of_bags)
 
 
 def test_elements_by_several_indices(processes: Pools) -> None:

@@ -14,7 +14,8 @@ from ..replicated import mesh_of
 from ..rules.indexing import within
 from ..rules.reductions import wide
 from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import wrap
+from ..wrapper import Wrapper, wrap
+from .largest import largest, largest_backward
 
 __all__ = ["backward", "embedding_bag", "weights_backward"]
 
@@ -33,19 +34,26 @@ def embedding_bag(
     per_sample_weights: Any = None,
     include_last_offset: bool = False,
     padding_idx: int = -1,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Columns are free; where the rows are sharded each rank adds up those in its box.
 
-    Largest elements need the rows whole, because each comes with the index of its row.
+    For the largest elements a rank needs the rows of whole bags, because each comes with the index
+    of its row.
     """
     mesh = mesh_of(op, [weight, indices, offsets, per_sample_weights])
     weight, *others = (
         None if t is None else settled(op, as_dtensor(t, mesh))
         for t in (weight, indices, offsets, per_sample_weights)
     )
+    options: tuple[Any, ...] = (scale_grad_by_freq, mode, sparse)
+    if mode == _MAX and others[2] is None:
+        given = (*options, None, include_last_offset, padding_idx)
+        found = largest(op, weight, others[0], others[1], include_last_offset, given)
+        if found is not None:
+            return found
     indices, offsets, own = (None if t is None else whole(op, t) for t in others)
     spec = weight._spec
-    options = (scale_grad_by_freq, mode, sparse, own, include_last_offset, padding_idx)
+    options = (*options, own, include_last_offset, padding_idx)
     if spec.dim_axes[0] and mode == _MAX:
         places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
         cuts = None if spec.cuts is None else (None, spec.cuts[1])
@@ -129,6 +137,10 @@ def _bags_of(indices: Any, offsets: Any, known: Any) -> Any:
     return (torch.searchsorted(offsets, every, right=True) - 1).to(indices.dtype)
 
 
+def _in_shards(rows: Any) -> bool:
+    return isinstance(rows, Wrapper) and bool(rows._spec.dim_axes[0])
+
+
 @register_form("_embedding_bag_backward", always=True)
 def backward(
     grad: Any,
@@ -145,6 +157,8 @@ def backward(
     padding_idx: int = -1,
 ) -> Any:
     """The gradient of the table; a sparse one is plain, the same on every rank."""
+    if mode == _MAX and not sparse and _in_shards(maximum_indices):
+        return largest_backward(grad, maximum_indices, bag_size, num_weights)
     offset2bag = _bags_of(indices, offsets, offset2bag)
     if sparse:
         op = aten._embedding_bag_sparse_backward.default

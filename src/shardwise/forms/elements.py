@@ -23,7 +23,7 @@ from .places import Given, Laid, layouts_of, owning_axes
 from .posting import Post, Range, piece_of, posted, short
 from .shards import relaid
 
-__all__ = ["pick", "write"]
+__all__ = ["local", "pick", "write"]
 
 aten = torch.ops.aten
 
@@ -57,7 +57,14 @@ class _Sent(NamedTuple):
         return places[self.laid.lead.slot(coord)].to(torch.int64) - start
 
 
-def _sent(op: Any, x: Any, indices: Sequence[Any], values: Any = None, adds: bool = False) -> _Sent:
+def _sent(
+    op: Any,
+    x: Any,
+    indices: Sequence[Any],
+    values: Any = None,
+    adds: bool = False,
+    wraps: bool = True,
+) -> _Sent:
     tensors = [x, values, *indices]
     mesh = mesh_of(op, [each for each in tensors if each is not None])
     ours = [None if each is None else as_dtensor(each, mesh) for each in tensors]
@@ -73,7 +80,7 @@ def _sent(op: Any, x: Any, indices: Sequence[Any], values: Any = None, adds: boo
     )
     places = [_places(given, laid, own, coord) for coord in laid.lead.slots]
     ranges = [
-        Range([_local(own[d], c) for c in laid.lead.slots], d, given.x.shape[d], wraps=True)
+        Range([local(own[d], c) for c in laid.lead.slots], d, given.x.shape[d], wraps)
         for d in given.used
     ]
     ends = list(accumulate(laid.vector.dim_cuts[0]))
@@ -86,7 +93,7 @@ def _sent(op: Any, x: Any, indices: Sequence[Any], values: Any = None, adds: boo
 def _places(given: Given, laid: Laid, indices: Sequence[Any], coord: Coord) -> torch.Tensor:
     """The place in the vector of each element that a rank has indices of."""
     x, lead = laid.x, laid.lead.local_shape(coord)
-    given_at = [_local(indices[dim], coord).to(torch.int64) for dim in given.used]
+    given_at = [local(indices[dim], coord).to(torch.int64) for dim in given.used]
     ats = {
         d: torch.where(at < 0, at + x.shape[d], at)
         for d, at in zip(given.used, given_at, strict=True)
@@ -125,7 +132,7 @@ def _shards(x: DTensorSpec, dim: int, axes: Sequence[int]) -> list[tuple[int, in
     ]
 
 
-def _local(x: Any, coord: Coord) -> torch.Tensor:
+def local(x: Any, coord: Coord) -> torch.Tensor:
     """The local tensor of a rank."""
     part: torch.Tensor = x._locals[x._spec.slot(coord)]
     return part
@@ -136,9 +143,10 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).index_copy_(0, order, places)
 
 
-def pick(op: Any, x: Any, indices: Sequence[Any]) -> Any:
-    """x[i, :, j]: what is picked comes from its owners, laid out as the indices are."""
-    sent = _sent(op, x, indices)
+def pick(op: Any, x: Any, indices: Sequence[Any], wraps: bool = True) -> Any:
+    """x[i, :, j]: what is picked comes from its owners, laid out as the indices are, which may be
+    negative if it `wraps`."""
+    sent = _sent(op, x, indices, wraps=wraps)
     laid, post = sent.laid, sent.post
     (wanted,) = post.forth(op, laid.lead, sent.places)
     answers = [
@@ -181,7 +189,7 @@ def _value_rows(sent: _Sent, coord: Coord) -> torch.Tensor:
     at, count = given.before, laid.lead.ndim
     lead = (1,) * count if given.repeats else laid.lead.local_shape(coord)
     rest = laid.vector.local_shape(coord)[1:]
-    full = _local(sent.values, coord).expand((*rest[:at], *lead, *rest[at:]))
+    full = local(sent.values, coord).expand((*rest[:at], *lead, *rest[at:]))
     order = [*range(at, at + count), *range(at), *range(at + count, full.ndim)]
     return full.permute(order).reshape(prod(lead), *rest)
 

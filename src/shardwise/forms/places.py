@@ -24,7 +24,7 @@ from ..rules import Call, family_of
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from .posting import short
 
-__all__ = ["Given", "Laid", "layouts_of", "picks", "writes"]
+__all__ = ["Given", "Laid", "layouts_of", "moving", "owning_axes", "picks", "writes"]
 
 Specs = tuple[DTensorSpec | None, ...]
 
@@ -222,7 +222,8 @@ def _vector(given: Given, x: DTensorSpec) -> DTensorSpec:
 # --- when it is less ---------------------------------------------------------------------------
 
 
-def _moving(src: DTensorSpec | None, dst: DTensorSpec | None) -> int:
+def moving(src: DTensorSpec | None, dst: DTensorSpec | None) -> int:
+    """The price of another layout."""
     if src is None or dst is None:
         return 0
     return sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst))
@@ -241,7 +242,7 @@ def _price(given: Given, laid: Laid) -> int:
     moves = [(given.x, laid.x), (given.values, laid.values)]
     moves += zip(given.indices, laid.indices, strict=True)
     return sum(max(link.price(nbytes) for link in links) for nbytes in posts) + sum(
-        _moving(src, dst) for src, dst in moves
+        moving(src, dst) for src, dst in moves
     )
 
 
@@ -262,7 +263,7 @@ def _by_rule(call: Call) -> int:
     family, mesh = family_of(call.op), call.specs[0].topology
     assert family is not None
     decision = decide(family(call), call, 0 if call.op._schema.is_mutable else None)
-    price = sum(_moving(src, dst) for src, dst in zip(call.specs, decision.inputs, strict=True))
+    price = sum(moving(src, dst) for src, dst in zip(call.specs, decision.inputs, strict=True))
     for out in decision.outputs:
         nbytes = prod(out.local_shape((0,) * mesh.ndim)) * out.dtype.itemsize
         for axis in out.sums:

@@ -1,0 +1,124 @@
+"""embedding_bag(mode="max") with rows, indices and offsets in shards: no bag is taken apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import CommDebugMode, Replicate, Shard
+from shardwise.errors import OutOfRangeError
+
+from .compare import assert_same, ints, numbers, spread, virtual
+from .test_posting import eager
+
+R, S = Replicate(), Shard
+# Of few different numbers many are the largest: the first counts, as its gradient tells.
+TABLE = ints(900, 5, low=-2, high=3).double()
+WORDS, STARTS = ints(300, high=900, seed=1), ints(39, high=300, seed=2).sort().values
+STARTS = torch.cat([torch.zeros(1, dtype=torch.int64), STARTS])  # some bags are empty
+
+
+def bags(weight: Any, words: Any, starts: Any, **options: Any) -> Any:
+    return F.embedding_bag(words, weight, starts, mode="max", **options)
+
+
+def parts(weight: Any, words: Any, starts: Any) -> Any:
+    return torch.ops.aten._embedding_bag(weight, words, starts, False, 2, False, None, False, 3)
+
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "bags": (bags, TABLE, WORDS, STARTS),
+    "padding": (lambda w, i, o: bags(w, i, o, padding_idx=3), TABLE, WORDS % 7, STARTS),
+    "the last offset": (
+        lambda w, i, o: bags(w, i, o, include_last_offset=True),
+        TABLE, WORDS, torch.cat([STARTS, torch.tensor([300])]),
+    ),
+    "rows of indices": (lambda w, i: F.embedding_bag(i, w, mode="max"), TABLE, WORDS.view(30, 10)),
+    "a small table": (bags, TABLE[:60], WORDS % 60, STARTS),
+    "few bags": (bags, TABLE, WORDS, torch.tensor([0, 0, 200])),
+    "short integers": (bags, TABLE, WORDS.int(), STARTS.int()),
+}  # fmt: skip
+LAYOUTS = {
+    "rows": ((4,), [(S(0),)] * 3),
+    "rows of two axes": ((2, 3), [(S(0), S(0))] * 3),
+    "rows and columns": ((2, 2), [(S(0), S(1)), (S(0), S(0)), (S(0), R)]),
+    "whole indices": ((4,), [(S(0),), (R,), (R,)]),
+    "whole rows": ((4,), [(R,), (S(0),), (S(0),)]),
+}
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_largest_elements_of_bags(name: str, where: str) -> None:
+    (call, *given), (shape, layouts) = CALLS[name], LAYOUTS[where]
+    assert_same(call, given, layouts[: len(given)], eager(*shape))
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_all_that_the_operator_returns(where: str) -> None:
+    """The bag of each index, the sizes of bags and the chosen rows; the first counts of equal ones
+    and a NaN only if it is the first."""
+    table = TABLE.clone()
+    table[::7, 1], table[::5, 2], table[1::5, 2] = torch.nan, torch.inf, -torch.inf
+    shape, layouts = LAYOUTS[where]
+    plain = (table, WORDS, STARTS)
+    given = [spread(t, eager(*shape), at) for t, at in zip(plain, layouts, strict=True)]
+    for ours, theirs in zip(parts(*given), parts(*plain), strict=True):
+        assert ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def received(call: Any) -> tuple[int, Any]:
+    with CommDebugMode() as comm:
+        made = call()
+    return sum(comm.bytes.values()), made
+
+
+def test_rows_are_asked_for_and_gradients_are_sent() -> None:
+    """A rank receives a place for each index and the rows of its own, and a table; and of the
+    gradient each element with its place."""
+    weight = numbers(16384, 4, dtype=torch.float32)
+    words, starts = ints(4096, high=16384), torch.arange(0, 4096, 8)
+    ours = [spread(t, virtual(8), [S(0)]) for t in (weight, words, starts)]
+    ours[0].requires_grad_()
+    got, made = received(lambda: bags(*ours))
+    assert made.placements == (S(0),)
+    assert got < 4096 // 8 * (4 + 16) + 2000
+    got, _ = received(made.sum().backward)
+    assert got < 512 * 4 // 8 * 8 + 2000
+    theirs = weight.clone().requires_grad_()
+    bags(theirs, words, starts).sum().backward()
+    assert theirs.grad is not None
+    torch.testing.assert_close(ours[0].grad.full_tensor(), theirs.grad)
+
+
+def test_indices_of_a_small_table_stay_where_they_are() -> None:
+    """Its rows are gathered; of the indices only those move whose bag starts elsewhere."""
+    weight, words = numbers(64, 4, dtype=torch.float32), ints(65536, high=64)
+    starts = torch.arange(0, 65536, 7)
+    ours = [spread(t, virtual(8), [S(0)]) for t in (weight, words, starts)]
+    got, made = received(lambda: bags(*ours))
+    assert got < 64 * 16 + 65536 // 8 * 2
+    assert made.full_tensor().equal(bags(weight, words, starts))
+
+
+@pytest.mark.parametrize("rows", [60, 900])
+def test_what_is_out_of_range_is_told_to_every_rank(rows: int) -> None:
+    assert_out_of_range(eager(4), rows)
+
+
+def assert_out_of_range(mesh: Any, rows: int) -> None:
+    """Every rank raises, though one alone has the index or the offset."""
+    for bad in (rows, -1):
+        words = WORDS % rows
+        words[250] = bad
+        given = [spread(t, mesh, [S(0)]) for t in (numbers(rows, 2), words, STARTS)]
+        with pytest.raises(OutOfRangeError, match=f"index {bad} is out of bounds"):
+            bags(*given)
+    for place, starts in ((0, STARTS + 1), (-1, torch.cat([STARTS, torch.tensor([301])]))):
+        given = [spread(t, mesh, [S(0)]) for t in (numbers(rows, 2), WORDS % rows, starts)]
+        with pytest.raises(RuntimeError, match=rf"offsets\[{place}\]"):
+            bags(*given)
