@@ -441,6 +441,49 @@ SEEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "a row": lambda p: p[1],
+    "columns": lambda p: p[:, 1:3],
+    "a row of rows": lambda p: p[1:4][1],
+    "one of several": lambda p: p.unbind()[2],
+    "a row of columns": lambda p: p.mT[1:][:, 0],
+    "a piece": lambda p: p.view(-1)[3:7].view(2, 2),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_view_that_is_made_again_is_reduced_once(name: str) -> None:
+    seen = PARTS[name]
+    for shape, places in [*LAYOUTS, ((2, 2), (Partial("min"), S1))]:
+        p, x = pending(virtual(*shape), places), pending(virtual(*shape), places).full_tensor()
+        with Reductions(1) as found:
+            made = [seen(p).cos(), seen(p).sin(), *torch._foreach_cos([seen(p), seen(p)])]
+            made += [seen(p) * 2]
+        assert len(found.seen) == 1
+        want = [seen(x).cos(), seen(x).sin(), *[seen(x).cos()] * 2, seen(x) * 2]
+        for mine, theirs in zip(of_all(made), want, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        seen(p).mul_(3)
+        seen(x).mul_(3)
+        with Reductions(p.numel()) as found:
+            made = [p.cos(), seen(p).cos(), seen(p).sin()]
+        assert len(found.seen) == 1
+        for mine, theirs in zip(of_all(made), [x.cos(), seen(x).cos(), seen(x).sin()], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_a_list_of_views_reduces_what_they_are_views_of() -> None:
+    for shape, places in LAYOUTS:
+        p, x = pending(virtual(*shape), places), pending(virtual(*shape), places).full_tensor()
+        with Reductions(1) as found:
+            made = [*torch._foreach_cos([p.mT, p.detach(), p[None]]), p.sin()]
+        assert len(found.seen) == 1
+        for mine, theirs in zip(
+            of_all(made), [x.mT.cos(), x.cos(), x[None].cos(), x.sin()], strict=True
+        ):
+            torch.testing.assert_close(mine, theirs)
+
+
 AROUND: list[Callable[[Any, Any, Any], Any]] = [
     lambda seen, p, y: seen(p) * seen(y),
     lambda seen, p, y: p.cos(),

@@ -208,7 +208,7 @@ def take_data(tensor: Any, value: Any) -> None:
     data.__set__(tensor, value)
     tensor._spec, tensor._locals = value._spec, local
     tensor._cell, tensor._memo, tensor._picked = share_cell(value), None, None
-    tensor._lanes = tensor._origin = None
+    tensor._lanes = tensor._views = tensor._origin = None
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
         watched.spec = value._spec

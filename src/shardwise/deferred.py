@@ -23,7 +23,7 @@ from .plain import full_local
 from .plans import Plan
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec, default_placements
-from .wrapper import Cell, Locals, Wrapper, share_cell, tell_origin, wrap
+from .wrapper import Cell, Locals, Wrapper, share_cell, tell_origin, view_key, wrap
 
 __all__ = [
     "DeferredPlan",
@@ -131,14 +131,14 @@ def defer(
 def _tell_origin(view: Any) -> None:
     """A view of a pending sum is made of its reduced value, where that is needed."""
     base, (op, _, args, kwargs, place) = view._of, view._how
-    if type(base) is not Wrapper.public or not base._spec.sums or not view._spec.sums:
+    if not base._spec.sums or not view._spec.sums:
         return
 
     def again(value: Any) -> Any:
         found = op(value, *args, **kwargs)
         return found if place is None else found[place]
 
-    tell_origin(view, base, again)
+    tell_origin(view, base, again, view_key(op, args, kwargs, place, view._spec))
 
 
 def _without_history(base: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from . import policy
 from .geometry import Interval, box_shape
 from .mesh import Coord
-from .moving import Lane, keep_lane, lane, moved, same_elements
+from .moving import Lane, keep_lane, lane, moved, same_elements, stamp
 from .placement import Partial
 from .redistribute import DimMap, Layout, Step, run_steps
 from .rules.call import has_fractions
@@ -127,6 +127,8 @@ class Watch:
             whole = spec.reduced
             made = moved(tensor, whole)
             return lambda coord: made[whole.slot(coord)]
+        if stamp(tensor) != stamp(tensor):  # a user may write into it unseen
+            return self._summed(spec, parts)
         axes = tuple(self._axes)
         found = lane(tensor, axes)
         if found is None:

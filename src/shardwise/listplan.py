@@ -10,7 +10,7 @@ import torch
 from . import policy
 from .infinite import watch_for
 from .mesh import Coord
-from .moving import describe_moves, keep, moved_all, wrote
+from .moving import describe_moves, moved_all, wrote, wrote_moved
 from .plans import Plan
 from .redistribute import run_all, run_between
 from .spec import DTensorSpec
@@ -194,8 +194,9 @@ class ListPlan(Plan):
         for (index, _), ready in zip(moves, back, strict=True):
             for mine, new in zip(operands[index]._locals, ready(), strict=True):
                 mine.copy_(new)
+        came = dict(moves)
         for index in self.written:
-            wrote(operands[index])
-        for index, spec in moves:
-            if operands[index]._spec.sums:
-                keep(operands[index], spec, local[index])
+            if index in came:
+                wrote_moved(operands[index], came[index], local[index])
+            else:
+                wrote(operands[index])

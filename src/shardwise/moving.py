@@ -41,6 +41,7 @@ __all__ = [
     "stamps",
     "started",
     "wrote",
+    "wrote_moved",
 ]
 
 Move = tuple[int, DTensorSpec]
@@ -101,11 +102,21 @@ def _versions(parts: Locals, unsure: bool) -> tuple[object, ...]:
 
 def wrote(tensor: Any) -> None:
     """Tell everyone who shares the tensor's memory that it was written."""
-    if tensor._cell is not None:
-        tensor._cell.writes += 1
+    cell = tensor._cell
+    if cell is not None:
+        cell.writes += 1
+        cell.copies = None  # all ranks know of this write
     if tensor._memo:
         tensor._memo.clear()  # views of a pending sum have it too
     tensor._picked = None
+
+
+def wrote_moved(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+    """As `wrote`, where the tensor now has a value that was written in another layout."""
+    wrote(tensor)
+    if tensor._spec.sums:
+        agree(tensor)
+        keep(tensor, spec, value)
 
 
 def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -374,8 +385,20 @@ def started(
     return run_later([(base, spec, local) for spec, base, local in found], held)
 
 
+def _unreduced(view: Any, target: DTensorSpec) -> list[Any]:
+    """What a view of a pending sum is made of, if that is to be reduced in its place."""
+    base = same_elements(view) if view._spec.sums else view
+    if base is view or _is_reduced(base) or target.topology is not base._spec.topology:
+        return []
+    whole = all(target.placements[axis].is_replicate() for axis in base._spec.sums)
+    return [base] if whole else []
+
+
 def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
     """As `moved`, for many tensors, targets and whether to be fresh, in few collectives."""
+    bases = {id(base._memo): base for tensor, spec, _ in moves for base in _unreduced(tensor, spec)}
+    if bases:
+        moved_all([(base, base._spec.reduced, False) for base in bases.values()])
     found: dict[int, Locals] = {}
     same: dict[tuple[int, DTensorSpec], int] = {}
     runs: list[tuple[int, Run]] = []

@@ -12,13 +12,13 @@ from . import policy
 from ._torch import make_wrapper
 from .infinite import Watch, watch_for
 from .mesh import Coord, Topology
-from .moving import describe_moves, keep, moved, stamps, wrote
+from .moving import describe_moves, moved, stamps, wrote, wrote_moved
 from .picked import Picked, Picker
 from .redistribute import relaid
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
 from .windows import fetch_parts
-from .wrapper import Locals, Wrapper, share_cell, tell_origin, wrap
+from .wrapper import Locals, Wrapper, share_cell, tell_origin, view_key, wrap
 
 __all__ = [
     "CallPlan",
@@ -403,10 +403,9 @@ class CallPlan(Plan):
                 back = relaid(spec, target._spec, local)
                 for mine, new in zip(target._locals, back, strict=True):
                     mine.copy_(new)
+                wrote_moved(target, spec, local)
+                return
         wrote(target)
-        for index, spec in self._moves:
-            if index == self._written and target._spec.sums:
-                keep(target, spec, local)
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
         cell = share_cell(operands[0]) if self._aliases else None
@@ -440,7 +439,8 @@ class CallPlan(Plan):
 
         views = [(None, made)] if isinstance(made, Wrapper) else list(enumerate(made))
         for place, view in views:
-            tell_origin(view, base, partial(again, place))
+            key = view_key(self._op, rest, kwargs, place, view._spec)
+            tell_origin(view, base, partial(again, place), key)
 
 
 def _returned_type(op: Any) -> type:

@@ -21,6 +21,7 @@ _OWN = (
     "_cell",
     "_memo",
     "_lanes",
+    "_views",
     "_picked",
     "_origin",
     "_of",

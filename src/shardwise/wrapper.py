@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class Cell:
 class Origin(NamedTuple):
     """How a view was made: of which tensor, by which call, and the layouts that both had."""
 
-    base: Twin
+    base: Twin | Wrapper
     call: Callable[[Any], Any]
     before: DTensorSpec
     after: DTensorSpec
@@ -48,7 +48,17 @@ class Twin:
     """What plans read of a tensor, without its history: a detached loss must not hold the
     activations."""
 
-    __slots__ = ("_cell", "_lanes", "_locals", "_memo", "_of", "_origin", "_picked", "_spec")
+    __slots__ = (
+        "_cell",
+        "_lanes",
+        "_locals",
+        "_memo",
+        "_of",
+        "_origin",
+        "_picked",
+        "_spec",
+        "_views",
+    )
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class Twin:
         cell: Cell | None = None,
         memo: Memo | None = None,
         lanes: Any = None,
+        views: Any = None,
         picked: Any = None,
         origin: Origin | None = None,
     ) -> None:
@@ -65,6 +76,7 @@ class Twin:
         self._cell = cell
         self._memo = memo
         self._lanes = lanes
+        self._views = views
         self._picked = picked
         self._origin = origin
         self._of = None
@@ -78,7 +90,8 @@ class Wrapper(torch.Tensor):
     cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
     partial that all ranks have, `_lanes` those that only ranks along some axes know of
     (`infinite.py`); `_picked` says where the elements of one come from, if each comes from one
-    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one.
+    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one, and
+    `_views` keeps what is reduced of its own views, should they be made again.
     """
 
     _spec: DTensorSpec
@@ -86,6 +99,7 @@ class Wrapper(torch.Tensor):
     _cell: Cell | None = None
     _memo: Memo | None = None
     _lanes: dict[tuple[int, ...], tuple[Any, Any]] | None = None
+    _views: dict[Any, Any] | None = None
     _picked: Any = None
     _origin: Origin | None = None
     _of: Any = None
@@ -94,15 +108,42 @@ class Wrapper(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
 
-def tell_origin(view: Any, base: Any, call: Callable[[Any], Any]) -> None:
-    """Let a view of a pending sum know what it is made of: it is reduced once for all."""
+def tell_origin(view: Any, base: Any, call: Callable[[Any], Any], key: Any) -> None:
+    """Let a view of a pending sum know what it is made of: it is reduced once for all.
+
+    Views of one `key` are the same view, made again: they share what is reduced of it.
+    """
     if base._memo is None:
         base._memo = {}
     if base._lanes is None:
         base._lanes = {}
-    kept = base._memo, base._lanes, base._picked, base._origin
-    twin = Twin(base._spec, base._locals, base._cell, *kept)
+    if base._views is None:
+        base._views = {}
+    twin = base
+    if base._of is None:  # a deferred view is held anyway, and is not made real for this
+        kept = base._memo, base._lanes, base._views, base._picked, base._origin
+        twin = Twin(base._spec, base._locals, base._cell, *kept)
     view._origin = Origin(twin, call, base._spec, view._spec)
+    if key is not None:
+        found = base._views.get(key)
+        if found is None:
+            if len(base._views) >= _MOST_VIEWS:
+                base._views.clear()
+            found = base._views[key] = {}, {}, {}
+        view._memo, view._lanes, view._views = found
+
+
+_MOST_VIEWS = 64
+
+
+def view_key(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int | None, spec: DTensorSpec
+) -> Any:
+    """What is equal for a view that is made again; None if that cannot be told."""
+    given = [tuple(v) if isinstance(v, list) else v for v in (*args, *kwargs.values())]
+    if any(isinstance(value, torch.Tensor) for value in given):
+        return None
+    return id(op), place, spec, *given, *kwargs
 
 
 def tell_layout(made: Any, tensor: Any) -> None:
@@ -110,7 +151,7 @@ def tell_layout(made: Any, tensor: Any) -> None:
     reduced for one is reduced for both."""
     if made._spec.sums and type(tensor) is Wrapper.public:
         made._cell = share_cell(tensor)
-        tell_origin(made, tensor, lambda value: value)
+        tell_origin(made, tensor, lambda value: value, made._spec)
 
 
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:

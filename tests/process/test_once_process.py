@@ -10,6 +10,7 @@ from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, init_de
 
 from ..compare import numbers, spread
 from ..test_once import LATER, PROGRAMS, SEEN, Reductions, of_all, pending
+from ..test_once_programs import MODES, Program
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -171,6 +172,18 @@ def one_rank_looks_at_what_is_seen() -> None:
         torch.testing.assert_close(row.cos().full_tensor(), x[4].cos())
         base.to_local().mul_(2)
         torch.testing.assert_close(row.cos().full_tensor(), (x[4] * 2).cos())
+
+
+def random_programs() -> None:
+    """Ranks that would not agree on what is known would wait for each other."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for seed in range(30):
+        with MODES["inference" if seed % 2 else ""]():
+            Program(seed, mesh).run(6)
+
+
+def test_random_programs(processes: Pools) -> None:
+    processes(4).run(random_programs, timeout=120)
 
 
 def one_rank_uses_its_memory_again() -> None:
