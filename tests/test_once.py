@@ -613,3 +613,49 @@ def test_a_reduction_is_announced_and_what_is_known_is_not() -> None:
     p.sigmoid()
     with sw.communication("error"):
         assert (p * p).placements == (R,)
+
+
+# --- what grows ----------------------------------------------------------------------------------
+
+GROWING: dict[str, Any] = {
+    "the gradient of one place": lambda p: torch.ops.aten.select_backward(p, [4, 30, 6], 1, 2),
+    "the gradient of a slice": lambda p: torch.ops.aten.slice_backward(p, [4, 60], 1, 3, 9, 1),
+    "zeros around": lambda p: F.pad(p, (20, 30)),
+    "repeated": lambda p: p.repeat(5, 1),
+    "a wide product": lambda p: p @ torch.ones(6, 50, dtype=p.dtype),
+    "a diagonal": lambda p: p.diag_embed(),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+def test_what_would_grow_is_reduced_while_small(name: str, kind: str) -> None:
+    """A pending sum of 24 numbers is reduced, not one of many times that."""
+    whole = numbers(4, 6)
+    mesh = virtual(4)
+    p: Any = spread(whole, mesh, [Replicate()]).redistribute(placements=[Partial(kind)])
+    with CommDebugMode() as comm:
+        made = GROWING[name](p)
+        made.full_tensor()
+    assert comm.bytes == {"all_reduce": 2 * 3 * 24 * 8 // 4}
+    torch.testing.assert_close(made.full_tensor(), GROWING[name](whole))
+
+
+def test_what_grows_a_little_stays_pending() -> None:
+    p: Any = spread(numbers(4, 6), virtual(4), [Partial()])
+    with sw.communication("error"):
+        assert F.pad(p, (1, 2)).placements == (Partial(),)
+        assert p.repeat(2, 1).placements == (Partial(),)
+
+
+def test_the_gradient_of_the_first_place_is_reduced_before_it_is_spread() -> None:
+    """As of a class token: all other places of a long sequence have none."""
+    mesh = virtual(4)
+    h: Any = spread(numbers(2, 64, 8), mesh, [Replicate()]).requires_grad_()
+    w: Any = spread(numbers(8, 12, seed=1), mesh, [Shard(1)])
+    with CommDebugMode() as comm:
+        (h[:, 0] @ w).sum().backward()
+    assert comm.bytes.get("all_reduce", 0) <= 2 * 3 * (2 * 8 + 1) * 8 // 4 + 8
+    want = numbers(2, 64, 8).requires_grad_()
+    (want[:, 0] @ numbers(8, 12, seed=1)).sum().backward()
+    torch.testing.assert_close(h.grad.full_tensor(), want.grad)

@@ -136,7 +136,17 @@ def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
 class _Choice:
     """The choice of a row for one axis after another, with the sizes that the axes before leave."""
 
-    __slots__ = ("leaders", "results", "rule", "sizes", "specs", "summed", "unfit", "written")
+    __slots__ = (
+        "counts",
+        "leaders",
+        "results",
+        "rule",
+        "sizes",
+        "specs",
+        "summed",
+        "unfit",
+        "written",
+    )
 
     def __init__(
         self,
@@ -154,6 +164,7 @@ class _Choice:
         self.leaders = _leaders(rule, specs, written)
         self.sizes = [stored(spec.meta) * spec.dtype.itemsize for spec in specs]
         self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in results]
+        self.counts = [stored(spec.meta) for spec in specs], [stored(meta) for meta in results]
 
     def next_row(self, axis: int, count: int) -> Row:
         """The row for `axis`: one that fits, or else the cheapest."""
@@ -193,11 +204,19 @@ class _Choice:
         rows, written = self.rule.rows, self.written
         if self.summed is not None:
             rows = tuple(row for row in rows if row.multiplied in (None, self.summed))
+        if any(spec.sums for spec in self.specs):
+            rows = tuple(row for row in rows if not self._grows(row))
         if written is None:
             return rows
         place = self.specs[written].placements[axis]
         rows = tuple(row for row in rows if row.inputs[written] is row.outputs[0])
         return tuple(row for row in rows if row.inputs[written] is place) or rows
+
+    def _grows(self, row: Row) -> bool:
+        """Whether what is pending would be more than twice as much: it is reduced while small."""
+        pending = [n for n, p in zip(self.counts[0], row.inputs, strict=True) if p.is_partial()]
+        made = [n for n, p in zip(self.counts[1], row.outputs, strict=True) if p.is_partial()]
+        return bool(pending) and sum(made) > 2 * sum(pending)
 
     def _fits(self, axis: int, row: Row, operand: int) -> bool:
         """Whether an operand can stay as it is on `axis`: its placement, and where it is cut."""
