@@ -50,9 +50,9 @@ def ragged_results() -> Iterator[None]:
     """Leave results whose size depends on values where they were found, sharded with ragged cuts.
 
     `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 then move counts
-    only, `unique_consecutive` also the values where shards meet. What `unique` and `bincount` find
-    is put together before its size is known; each rank then keeps its share. Other calls give what
-    they give without it.
+    only, `unique_consecutive` also the values where shards meet. Many values that `unique` finds
+    are sorted, each moves once; few, and what `bincount` finds, are put together before their
+    number is known, and each rank keeps its share. Other calls give what they give without it.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))

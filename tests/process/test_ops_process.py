@@ -30,6 +30,7 @@ from .. import (
     test_searching,
     test_sorting,
     test_statistics,
+    test_uniques,
 )
 from ..compare import assert_same, check, ints, numbers, spread
 from ..test_empty_shards import CASES as OF_EMPTY
@@ -81,6 +82,9 @@ def sorted_rows() -> None:
     for name in ("sort", "topk"):
         call, given = test_sorting.CALLS[name], numbers(2, 200)
         assert_same(call, [given], [(Shard(0), Shard(1))], mesh)
+    for name in ("pairs in all shards", "matrix"):
+        for where in ([Shard(-1), Shard(-1)], [Shard(-1), Shard(0)]):
+            test_uniques.assert_unique(test_uniques.TENSORS[name], mesh, where)
 
 
 def test_sorted_rows(processes: Pools) -> None:

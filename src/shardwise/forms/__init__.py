@@ -39,6 +39,7 @@ from . import (
     searching,
     selecting,
     sorting,
+    uniques,
 )
 
 __all__ = [
@@ -80,4 +81,5 @@ __all__ = [
     "searching",
     "selecting",
     "sorting",
+    "uniques",
 ]

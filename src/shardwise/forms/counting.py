@@ -1,24 +1,21 @@
-"""Counting: histograms, bincount and unique. Each rank counts what it has."""
+"""Counting: histograms and bincount. Each rank counts what it has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 
 from ..entry import register_form
-from ..geometry import contiguous_stride, flat_index
-from ..placement import Partial, Placement, Replicate, Shard
-from ..ragged import as_dtensor, divided, is_requested, joined, laid, requested, settled, whole
+from ..placement import Partial, Placement, Replicate
+from ..ragged import as_dtensor, divided, joined, laid, requested, settled, whole
 from ..replicated import fallback_form, mesh_of
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
-from .shards import told
 
-__all__ = ["bincount", "histc", "histogram", "repeat_interleave", "unique"]
+__all__ = ["bincount", "histc", "histogram", "repeat_interleave"]
 
 aten = torch.ops.aten
 
@@ -185,168 +182,6 @@ def histogramdd_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool 
     edges = [whole(op, as_dtensor(each, mesh)) for each in bins]
     counts = _summed(x, lambda part, own=None: op(part, edges, weight=own), *weights)
     return _density(counts, edges) if density else counts
-
-
-# --- unique ------------------------------------------------------------------------------------
-
-
-def unique(
-    op: Any, x: Any, dim: int | None, neighbours: bool, wants: Sequence[bool], run: Any
-) -> Any:
-    """Each rank finds what is unique in its shard; what is found goes to all ranks, where the same
-    operator joins it.
-
-    `run` is the operator with inverse and counts; `wants` says which of them the user asked for.
-    `neighbours` tells that the order of elements matters.
-    """
-    x = settled(op, x)
-    spec, mesh = x._spec, x._spec.topology
-    cut = 0 if dim is None else dim % max(x.ndim, 1)
-    axes = spec.slot_axes
-    if spec.is_replicated():
-        return None
-    if (neighbours or dim is not None) and spec.dim_axes[cut] != axes:
-        # Slices, and what lies between neighbours, are whole where the dim itself is cut.
-        places = [Shard(cut) if place.is_shard() else place for place in spec.placements]
-        x = laid(op, x, spec.with_placements(places))
-        spec = x._spec
-    found = [run(part) for part in x._locals]
-    places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
-    rest = [] if dim is None else [size for d, size in enumerate(x.shape) if d != cut]
-    if neighbours and not cut and is_requested():
-        return _where_found(op, spec, dim, rest, found, wants)
-    rows = joined(op, mesh, places, [f[0].movedim(cut, 0).contiguous() for f in found], rest)
-    sizes = rows._spec.dim_cuts[0]
-    values, where, _ = run(whole(op, rows).movedim(0, cut))
-    none = where.new_empty(0)
-    total = as_dtensor(none, mesh)
-    if wants[1]:
-        counts = whole(op, joined(op, mesh, places, [f[2] for f in found], cuts=sizes))
-        sums = where.new_zeros(values.shape[cut]).index_add_(0, where, counts)
-        total = divided(op, as_dtensor(sums, mesh), axes)
-    inverse = None
-    if wants[0]:
-        starts = [sum(sizes[:at]) for at in range(len(sizes))]
-        parts = [
-            where[own[1] + starts[flat_index(coord, mesh.shape, axes)]]
-            for coord, own in zip(spec.slots, found, strict=True)
-        ]
-        inverse = _inverse(spec, dim, parts)
-    return (
-        divided(op, as_dtensor(values, mesh), axes, cut),
-        as_dtensor(none, mesh) if inverse is None else inverse,
-        total,
-    )
-
-
-def _where_found(
-    op: Any,
-    spec: DTensorSpec,
-    dim: int | None,
-    rest: Sequence[int],
-    found: Sequence[Sequence[torch.Tensor]],
-    wants: Sequence[bool],
-) -> tuple[Any, Any, Any]:
-    """Runs of equal elements, each in the shard where it begins; values at borders move."""
-    mesh = spec.topology
-    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
-    facts = told(
-        op, spec, [torch.stack([f[1].new_tensor(len(f[0])), f[2][:1].sum()]) for f in found]
-    )
-    filled = [min(size, 1) for size, _ in facts]
-    ends = [values[[0, -1]] if len(values) else values for values, *_ in found]
-    borders = whole(op, joined(op, mesh, places, ends, rest, cuts=tuple(2 * n for n in filled)))
-    pairs = borders.unflatten(0, (-1, 2))
-    alike = iter([0, *(pairs[1:, 0] == pairs[:-1, 1]).reshape(-1, prod(rest)).all(1).tolist()])
-    goes_on = [int(next(alike)) if n else 0 for n in filled]  # a run of the shard before
-    cuts = tuple(size - on for (size, _), on in zip(facts, goes_on, strict=True))
-    more, carried = [0] * len(cuts), 0
-    for at in reversed(range(len(cuts))):
-        if cuts[at]:
-            more[at], carried = carried, 0
-        carried += goes_on[at] * facts[at][1]
-    values, inverse, counts = [], [], []
-    for coord, (own, where, often) in zip(spec.slots, found, strict=True):
-        at = flat_index(coord, mesh.shape, spec.dim_axes[0])
-        values.append(own[goes_on[at] :])
-        inverse.append(where + (sum(cuts[:at]) - goes_on[at]))
-        counts.append(often[goes_on[at] :].clone())
-        counts[-1][-1:] += more[at]
-    none = as_dtensor(found[0][1].new_empty(0), mesh)
-    return (
-        joined(op, mesh, places, values, rest, cuts=cuts),
-        _inverse(spec, dim, inverse) if wants[0] else none,
-        joined(op, mesh, places, counts, cuts=cuts) if wants[1] else none,
-    )
-
-
-def _inverse(spec: DTensorSpec, dim: int | None, parts: Sequence[torch.Tensor]) -> Any:
-    """Where each element or slice went: laid out as the tensor."""
-    if dim is None:
-        shape = spec.meta.shape
-        meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
-        cuts = spec.cuts
-        places = spec.placements
-    else:
-        cut = dim % spec.ndim
-        meta = TensorMeta((spec.meta.shape[cut],), (1,), torch.int64)
-        cuts = (spec.dim_cuts[cut],)
-        places = tuple(Shard(0) if place.is_shard() else place for place in spec.placements)
-    made = DTensorSpec(spec.topology, places, meta, cuts=cuts)
-    return wrap(made, tuple(part.contiguous() for part in parts))
-
-
-@register_form("_unique2")
-def unique2(
-    x: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> Any:
-    """The values of a tensor, in order."""
-    op = aten._unique2.default
-    wants = (return_inverse, return_counts)
-    made = unique(op, x, None, False, wants, lambda part: op(part, sorted, True, True))
-    return made or fallback_form(op)(x, sorted, *wants)
-
-
-@register_form("_unique")
-def unique1(x: Any, sorted: bool = True, return_inverse: bool = False) -> Any:
-    """As `_unique2`, without counts."""
-    return unique2(x, sorted, return_inverse)[:2]
-
-
-@register_form("unique_consecutive")
-def unique_consecutive(
-    x: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> Any:
-    """The values of a tensor, each as often as it does not follow itself."""
-    op = aten.unique_consecutive.default
-    wants = (return_inverse, return_counts)
-    asked = wants if dim is None else (True, True)  # along a dim PyTorch always gives both
-    made = unique(op, x, dim, True, asked, lambda part: op(part, True, True, dim))
-    return made or fallback_form(op)(x, *wants, dim)
-
-
-@register_form("unique_dim_consecutive")
-def unique_dim_consecutive(
-    x: Any, dim: int, return_inverse: bool = False, return_counts: bool = False
-) -> Any:
-    """As `unique_consecutive`, for slices along a dim."""
-    op = aten.unique_dim_consecutive.default
-    made = unique(op, x, dim, True, (True, True), lambda part: op(part, dim, True, True))
-    return made or fallback_form(op)(x, dim, return_inverse, return_counts)
-
-
-@register_form("unique_dim")
-def unique_dim(
-    x: Any,
-    dim: int,
-    sorted: bool = True,
-    return_inverse: bool = False,
-    return_counts: bool = False,
-) -> Any:
-    """The slices of a tensor along a dim, in order."""
-    op = aten.unique_dim.default
-    made = unique(op, x, dim, False, (True, True), lambda part: op(part, dim, sorted, True, True))
-    return made or fallback_form(op)(x, dim, sorted, return_inverse, return_counts)
 
 
 # --- repeat_interleave ---------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from .. import policy
 from .._torch import run_composite, take_composite
 from ..cost import Link
 from ..entry import register_form
-from ..geometry import all_coords
 from ..placement import Placement, Shard
 from ..ragged import as_dtensor, joined, settled, whole
 from ..replicated import mesh_of
@@ -20,7 +19,7 @@ from ..rules import Call, Operand
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper
 from .sampling import Search, keys_of, known, lines, narrowed, rounds
-from .shards import lacking, shard_of, told
+from .shards import in_line, lacking, shard_of, told
 
 __all__ = ["kthvalue", "median", "nanmedian", "quantile"]
 
@@ -73,16 +72,6 @@ def _columns_pay(call: Call, ranks: int = 1) -> bool:
 
 
 # --- elements of given ranks --------------------------------------------------------------------
-
-
-def _flat(op: Any, x: Any) -> Any:
-    """The elements of a tensor as a vector, shard by shard."""
-    spec = x._spec
-    mesh = spec.topology
-    shape = tuple(n if axis in spec.slot_axes else 1 for axis, n in enumerate(mesh.shape))
-    cuts = tuple(prod(spec.local_shape(coord)) for coord in all_coords(shape))
-    places: list[Placement] = [Shard(0) if p.is_shard() else p for p in spec.placements]
-    return joined(op, mesh, places, [part.reshape(-1) for part in x._locals], cuts=cuts)
 
 
 def _selected(
@@ -148,7 +137,7 @@ def _middles(op: Any, x: Any, dim: int, ignore_nan: bool) -> torch.Tensor:
 
 def _middle(op: Any, x: Any, ignore_nan: bool) -> Any:
     mesh = mesh_of(op, [x])
-    x = _flat(op, settled(op, x))
+    x = in_line(op, settled(op, x))
     rank = _middles(op, x, 0, ignore_nan)
     return as_dtensor(_selected(op, x, 0, rank, rank)[0].reshape(()), mesh)
 
@@ -224,7 +213,7 @@ def quantile(
         mesh = mesh_of(op, [x])
         x = settled(op, x)
         shape = _reduced(x, dim, keepdim)
-        x, dim = (_flat(op, x), 0) if dim is None else (x, dim)
+        x, dim = (in_line(op, x), 0) if dim is None else (x, dim)
         q = torch.as_tensor(q, dtype=x.dtype, device=x.device)
         missing = _nans(op, x, dim).to(x.device)
         size = torch.full_like(missing, x.shape[dim])

@@ -13,8 +13,8 @@ from ..geometry import Box, Cuts, all_coords, contiguous_stride, flat_index
 from ..infer import infer
 from ..mesh import Coord
 from ..placement import Placement, Replicate, Shard
+from ..ragged import joined, settled, whole
 from ..ragged import laid as relaid
-from ..ragged import settled, whole
 from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.reductions import reduced_dims
@@ -26,6 +26,7 @@ __all__ = [
     "candidates",
     "columns",
     "gathered",
+    "in_line",
     "lacking",
     "metas",
     "neighbours",
@@ -127,6 +128,16 @@ def candidates(
         meta = TensorMeta(shape, contiguous_stride(shape), dtype)
         found.append(gathered(op, wrap(placed(spec, meta, cuts), parts), dims))
     return found
+
+
+def in_line(op: Any, x: Any) -> Any:
+    """The elements of a tensor as a vector, shard by shard."""
+    spec: DTensorSpec = x._spec
+    mesh = spec.topology
+    shape = tuple(n if axis in spec.slot_axes else 1 for axis, n in enumerate(mesh.shape))
+    cuts = tuple(prod(spec.local_shape(coord)) for coord in all_coords(shape))
+    places: list[Placement] = [Shard(0) if p.is_shard() else p for p in spec.placements]
+    return joined(op, mesh, places, [part.reshape(-1) for part in x._locals], cuts=cuts)
 
 
 def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:

@@ -1,0 +1,96 @@
+"""The different elements of a tensor, many and in shards: they are sorted where they may stay."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import CommDebugMode, Replicate, Shard, ragged_results
+
+from .compare import ints, numbers, spread, virtual
+from .test_sorting import eager
+
+NAN = float("nan")
+EVERY = partial(torch.unique, return_inverse=True, return_counts=True)
+ZEROS = numbers(400).round(decimals=1)
+TENSORS: dict[str, torch.Tensor] = {
+    "all different": numbers(500, dtype=torch.float32),
+    "pairs in all shards": ints(250, high=10**6).repeat(2),
+    "zeros of both signs": torch.where(ZEROS == 0, -0.0, ZEROS),
+    "bfloat16": numbers(2, 300).bfloat16(),
+    "int16": ints(600, low=-(1 << 15), high=1 << 15).to(torch.int16),
+    "matrix": ints(3, 200, high=1 << 40),
+}
+LAYOUTS: list[tuple[tuple[int, ...], Any]] = [
+    ((8,), (Shard(-1),)),
+    ((2, 4), (Shard(-1), Shard(0))),
+    ((2, 4), (Replicate(), Shard(-1))),
+]
+
+
+def assert_unique(x: torch.Tensor, mesh: Any, where: Any) -> None:
+    """Values, inverse and counts are those of one device."""
+    with ragged_results():
+        made = EVERY(spread(x, mesh, where))
+        alone = torch.unique(spread(x, mesh, where))
+    for got, want in zip((*made, alone), (*EVERY(x), x.unique()), strict=True):
+        assert got.dtype == want.dtype and got.full_tensor().equal(want)
+        assert any(place.is_shard() for place in got.placements)
+    assert made[0].cuts == made[2].cuts == alone.cuts
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors(name: str) -> None:
+    for shape, where in LAYOUTS:
+        assert_unique(TENSORS[name], eager(*shape), where)
+
+
+def test_every_nan_is_another() -> None:
+    x = numbers(300)
+    x[::3] = NAN
+    with ragged_results():
+        values, where, counts = (e.full_tensor() for e in EVERY(spread(x, eager(8), [Shard(0)])))
+    want = EVERY(x)
+    torch.testing.assert_close(values, want[0], equal_nan=True)
+    torch.testing.assert_close(values[where], x, equal_nan=True)
+    assert counts.equal(want[2]) and len(where.unique()) == len(x)
+
+
+SIZE = 1 << 16
+
+
+@pytest.mark.parametrize("shape", [(SIZE,), (1, SIZE), (2, SIZE // 2)], ids=str)
+def test_values_are_moved_once(shape: tuple[int, ...]) -> None:
+    x = numbers(*shape, dtype=torch.float32)
+    ours = spread(x, virtual(8), [Shard(len(shape) - 1)])
+    for call, width in ((torch.unique, 6), (EVERY, 6 + 8 + 8)):
+        with CommDebugMode() as comm, ragged_results():
+            made = call(ours)
+        got, want = (m[0] if isinstance(m, tuple) else m for m in (made, call(x)))
+        assert got.placements == (Shard(0),) and got.full_tensor().equal(want)
+        assert sum(comm.bytes.values()) < 1.2 * width * SIZE // 8
+
+
+def test_few_values_are_gathered() -> None:
+    x = ints(SIZE, high=20)
+    with CommDebugMode() as comm, ragged_results():
+        assert torch.unique(spread(x, virtual(8), [Shard(0)])).full_tensor().equal(x.unique())
+    assert sum(comm.bytes.values()) < 8 * 20 * 8 + 8 * 8 + 200
+
+
+@pytest.mark.parametrize("shape", [(1, 60), (1, 1, 20, 3)], ids=str)
+def test_runs_in_a_tensor_that_is_one_row(shape: tuple[int, ...]) -> None:
+    x = ints(*shape, high=3)
+    run = partial(torch.unique_consecutive, return_inverse=True, return_counts=True)
+    dim = shape.index(max(shape))
+    for cuts in (None, [(1, 0, shape[dim] - 2, 1) if d == dim else None for d in range(x.ndim)]):
+        ours = spread(x, virtual(4), [Shard(dim)], cuts)
+        with CommDebugMode() as comm, ragged_results():
+            made = run(ours)
+        assert sum(comm.bytes.values()) < 4 * 4 * 8
+        for got, want, plain in zip(made, run(x), run(ours), strict=True):
+            assert got.full_tensor().equal(want) and plain.full_tensor().equal(want)
+            assert plain.stride() == want.stride()
