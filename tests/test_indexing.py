@@ -206,6 +206,17 @@ def test_a_few_rows_of_a_sharded_dim_move_nothing() -> None:
     assert received(lambda: x[some].full_tensor()) <= 2 * 3 * 8 * 8
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+def test_what_every_rank_has_is_cut_as_the_index_is(rows: int) -> None:
+    """Nothing moves, also where there are more ranks than rows."""
+    mesh = virtual(8)
+    x, source = (spread(numbers(rows, 9, seed=seed), mesh, [Replicate()]) for seed in (0, 1))
+    index = spread(ints(rows, 9, high=9), mesh, [Shard(0)])
+    with shardwise.communication("error"):
+        made = [x.gather(1, index), x.scatter_add(1, index, source), x.scatter(1, index, 2.5)]
+    assert all(each.placements == (Shard(0),) for each in made)
+
+
 def test_all_rows_in_another_order_stay_sharded() -> None:
     """A pending sum would hold all rows on every rank; the shards go to another dim instead."""
     mesh = virtual(4)

@@ -256,7 +256,7 @@ class _Choice:
             if self._fits(axis, row, operand):
                 continue
             have, want = spec.placements[axis], row.inputs[operand]
-            if crowded and want.is_shard():
+            if crowded and want.is_shard() and not have.is_replicate():
                 want = Replicate()
             nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
             if have is want:
