@@ -225,11 +225,24 @@ def test_pieces_of_blocks_are_reduced_with_the_tensor() -> None:
                 torch.testing.assert_close(mine, theirs)
 
 
+def written(p: Any) -> Any:
+    """`p` with a row, a column and a block of numbers, and of another tensor."""
+    p[1] = 2.5
+    p[:, 0].fill_(-3.0)
+    p[2:4] = p[0:1].detach() * 0
+    return p.masked_fill_(numbers(*p.shape, seed=5) > 1, 4.0)
+
+
 PASSING: dict[str, Callable[[Any, Any], Any]] = {
     "neighbours": lambda p, mask: p[1:] + p[:-1],
+    "overwritten": lambda p, mask: written(p.clone()),
+    "numbers": lambda p, mask: 3 - torch.add(p, 1.5, alpha=2).sub_(2),
+    "filled": lambda p, mask: p.masked_fill(mask, 2.5).add_(1),
     "written by a mask": lambda p, mask: p.index_put((mask,), numbers(int(mask.sum()))),
     "scattered by a mask": lambda p, mask: p.masked_scatter(mask, numbers(24, seed=2)),
-    "scattered in place": lambda p, mask: p.clone().masked_scatter_(mask, numbers(24, seed=2)),
+    "scattered in place by a mask": lambda p, mask: p.clone().masked_scatter_(
+        mask, numbers(24, seed=2)
+    ),
     "picked by a mask": lambda p, mask: p[mask[:, 0]],
 }
 
@@ -237,7 +250,7 @@ PASSING: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("name", PASSING)
 def test_what_passes_a_sum_on_does_not_reduce_it(name: str) -> None:
     for places in [(P, R), (P, S1), (Partial("avg"), R), (P, P), (P, S0)]:
-        if S0 in places and name != "neighbours":
+        if S0 in places and "mask" in name:
             continue
         mesh, mask = virtual(2, 2), numbers(6, 4, seed=3) > 0
         p = spread(numbers(6, 4), mesh, places)
@@ -245,6 +258,38 @@ def test_what_passes_a_sum_on_does_not_reduce_it(name: str) -> None:
             made = PASSING[name](p, mask)
         assert found.seen == [] and any(place.is_partial() for place in made.placements)
         torch.testing.assert_close(made.full_tensor(), PASSING[name](numbers(6, 4), mask))
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "product"])
+def test_what_passes_other_kinds_on_does_not_reduce_them(kind: str) -> None:
+    other = torch.minimum if kind == "max" else torch.maximum
+    for shape, places in [((2,), (Partial(kind),)), ((2, 2), (Partial(kind), S1))]:
+        p, x = pending(virtual(*shape), places), pending(virtual(*shape), places).full_tensor()
+        y = numbers(*x.shape, seed=7)
+
+        def f(p: Any, y: torch.Tensor = y) -> Any:
+            p = p.clone()
+            p[1] = 2.5
+            p[:, 0].fill_(-3.0)
+            p[2:4].copy_(y[2:4])
+            p.masked_fill_(y > 1, 4.0)
+            return p if kind == "product" else other(p, y)
+
+        with Reductions(1) as found:
+            made = f(p)
+        assert found.seen == [] and made.placements == places
+        torch.testing.assert_close(made.full_tensor(), f(x))
+
+
+def test_two_views_of_one_value_are_reduced_as_it() -> None:
+    for kind in ("max", "product"):
+        p, x = [pending(virtual(2), (Partial(kind),)) for _ in range(2)]
+        x = x.full_tensor()
+        with Reductions(1) as found:
+            made = [p.diff(dim=0), p.cos(), p.diff(dim=0)]
+        assert len(found.seen) == 1
+        for mine, theirs in zip(of_all(made), [x.diff(dim=0), x.cos(), x.diff(dim=0)], strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_a_write_into_local_tensors_makes_it_stale() -> None:

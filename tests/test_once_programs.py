@@ -69,6 +69,8 @@ LINEAR: list[Function] = [
     lambda p: p.sum(-1),
     lambda p: p.mean(),
     lambda p: p / 3,
+    lambda p: p + 1.5,
+    lambda p: (2 - p).sub_(3),
 ]
 PASSING: dict[str, list[Function]] = {
     "sum": ANY_KIND + LINEAR,

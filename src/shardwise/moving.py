@@ -37,6 +37,7 @@ __all__ = [
     "own_copy",
     "same_elements",
     "same_source",
+    "source",
     "stamp",
     "stamps",
     "started",
@@ -333,13 +334,14 @@ def same_source(one: Any, other: Any) -> bool:
     """Whether two tensors are one, or views of one."""
     if one is other:
         return True
-    memos = [_root(tensor)._memo for tensor in (one, other)]
+    memos = [source(tensor)._memo for tensor in (one, other)]
     return memos[0] is not None and memos[0] is memos[1]
 
 
-def _root(tensor: Any) -> Any:
+def source(tensor: Any) -> Any:
+    """The tensor that a view, or a view of views, is made of."""
     origin = _origin(tensor)
-    return tensor if origin is None else _root(origin.base)
+    return tensor if origin is None else source(origin.base)
 
 
 def _origin(tensor: Any) -> Origin | None:

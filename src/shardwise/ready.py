@@ -11,10 +11,11 @@ Whether a value is there follows from what the program did before, so that all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from . import policy
-from .moving import agree, describe_moves, known, moved, same_source, stamp
+from .moving import agree, describe_moves, known, moved, same_source, source, stamp
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
 from .wrapper import Locals, Twin, wrap
@@ -83,18 +84,25 @@ class ReadyPlan(Plan):
         return values if any(values) else None
 
     def _reduce_shared(self, operands: Sequence[Any]) -> None:
-        """Reduce a tensor of which one operand would be reduced, and another would stay."""
+        """Reduce a tensor of which one operand would be reduced, and another would stay; and that
+        of which several are views, if they have as many elements."""
         for index in self._reducing:
             alike = [i for i in self._pending if same_source(operands[i], operands[index])]
             if len(alike) < 2:
                 continue
             largest = max(alike, key=lambda i: operands[i].numel())
-            tensor, target = operands[largest], operands[largest]._spec.reduced
+            tensor = operands[largest]
+            needed = {id(operands[i]._memo): operands[i] for i in alike if i in self._reducing}
+            base = source(tensor)
+            if sum(each.numel() for each in needed.values()) >= prod(base._spec.meta.shape):
+                tensor = base
             agree(tensor)
             if stamp(tensor, agreed=True) != stamp(tensor, agreed=True):
                 continue  # nothing is kept of what a user may write into unseen
+            target = tensor._spec.reduced
             if not policy.current().silent and known(tensor) is None:
                 specs = [operand._spec for operand in operands]
+                specs[largest] = tensor._spec
                 policy.on_moves(self._op, describe_moves([(largest, target)], specs))
             moved(tensor, target)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ..placement import Partial
 from .call import Call, Operand, has_fractions, keeps_sums, stored
-from .rule import Along, Dims, Passes, Rule, copied
+from .rule import Along, Dims, Local, Passes, Rule, Site, anywhere, copied
 
 __all__ = ["broadcast_dims", "pointwise"]
 
@@ -25,6 +26,7 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "positive": ((0,),),
     "clone": ((0,),),
     "copy": ((0, 1),),
+    "fill": ((0, 1),),
     "zero": ((0,),),
     "where": ((1, 2),),
     "masked_fill": ((0, 2),),
@@ -43,7 +45,10 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "imag": ((0,),),
     "_to_copy": ((0,),),
 }
-_MOVES = ("alias", "clone", "copy", "detach", "lift_fresh", "masked_fill", "where", "_to_copy")
+_MOVES = (
+    *("alias", "clone", "copy", "detach", "fill", "lift_fresh", "masked_fill", "where"),
+    "_to_copy",
+)
 """Operators that copy values: without a change of dtype, every pending sum passes."""
 _COPIES = ("alias", "clone", "detach", "lift_fresh", "positive", "_to_copy")
 """Those that copy one operand."""
@@ -78,7 +83,8 @@ _UP_FROM = ("sqrt", "log", "log2", "log10", "log1p")
 """Defined for large numbers only: below there is NaN, which would win over the maximum."""
 _DOWN = ("neg", "negative", "erfc")
 _JOINT = {"maximum": "max", "minimum": "min"}
-_AFFINE = ("add", "sub", "rsub")  # a number added to a pending sum would be added on every rank
+_AFFINE = {"add": 1, "sub": 1, "rsub": 1, "fill": 1, "masked_fill": 2}
+"""Where operators take a number that all ranks would add to a pending sum, or put into it."""
 
 
 def broadcast_dims(shape: Sequence[int], out: Sequence[int]) -> Dims:
@@ -96,6 +102,7 @@ def pointwise(call: Call) -> Rule:
     shapes = [result.shape for result in call.results] or [call.shape(0)]
     out = max(shapes, key=len)
     name = base_name(call)
+    number = _added_number(call, name)
     return Rule(
         inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
         outputs=tuple(broadcast_dims(shape, out) for shape in shapes),
@@ -104,6 +111,8 @@ def pointwise(call: Call) -> Rule:
         linear=(linear := _linear(call, name)),
         averages=_averages(call, name, linear),
         passes=_passes(call, name),
+        local=None if number is None else _once(number),
+        unless=None if number is None else _counts_once,
     )
 
 
@@ -120,10 +129,8 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     if name.endswith("_backward") and name != "logit_backward":  # that one divides by x(1 - x)
         groups = ((0,),)  # a backward is linear in the incoming gradient
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
-    if name == "masked_fill" and len(given) < 3 and call.get("value") == 0:
-        groups = ((0,),)
-    if name in _AFFINE and len(given) < 2:
-        return ()
+    if name in _AFFINE and len(given) <= _AFFINE[name]:
+        groups = ((0,),) if _added_number(call, name) is not None else ()
     if _breaks_sums(name, (*call.args, *call.kwargs.values())):
         return ()
     if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
@@ -137,6 +144,41 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
         if max(stored(call.specs[index].meta) for index in kept) >= stored(call.results[0]):
             found.append(kept)
     return tuple(found)
+
+
+def _added_number(call: Call, name: str) -> int | None:
+    """The place of a number that is added to a tensor, or put into it; None if there is none. A
+    list has one call for all of its tensors, so there it is added everywhere."""
+    place = _AFFINE.get(name)
+    if place is None or len(call.args) <= place or "_foreach_" in call.op._schema.name:
+        return None
+    alone = isinstance(call.args[0], Operand) and not isinstance(call.args[place], Operand)
+    return place if alone and isinstance(call.args[place], (int, float, complex)) else None
+
+
+def _once(place: int) -> Local:
+    """A local call by which one rank alone adds a number to a pending sum, or puts it there."""
+
+    @anywhere
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        ops = {op for axis, op in _counted(site).items() if site.coord[axis]}
+        if ops:
+            none = type(args[place])("sum" not in ops)
+            args = (*args[:place], none, *args[place + 1 :])
+        return op(*args, **kwargs)
+
+    return local
+
+
+def _counted(site: Site) -> dict[int, str]:
+    """The axes along which every rank counts, each with its reduction."""
+    places = enumerate(site.inputs[0].placements)
+    found = {a: place.reduce_op for a, place in places if isinstance(place, Partial)}
+    return {axis: op for axis, op in found.items() if op in ("sum", "product")}
+
+
+def _counts_once(site: Site) -> bool:
+    return not _counted(site)
 
 
 def _breaks_sums(name: str, args: Sequence[Any]) -> bool:
@@ -168,17 +210,23 @@ def _passes(call: Call, name: str) -> Passes:
     """Pending maxima and minima through monotone functions, all that is pending through copies."""
     if name in _COPIES and call.results[0].dtype is call.specs[0].dtype:
         return copied(0)
+    if name == "fill" and len(call.specs) == 1:
+        return copied(0) if _added_number(call, name) is not None else ()
     if len(call.specs) == 1 and not any(isinstance(v, Operand) for v in call.args[1:]):
         if name in _UP_FROM:
             return (((0,), "min", "min"),)
         slope = 1 if name in _UP and not _negative_slope(call, name) else _slope(call, name)
         return _RISING if slope > 0 else _FALLING if slope < 0 else ()
     if len(call.specs) == 2 and name in _JOINT:
-        return (((0, 1), _JOINT[name], _JOINT[name]),)
+        other = "min" if _JOINT[name] == "max" else "max"
+        return ((0, 1), _JOINT[name], _JOINT[name]), ((0,), other, other), ((1,), other, other)
     if name == "where" and len(call.specs) == 3 and call.specs[1].dtype is call.specs[2].dtype:
         return copied(1, 2)
     if name == "masked_fill" and len(call.specs) == 2:
-        return _RISING
+        return copied(0)
+    overwrites = name in ("copy", "fill") and len(call.specs) == 2
+    if overwrites and call.specs[0].dtype is call.specs[1].dtype:
+        return copied(0, 1)
     return ()
 
 
