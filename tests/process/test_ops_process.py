@@ -15,9 +15,9 @@ from shardwise.forms import frequent, ranks
 
 from .. import (
     test_attention,
+    test_bags,
     test_frequent,
     test_inplace,
-    test_largest,
     test_membership,
     test_memory,
     test_ops_ordering,
@@ -161,15 +161,15 @@ def several_indices() -> None:
     test_places.assert_out_of_range(test_searching.eager(4), 1, 7)
 
 
-def largest_of_bags() -> None:
-    for name, where in (("padding", "rows"), ("bags", "rows and columns"), ("bags", "whole rows")):
-        (call, *given), (shape, layouts) = test_largest.CALLS[name], test_largest.LAYOUTS[where]
+def whole_bags() -> None:
+    for name, where in (("means", "rows"), ("bags", "rows and columns"), ("sums", "whole rows")):
+        (call, *given), (shape, layouts) = test_bags.CALLS[name], test_bags.LAYOUTS[where]
         assert_same(call, given, layouts, test_searching.eager(*shape))
-    test_largest.assert_out_of_range(test_searching.eager(4), 60)
+    test_bags.assert_out_of_range(test_searching.eager(4), 60)
 
 
-def test_largest_elements_of_bags(processes: Pools) -> None:
-    processes(4).run(largest_of_bags)
+def test_bags_elements_of_bags(processes: Pools) -> None:
+    processes(4).run(whole_bags)
 
 
 def test_elements_by_several_indices(processes: Pools) -> None:

@@ -15,7 +15,7 @@ from ..rules.indexing import within
 from ..rules.reductions import wide
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Wrapper, wrap
-from .largest import largest, largest_backward
+from .whole_bags import bag_gradient, in_bags, largest_gradient
 
 __all__ = ["backward", "embedding_bag", "weights_backward"]
 
@@ -35,22 +35,18 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Any, ...]:
-    """Columns are free; where the rows are sharded each rank adds up those in its box.
-
-    For the largest elements a rank needs the rows of whole bags, because each comes with the index
-    of its row.
-    """
+    """Columns are free. Each rank has some of the bags, or where the rows are sharded adds up those
+    in its box, whichever is less to move."""
     mesh = mesh_of(op, [weight, indices, offsets, per_sample_weights])
     weight, *others = (
         None if t is None else settled(op, as_dtensor(t, mesh))
         for t in (weight, indices, offsets, per_sample_weights)
     )
     options: tuple[Any, ...] = (scale_grad_by_freq, mode, sparse)
-    if mode == _MAX and others[2] is None:
-        given = (*options, None, include_last_offset, padding_idx)
-        found = largest(op, weight, others[0], others[1], include_last_offset, given)
-        if found is not None:
-            return found
+    given = [each for each in others if each is not None]
+    found = in_bags(op, weight, given, options, include_last_offset, padding_idx)
+    if found is not None:
+        return found
     indices, offsets, own = (None if t is None else whole(op, t) for t in others)
     spec = weight._spec
     options = (*options, own, include_last_offset, padding_idx)
@@ -157,8 +153,18 @@ def backward(
     padding_idx: int = -1,
 ) -> Any:
     """The gradient of the table; a sparse one is plain, the same on every rank."""
+    kind = torch.promote_types(indices.dtype, offsets.dtype)
+    indices, offsets = indices.to(kind), offsets.to(kind)
     if mode == _MAX and not sparse and _in_shards(maximum_indices):
-        return largest_backward(grad, maximum_indices, bag_size, num_weights)
+        return largest_gradient(grad, maximum_indices, bag_size, num_weights)
+    if mode != _MAX and not sparse and not scale_grad_by_freq:
+        op = aten._embedding_bag_dense_backward.default
+        given = [each for each in (indices, offsets, per_sample_weights) if each is not None]
+        mesh = mesh_of(op, [grad, *given])
+        grad, *given = (settled(op, as_dtensor(each, mesh)) for each in (grad, *given))
+        found = bag_gradient(op, grad, given, num_weights, mode, padding_idx)
+        if found is not None:
+            return found
     offset2bag = _bags_of(indices, offsets, offset2bag)
     if sparse:
         op = aten._embedding_bag_sparse_backward.default

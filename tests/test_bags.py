@@ -1,4 +1,4 @@
-"""embedding_bag(mode="max") with rows, indices and offsets in shards: no bag is taken apart."""
+"""embedding_bag with rows, indices and offsets in shards: no bag is taken apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import CommDebugMode, Replicate, Shard
+from shardwise import CommDebugMode, Partial, Replicate, Shard, keep_partial_grads
 from shardwise.errors import OutOfRangeError
 
 from .compare import assert_same, ints, numbers, spread, virtual
@@ -21,12 +21,12 @@ WORDS, STARTS = ints(300, high=900, seed=1), ints(39, high=300, seed=2).sort().v
 STARTS = torch.cat([torch.zeros(1, dtype=torch.int64), STARTS])  # some bags are empty
 
 
-def bags(weight: Any, words: Any, starts: Any, **options: Any) -> Any:
-    return F.embedding_bag(words, weight, starts, mode="max", **options)
+def bags(weight: Any, words: Any, starts: Any, mode: str = "max", **options: Any) -> Any:
+    return F.embedding_bag(words, weight, starts, mode=mode, **options)
 
 
-def parts(weight: Any, words: Any, starts: Any) -> Any:
-    return torch.ops.aten._embedding_bag(weight, words, starts, False, 2, False, None, False, 3)
+def parts(weight: Any, words: Any, starts: Any, mode: int) -> Any:
+    return torch.ops.aten._embedding_bag(weight, words, starts, False, mode, False, None, False, 3)
 
 
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -40,6 +40,18 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "a small table": (bags, TABLE[:60], WORDS % 60, STARTS),
     "few bags": (bags, TABLE, WORDS, torch.tensor([0, 0, 200])),
     "short integers": (bags, TABLE, WORDS.int(), STARTS.int()),
+    "two kinds of integers": (bags, TABLE, WORDS.int(), STARTS),
+    "sums": (lambda w, i, o: bags(w, i, o, "sum", padding_idx=3), TABLE, WORDS % 7, STARTS),
+    "means": (lambda w, i, o: bags(w, i, o, "mean", padding_idx=3), TABLE, WORDS % 7, STARTS),
+    "weights": (
+        lambda w, i, o, p: bags(w, i, o, "sum", per_sample_weights=p),
+        TABLE, WORDS, STARTS, numbers(300),
+    ),
+    "by frequency": (
+        lambda w, i, o: bags(w, i, o, "sum", scale_grad_by_freq=True), TABLE, WORDS, STARTS
+    ),
+    "every other index": (lambda w, i, o: bags(w, i[::2], o // 2), TABLE, WORDS, STARTS),
+    "one index": (lambda w, i, o: bags(w, i[:1].expand(300), o, "mean"), TABLE, WORDS, STARTS),
 }  # fmt: skip
 LAYOUTS = {
     "rows": ((4,), [(S(0),)] * 3),
@@ -52,23 +64,25 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("where", LAYOUTS)
 @pytest.mark.parametrize("name", CALLS)
-def test_largest_elements_of_bags(name: str, where: str) -> None:
+def test_bags_as_on_one_device(name: str, where: str) -> None:
     (call, *given), (shape, layouts) = CALLS[name], LAYOUTS[where]
-    assert_same(call, given, layouts[: len(given)], eager(*shape))
+    assert_same(call, given, [*layouts, layouts[1]][: len(given)], eager(*shape))
 
 
 @pytest.mark.parametrize("where", LAYOUTS)
-def test_all_that_the_operator_returns(where: str) -> None:
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_all_that_the_operator_returns(mode: int, where: str) -> None:
     """The bag of each index, the sizes of bags and the chosen rows; the first counts of equal ones
     and a NaN only if it is the first."""
     table = TABLE.clone()
-    table[::7, 1], table[::5, 2], table[1::5, 2] = torch.nan, torch.inf, -torch.inf
+    if mode == 2:
+        table[::7, 1], table[::5, 2], table[1::5, 2] = torch.nan, torch.inf, -torch.inf
     shape, layouts = LAYOUTS[where]
     plain = (table, WORDS, STARTS)
     given = [spread(t, eager(*shape), at) for t, at in zip(plain, layouts, strict=True)]
-    for ours, theirs in zip(parts(*given), parts(*plain), strict=True):
+    for ours, theirs in zip(parts(*given, mode), parts(*plain, mode), strict=True):
         assert ours.dtype is theirs.dtype
-        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)
 
 
 def received(call: Any) -> tuple[int, Any]:
@@ -77,22 +91,43 @@ def received(call: Any) -> tuple[int, Any]:
     return sum(comm.bytes.values()), made
 
 
-def test_rows_are_asked_for_and_gradients_are_sent() -> None:
-    """A rank receives a place for each index and the rows of its own, and a table; and of the
-    gradient each element with its place."""
-    weight = numbers(16384, 4, dtype=torch.float32)
-    words, starts = ints(4096, high=16384), torch.arange(0, 4096, 8)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_rows_are_asked_for_and_gradients_are_sent(mode: str) -> None:
+    """A rank receives a place for each index and the rows of its own, and tables; and so it does
+    for the gradient, of which for the largest only the chosen elements are sent."""
+    weight, words = numbers(16384, 4, dtype=torch.float32), ints(32768, high=16384)
+    starts = torch.arange(0, 32768, 8)
     ours = [spread(t, virtual(8), [S(0)]) for t in (weight, words, starts)]
     ours[0].requires_grad_()
-    got, made = received(lambda: bags(*ours))
+    got, made = received(lambda: bags(*ours, mode))
     assert made.placements == (S(0),)
-    assert got < 4096 // 8 * (4 + 16) + 2000
+    share = 32768 // 8 * (4 + 16) + 2000
+    assert got < share
     got, _ = received(made.sum().backward)
-    assert got < 512 * 4 // 8 * 8 + 2000
+    assert got < (share if mode != "max" else 4096 * 4 // 8 * 8 + 2000)
     theirs = weight.clone().requires_grad_()
-    bags(theirs, words, starts).sum().backward()
+    want = bags(theirs, words, starts, mode)
+    want.sum().backward()
     assert theirs.grad is not None
+    torch.testing.assert_close(made.full_tensor(), want)
     torch.testing.assert_close(ours[0].grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_whole_rows_move_few_indices(mode: str) -> None:
+    """Data in shards and a table on every rank: tables, and the indices whose bag starts elsewhere;
+    sums stay pending where gradients are kept."""
+    weight, words = numbers(64, 4, dtype=torch.float32), ints(4096, high=64)
+    starts = torch.arange(0, 4096, 8)
+    ours = [spread(t, virtual(8), [at]) for t, at in ((weight, R), (words, S(0)), (starts, S(0)))]
+    ours[0].requires_grad_()
+    got, made = received(lambda: bags(*ours, mode))
+    assert made.placements == (S(0),)
+    assert got < 1000
+    with keep_partial_grads():
+        got, _ = received(made.sum().backward)
+    assert got < 1000
+    assert ours[0].grad.placements == (Partial(),)
 
 
 def test_indices_of_a_small_table_stay_where_they_are() -> None:
