@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import CommDebugMode, Link, Partial, Replicate, Shard, init_device_mesh
+from shardwise import (
+    CommDebugMode,
+    Link,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    communication,
+    init_device_mesh,
+)
 from shardwise.errors import OutOfRangeError
 
 from .compare import assert_same, ints, numbers, spread, virtual
@@ -263,3 +272,74 @@ def test_the_gradient_of_a_sorted_vector_moves_each_element_once() -> None:
         assert sum(comm.bytes.values()) < want.numel() * 8 // 8 * 1.1 + 1000
         assert ours.grad.full_tensor().equal(theirs.grad)
         ours.grad = theirs.grad = None
+
+
+# --- an index that all have, and many elements for one place -------------------------------------
+
+WRITES = ["scatter", "scatter_add", "index_add", "index_copy"]
+
+
+@pytest.mark.parametrize("target", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_by_an_index_that_all_have_goes_to_its_owners(
+    name: str, target: Placement
+) -> None:
+    call, x, index, source = CALLS[name]
+    mesh = eager(4)
+    where = [(target,), (Replicate(),), (Shard(0),)]
+    assert_same(call, [x, index, source], where, mesh)
+    ours = [spread(t, mesh, place) for t, place in zip((x, index, source), where, strict=True)]
+    with CommDebugMode() as comm:
+        made = call(*ours)
+    assert made.placements == (Shard(0),)
+    assert sum(comm.bytes.values()) < source.numel() * (8 + 4) // 4 * 1.5 + 8 * 4 * 6
+
+
+def test_sums_wait_where_nothing_may_move() -> None:
+    x, index, source = (
+        spread(t, eager(4), [p])
+        for t, p in ((X, Replicate()), (INDEX, Shard(0)), (SOURCE, Shard(0)))
+    )
+    with communication("error"):
+        made = x.scatter_add(0, index, source)
+    assert made.placements == (Partial(),)
+    assert torch.allclose(made.full_tensor(), X.scatter_add(0, INDEX, SOURCE))
+
+
+def test_elements_for_one_place_are_added_up_before_they_are_sent() -> None:
+    """As in the gradient of a running maximum, where nearly all elements are for few places."""
+    x = numbers(1 << 16, dtype=torch.float32)
+    ours, theirs = spread(x, virtual(8), [Shard(0)]).requires_grad_(), x.clone().requires_grad_()
+    made, want = ours.cummax(0).values, theirs.cummax(0).values
+    with CommDebugMode() as comm:
+        made.backward(spread(torch.ones(1 << 16), virtual(8), [Shard(0)]))
+    want.backward(torch.ones(1 << 16))
+    assert sum(comm.bytes.values()) < 2000
+    assert torch.allclose(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("padding", [None, 5])
+def test_the_gradient_of_a_table_goes_to_the_owners_of_its_rows(padding: int | None) -> None:
+    table, words = numbers(4000, 16), ints(64, 9, high=3999)
+    ours, theirs = (
+        spread(table, virtual(4), [Shard(0)]).requires_grad_(),
+        table.clone().requires_grad_(),
+    )
+    given = spread(words, virtual(4), [Shard(0)])
+    made, want = F.embedding(given, ours, padding), F.embedding(words, theirs, padding)
+    grad = numbers(64, 9, 16, seed=1)
+    with CommDebugMode() as comm:
+        made.backward(spread(grad, virtual(4), [Shard(0)]))
+    want.backward(grad)
+    assert ours.grad.placements == (Shard(0),)
+    assert sum(comm.bytes.values()) < 64 * 9 * (16 * 8 + 4) // 4 + 1000
+    torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_a_row_that_many_want_is_asked_for_once() -> None:
+    table, words = numbers(4000, 16), ints(2000, high=20)
+    given = [spread(t, eager(4), [Shard(0)]) for t in (words, table)]
+    with CommDebugMode() as comm:
+        made = F.embedding(*given)
+    assert sum(comm.bytes.values()) < 21 * (16 * 8 + 4 * 4) + 8 * 4 * 6
+    assert made.full_tensor().equal(F.embedding(words, table))

@@ -327,10 +327,11 @@ def _by_rule(
     given = filled(args, kwargs, symbols)
     call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
     decision, local = _decided(entry, call, written, structure)
-    if entry.form is not None and not _is_free(specs, decision) and entry.form.when(call):
-        if call.laid != call.specs and not entry.form.blocks:
+    form = entry.form
+    if form is not None and (form.first or not _is_free(specs, decision)) and form.when(call):
+        if call.laid != call.specs and not form.blocks:
             return _in_pieces(entry)
-        run = entry.form.run
+        run = form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
     how = picker(call, decision.inputs, decision.outputs)

@@ -24,14 +24,15 @@ __all__ = ["FORMS", "Entry", "Form", "register_form"]
 class Form:
     """A function of DTensors in place of an operator: always, or when no row fits as it is.
 
-    `when` says for which calls there is such a form. With `blocks` it looks at no boxes, so that
-    dims may be sharded block by block.
+    `when` says for which calls there is such a form; with `first` also if a row fits. With `blocks`
+    it looks at no boxes, so that dims may be sharded block by block.
     """
 
     run: Callable[..., Any]
     always: bool = False
     when: Callable[[Call], bool] = lambda call: True
     blocks: bool = False
+    first: bool = False
 
 
 FORMS: dict[str, Form] = {}
@@ -42,12 +43,13 @@ def register_form(
     always: bool = False,
     when: Callable[[Call], bool] = lambda call: True,
     blocks: bool = False,
+    first: bool = False,
 ) -> Callable[[Any], Any]:
     """Register a distributed form of operators, by name or name and overload."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always, when, blocks)
+            FORMS[name] = Form(run, always, when, blocks, first)
         return run
 
     return register
@@ -78,7 +80,7 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
     def run(target: Any, *args: Any, **kwargs: Any) -> Any:
         return target.copy_(functional(target, *args, **kwargs))
 
-    return Form(run, form.always, form.when, form.blocks)
+    return Form(run, form.always, form.when, form.blocks, form.first)
 
 
 class Entry:

@@ -10,17 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import policy
-from ..autograd import keeps_partial_grads
 from ..geometry import all_coords, contiguous_stride
 from ..mesh import Coord
-from ..placement import Partial
 from ..ragged import as_dtensor
 from ..replicated import mesh_of
 from ..spec import DTensorSpec
 from ..wrapper import Locals, wrap
 from .places import Given, Laid, layouts_of, owning_axes
-from .posting import Post, Range, piece_of, posted, short
+from .posting import Post, Range, as_sum, piece_of, posted, short, waits
 from .shards import relaid
 
 __all__ = ["local", "pick", "write"]
@@ -166,8 +163,8 @@ def pick(op: Any, x: Any, indices: Sequence[Any], wraps: bool = True) -> Any:
 def write(op: Any, x: Any, indices: Sequence[Any], values: Any, adds: bool) -> Any:
     """x[i, :, j] = values, of a copy of `x`: each rank writes what it is sent, in the order of
     all."""
-    if adds and not op._schema.is_mutable and _wait():
-        return op(_pending(op, x, indices, values), indices, values, adds)
+    if adds and not op._schema.is_mutable and waits():
+        return op(as_sum(op, x, [*indices, values]), indices, values, adds)
     sent = _sent(op, x, indices, values, adds)
     laid, one = sent.laid, sent.given.repeats
     rows = [_value_rows(sent, coord) for coord in laid.x.slots]
@@ -192,20 +189,3 @@ def _value_rows(sent: _Sent, coord: Coord) -> torch.Tensor:
     full = local(sent.values, coord).expand((*rest[:at], *lead, *rest[at:]))
     order = [*range(at, at + count), *range(at), *range(at + count, full.ndim)]
     return full.permute(order).reshape(prod(lead), *rest)
-
-
-def _wait() -> bool:
-    """Whether sums are to be left pending rather than sent."""
-    return policy.current().moves == "error" or keeps_partial_grads()
-
-
-def _pending(op: Any, x: Any, indices: Sequence[Any], values: Any) -> Any:
-    """`x` as a pending sum over the axes that the indices are in shards over."""
-    others = [each for each in (*indices, values) if each is not None]
-    mesh = mesh_of(op, [x, *others])
-    x, *others = (as_dtensor(each, mesh) for each in (x, *others))
-    places = [
-        Partial() if any(each.placements[axis].is_shard() for each in others) else place
-        for axis, place in enumerate(x.placements)
-    ]
-    return relaid(op, x, x._spec.with_placements(places))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from ..entry import register_form
+from ..geometry import contiguous_stride
 from ..plans import tensors_in
 from ..ragged import as_dtensor, settled, whole
 from ..replicated import mesh_of
-from ..rules import Call
+from ..rules import Call, Operand
 from ..rules.indexing import of_two_shapes
-from ..wrapper import Wrapper
+from ..spec import DTensorSpec, TensorMeta, default_placements
+from ..wrapper import Wrapper, wrap
 from .posting import asks, picked, sends, written
 
-__all__ = ["gather", "scatter", "sparse_gradient"]
+__all__ = ["embedding_dense_backward", "gather", "scatter", "sparse_gradient"]
 
 aten = torch.ops.aten
 
@@ -105,6 +108,44 @@ for _op, _wraps in (
 ):
     _at = f"{_op._schema.name.removeprefix('aten::')}.{_op._overloadname or 'default'}"
     register_form(_at, when=sends)(partial(written, _op, _wraps))
+
+
+def _adds_rows(call: Call) -> bool:
+    """Whether the rows of a gradient go to the owners of their places: those of a table in shards,
+    which is less than a pending sum of it."""
+    grad, index = call.specs
+    cut = any(grad.dim_axes[1:]) or any(index.dim_axes[1:]) or grad.sums or index.sums
+    if call.get("scale_grad_by_freq") or not index.ndim or cut:
+        return False
+    rows, width, inner = prod(index.shape), grad.shape[-1], prod(index.shape[1:])
+    table = (call.get("num_weights"), width)
+
+    def spec(shape: tuple[int, ...], like: DTensorSpec | None) -> DTensorSpec:
+        meta = TensorMeta(shape, contiguous_stride(shape), (like or grad).dtype)
+        if like is None:
+            return DTensorSpec(grad.topology, default_placements(grad.topology), meta)
+        cuts = tuple(n * inner for n in like.dim_cuts[0]) if like.dim_axes[0] else None
+        own = [cuts, *[None] * (len(shape) - 1)]
+        return DTensorSpec(grad.topology, like.placements, meta, cuts=own)
+
+    operands = [spec(table, None), spec((rows,), index), spec((rows, width), grad)]
+    args = [Operand(0), 0, Operand(1), Operand(2)]
+    return sends(Call(aten.index_add.default, args, {}, operands, [operands[0].meta]))
+
+
+@register_form("embedding_dense_backward", first=True, when=_adds_rows)
+def embedding_dense_backward(
+    grad: Any, index: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
+    """Rows of the gradient go to the owners of their places."""
+    rows, flat = grad.reshape(-1, grad.shape[-1]), index.reshape(-1)
+    if padding_idx >= 0:
+        rows = rows.masked_fill((flat == padding_idx).unsqueeze(1), 0)
+    shape = (num_weights, grad.shape[-1])
+    meta = TensorMeta(shape, contiguous_stride(shape), grad.dtype)
+    spec = DTensorSpec(grad._spec.topology, default_placements(grad._spec.topology), meta)
+    one = torch.zeros((1, 1), dtype=grad.dtype, device=grad.device).expand(shape)
+    return aten.index_add.default(wrap(spec, (one,) * len(spec.slots)), 0, flat, rows)
 
 
 @register_form("_sparse_coo_tensor_with_dims_and_tensors", always=True)

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import policy
+from ..autograd import keeps_partial_grads
 from ..cost import Link
 from ..errors import OutOfRangeError
 from ..geometry import Cuts, contiguous_stride, flat_index
-from ..placement import Shard
+from ..placement import Partial, Shard
 from ..plans import filled, tensors_in
 from ..ragged import as_dtensor
 from ..replicated import mesh_of
@@ -26,7 +28,19 @@ from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Locals, wrap
 from .shards import lacking, neighbours, relaid, sent_on, told
 
-__all__ = ["Post", "Range", "asks", "picked", "piece_of", "posted", "sends", "short", "written"]
+__all__ = [
+    "Post",
+    "Range",
+    "as_sum",
+    "asks",
+    "picked",
+    "piece_of",
+    "posted",
+    "sends",
+    "short",
+    "waits",
+    "written",
+]
 
 
 def short(size: int) -> torch.dtype:
@@ -36,6 +50,10 @@ def short(size: int) -> torch.dtype:
 
 _FLAT = frozenset(("take", "put"))
 """What counts places through all elements."""
+_ADDING = frozenset(("scatter_add", "index_add"))
+"""What adds up all that goes into one place."""
+_WIDE = 32
+"""From so many bytes on a row that many want is asked for once."""
 _ONE_BY_ONE = frozenset(("gather", "scatter", "scatter_add", "scatter_reduce"))
 """What has a place along a dim for each element."""
 
@@ -102,13 +120,14 @@ def _rest(spec: DTensorSpec, dim: int) -> list[int]:
 def _asking(link: Link, index: DTensorSpec, *widths: int) -> int:
     """The price of learning who gets how much, and of exchanging so many bytes for each place."""
     count = index.num_shards
-    table = 8 * count * (count + 2)
-    return link.price(table) + sum(link.price(prod(index.shape) * n // count) for n in widths)
+    table = 8 * (count - 1) * (count + 2)
+    others = prod(index.shape) * (count - 1) // count // count
+    return link.price(table) + sum(link.price(others * n) for n in widths)
 
 
-def _gathering(link: Link, groups: int, *specs: DTensorSpec) -> int:
-    """The price of making tensors whole among the ranks of each group."""
-    count = specs[0].num_shards // groups
+def _gathering(link: Link, groups: int, shards: int, *specs: DTensorSpec) -> int:
+    """The price of making tensors whole that are in so many shards, in each group by itself."""
+    count = shards // groups
     sizes = [prod(spec.shape) * spec.dtype.itemsize // groups for spec in specs]
     return sum(link.price(size * (count - 1) // count) for size in sizes)
 
@@ -136,13 +155,14 @@ def sends(call: Call) -> bool:
     found = _in_front(call)
     if found is None:
         return False
-    x, index, *sources = found
+    x, known, *sources = found
+    index = _as_sources(known, sources)
     if not index.is_sharded() or (any(index.dim_axes[1:]) and not any(x.dim_axes[1:])):
         return False
     pending = stays_pending(call)
     if x.is_replicated():
         # It is not made whole by being pending; in place it would be made whole again.
-        if pending or call.op._schema.is_mutable:
+        if call.op._schema.is_mutable or (pending and _name(call.op) not in _ADDING):
             return False
     elif x.slot_axes != index.slot_axes:
         return False
@@ -151,16 +171,27 @@ def sends(call: Call) -> bool:
     if not all(_goes_with(index, source, rest) for source in sources):
         return False
     width = short(prod(x.shape)).itemsize + sum(s.dtype.itemsize * prod(rest) for s in sent)
-    cut = [source for source in sent if not source.is_replicated()]
+    cut = [each for each in (known, *sent) if not each.is_replicated()]
     for link in _links(index):
-        ways = [_gathering(link, _groups(x), index, *cut)]
+        ways = [_gathering(link, _groups(x), index.num_shards, *cut)]
         if not x.is_replicated() and _name(call.op) not in _FLAT:
-            ways.append(_exchanging(link, x, index, *cut))
-        if pending:
-            ways.append(2 * _gathering(link, _groups(x), x))
+            ways.append(_exchanging(link, x, *cut))
+        if pending:  # what is written into a tensor that all have is reduced into shards at least
+            times = 1 if x.is_replicated() else 2
+            ways.append(times * _gathering(link, _groups(x), index.num_shards, x))
         if _asking(link, index, width) >= min(ways):
             return False
     return True
+
+
+def _as_sources(index: DTensorSpec, sources: Sequence[DTensorSpec]) -> DTensorSpec:
+    """An index that every rank has, where there is a row for each place of it."""
+    for source in sources if index.is_replicated() else ():
+        same = source.shape[: index.ndim] == index.shape and not any(source.dim_axes[index.ndim :])
+        if source.is_sharded() and same and index.ndim:
+            cuts = None if source.cuts is None else source.cuts[: index.ndim]
+            return index.with_placements(source.placements, cuts)
+    return index
 
 
 def _goes_with(index: DTensorSpec, source: DTensorSpec, rest: tuple[int, ...]) -> bool:
@@ -196,12 +227,29 @@ def asks(call: Call) -> bool:
     narrow = short(prod(x.shape)).itemsize
     for link in _links(index):
         picked = link.price(prod(index.shape) * width // count * (count - 1) // count)
-        ways = [_gathering(link, groups, x), _gathering(link, groups, index) + picked]
+        ways = [_gathering(link, groups, count, x), _gathering(link, groups, count, index) + picked]
         if (one_by_one or not any(index.dim_axes[1:])) and _name(call.op) not in _FLAT:
             ways.append(_exchanging(link, x, index))
         if _asking(link, index, narrow, width) >= min(ways):
             return False
     return True
+
+
+def waits() -> bool:
+    """Whether sums are to be left pending rather than sent."""
+    return policy.current().moves == "error" or keeps_partial_grads()
+
+
+def as_sum(op: Any, x: Any, others: Sequence[Any]) -> Any:
+    """`x` as a pending sum over the axes that other operands are in shards over."""
+    given = [each for each in others if each is not None]
+    mesh = mesh_of(op, [x, *given])
+    x, *given = (as_dtensor(each, mesh) for each in (x, *given))
+    places = [
+        Partial() if any(each.placements[axis].is_shard() for each in given) else place
+        for axis, place in enumerate(x.placements)
+    ]
+    return relaid(op, x, x._spec.with_placements(places))
 
 
 # --- sending and asking ----------------------------------------------------------------------
@@ -291,13 +339,22 @@ def _inner(op: Any, part: torch.Tensor) -> int:
     return 1 if _by_rows(op) else prod(part.shape[1:])
 
 
-def _post(op: Any, x: Any, index: Any, wraps: bool) -> tuple[Post, Locals]:
-    """Who gets which place in `index`, and the places: of rows, or counted through the elements of
-    all shards that have the other dims as the owner has."""
+class _Places(NamedTuple):
+    """Who gets which place, and the places that each shard has, as they go out: with `where` each
+    once, which tells for every element of the index which of them it is."""
+
+    post: Post
+    given: Locals
+    where: Sequence[torch.Tensor] | None
+
+
+def _post(op: Any, x: Any, index: Any, wraps: bool, once: bool) -> _Places:
+    """The places in `index`: of rows, or counted through the elements of all shards that have the
+    other dims as the owner has. What many elements want is told `once`."""
     spec, at = x._spec, index._spec
     size = prod(spec.shape) if _name(op) in _FLAT else spec.shape[0]
     groups = neighbours(spec, 0)
-    places, owners = [], []
+    places, owners, where = [], [], []
     for coord, part in zip(at.slots, index._locals, strict=True):
         inner = _inner(op, x._locals[spec.slot(coord)])
         given = part.flatten().to(torch.int64)
@@ -305,12 +362,15 @@ def _post(op: Any, x: Any, index: Any, wraps: bool) -> tuple[Post, Locals]:
         if _name(op) in _ONE_BY_ONE and inner:
             columns = torch.arange(inner, device=place.device)
             place = (place.view(-1, inner) * inner + columns).flatten()
+        if once:
+            place, which = place.unique(return_inverse=True)
+            where.append(which)
         piece = piece_of(place, [end * inner for end in accumulate(spec.dim_cuts[0])])
         group = groups[flat_index(coord, at.topology.shape, at.slot_axes)]
         owners.append(torch.tensor(group, device=piece.device)[piece])
         places.append(place.to(short(prod(spec.shape))))
     post = posted(op, at, owners, [Range(index._locals, 0, size, wraps)])
-    return post, tuple(places)
+    return _Places(post, tuple(places), where if once else None)
 
 
 def _pieces(op: Any, x: Any, places: Locals) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -336,6 +396,16 @@ def _turned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) ->
     return run((given[0], 0, *given[2:]), named).movedim(0, dim)
 
 
+def _added(
+    parts: Sequence[torch.Tensor], where: Sequence[torch.Tensor], places: Locals
+) -> list[torch.Tensor]:
+    """One row for each place, of rows that may be for the same."""
+    return [
+        part.new_zeros((len(at), *part.shape[1:])).index_add_(0, which, part)
+        for part, which, at in zip(parts, where, places, strict=True)
+    ]
+
+
 def written(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
     """A call that writes by an index: each rank writes what it is sent, in the order of all."""
 
@@ -343,12 +413,18 @@ def written(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
         mesh = mesh_of(op, list(tensors_in(args, kwargs)))
         operands: list[Any] = [as_dtensor(each, mesh) for each in tensors_in(args, kwargs)]
         x, index, *sources = operands
+        if x._spec.is_replicated() and _name(op) in _ADDING and waits():
+            own, named = filled(args, kwargs, iter((as_sum(op, x, operands), *operands[1:])))
+            return op(*own, **named)
+        index = relaid(op, index, _as_sources(index._spec, [each._spec for each in sources]))
         sources = [_with_places(op, index._spec, source) for source in sources]
         if x._spec.is_replicated():
             x = relaid(op, x, x._spec.with_placements(index.placements))
-        post, given = _post(op, x, index, wraps)
+        post, given, where = _post(op, x, index, wraps, once=_name(op) in _ADDING)
         rest = x.shape[1:] if _by_rows(op) else ()
         sent = [[part.reshape(-1, *rest) for part in s._locals] for s in sources if s.ndim]
+        if where is not None:  # what goes into one place is added up before
+            sent = [_added(parts, where, given) for parts in sent]
         places, *came = post.forth(op, x._spec, given, *sent)
         parts = []
         for slot, (part, at) in enumerate(_pieces(op, x, places)):
@@ -370,17 +446,23 @@ def picked(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
         mesh_of(op, operands)
         x, index = operands
         out = index._spec
-        post, given = _post(op, x, index, wraps)
+        rest = tuple(x.shape[1:]) if _by_rows(op) else ()
+        once = prod(rest) * x.dtype.itemsize >= _WIDE
+        post, given, where = _post(op, x, index, wraps, once)
         (wanted,) = post.forth(op, out, given)
         answers = []
         for piece in _pieces(op, x, wanted):
             own, named = filled(args, kwargs, iter(piece))
             answers.append(op(*own, **named))
-        found = post.back(op, out, tuple(answers))
-        rest = tuple(x.shape[1:]) if _by_rows(op) else ()
+        found = [
+            torch.empty_like(new).index_copy_(0, order, new)
+            for order, new in zip(post.orders, post.back(op, out, tuple(answers)), strict=True)
+        ]
+        if where is not None:
+            found = [new[which] for new, which in zip(found, where, strict=True)]
         parts = [
-            torch.empty_like(new).index_copy_(0, order, new).view(*out.local_shape(coord), *rest)
-            for coord, order, new in zip(out.slots, post.orders, found, strict=True)
+            new.view(*out.local_shape(coord), *rest)
+            for coord, new in zip(out.slots, found, strict=True)
         ]
         shape = (*out.shape, *rest)
         cuts = None if out.cuts is None else [*out.cuts, *[None] * len(rest)]
