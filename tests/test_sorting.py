@@ -154,3 +154,11 @@ def test_few_elements_are_gathered() -> None:
     with CommDebugMode() as comm:
         torch.sort(spread(x, virtual(8), [Shard(1)]))
     assert comm.get_total_counts() == 1
+
+
+def test_a_dim_out_of_range_raises() -> None:
+    """PyTorch's shape function does not see it."""
+    ours = spread(numbers(400), eager(8), [Shard(0)])
+    for dim in (1, -2):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            torch.sort(ours, dim)

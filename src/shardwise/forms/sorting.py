@@ -42,7 +42,8 @@ def _rows(spec: DTensorSpec, dim: int) -> int:
 
 def price(spec: DTensorSpec, dim: int) -> int | None:
     """What sorting costs on the dearest axis; None if there is nothing to send, or no order."""
-    if not spec.ndim or not prod(spec.shape) or not spec.dim_axes[dim]:
+    dim %= max(spec.ndim, 1)
+    if not prod(spec.shape) or not spec.ndim or not spec.dim_axes[dim]:
         return None
     if not known(spec.dtype) and spec.dtype is not torch.bool:
         return None
@@ -63,10 +64,11 @@ def price(spec: DTensorSpec, dim: int) -> int | None:
 def sorts(call: Call) -> bool:
     """Whether moving each element once is less than what a rule moves."""
     spec = call.specs[0].reduced
-    dim = call.get("dim") % max(spec.ndim, 1)
-    found = price(spec, dim)
+    dim = call.get("dim")
+    found = price(spec, dim) if -spec.ndim <= dim < spec.ndim else None  # PyTorch's error
     if found is None:
         return False
+    dim %= spec.ndim
     links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
     return all(found < link.price(lacking(spec, dim)) for link in links)
 
