@@ -92,6 +92,7 @@ def test_columns(dim: int) -> None:
     for mesh, where, cuts in (
         (virtual(4), [Shard(dim % 3)], None),
         (virtual(2, 3), [Replicate(), Shard(dim % 3)], None),
+        (virtual(3, 2), [Shard((dim + 1) % 3), Shard(dim % 3)], None),
         (virtual(3), [Shard(dim % 3)], [(0, 8, 1) if d == dim % 3 else None for d in range(3)]),
     ):
         ours = spread(x, mesh, where, cuts)
@@ -143,6 +144,16 @@ def test_samples_of_few_columns_move(name: str) -> None:
         # A hundred numbers of each rank, and as many as they leave.
         assert sum(comm.bytes.values()) < 18_000 * x.itemsize // 4
         torch.testing.assert_close(got.full_tensor(), OF_TWO[name](x))
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_rows_in_shards_too(name: str) -> None:
+    """Each group of ranks looks in its own rows, of which one has two and another one."""
+    x, mesh = torch.cat([LONG, LONG[:1] ** 3]), virtual(2, 8)
+    with CommDebugMode() as comm:
+        got = OF_TWO[name](spread(x, mesh, [Shard(0), Shard(1)]))
+    assert sum(comm.bytes.values()) < 21_000
+    torch.testing.assert_close(got.full_tensor(), OF_TWO[name](x))
 
 
 @pytest.mark.parametrize("name", CALLS)

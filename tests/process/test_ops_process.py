@@ -77,8 +77,9 @@ def sorted_rows() -> None:
     for where in ([Shard(1), Shard(1)], [Shard(0), Shard(1)], [Replicate(), Shard(1)]):
         test_sorting.assert_sorted(x, spread(x, mesh, where), 1)
     for name, call in test_ranks.OF_TWO.items():
-        got = call(spread(test_ranks.TWO, mesh, [Shard(1), Shard(1)])).full_tensor()
-        torch.testing.assert_close(got, call(test_ranks.TWO), msg=name)
+        for at in (Shard(0), Shard(1)):
+            got = call(spread(test_ranks.TWO, mesh, [at, Shard(1)])).full_tensor()
+            torch.testing.assert_close(got, call(test_ranks.TWO), msg=name)
     for name in ("sort", "topk"):
         call, given = test_sorting.CALLS[name], numbers(2, 200)
         assert_same(call, [given], [(Shard(0), Shard(1))], mesh)

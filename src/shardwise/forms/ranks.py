@@ -12,6 +12,7 @@ from .. import policy
 from .._torch import run_composite, take_composite
 from ..cost import Link
 from ..entry import register_form
+from ..geometry import flat_index
 from ..placement import Placement, Shard
 from ..ragged import as_dtensor, joined, settled, whole
 from ..replicated import mesh_of
@@ -19,7 +20,7 @@ from ..rules import Call, Operand
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper
 from .sampling import Search, keys_of, known, lines, narrowed, rounds
-from .shards import in_line, lacking, shard_of, told
+from .shards import in_line, lacking, rows_of, shard_of, told_of_rows
 
 __all__ = ["kthvalue", "median", "nanmedian", "quantile"]
 
@@ -33,11 +34,12 @@ def _links(spec: DTensorSpec) -> list[Link]:
     return [spec.topology.links[axis] for axis in spec.slot_axes]
 
 
-def _rounds(spec: DTensorSpec, size: int, ranks: int) -> tuple[int, list[int]]:
-    """The price of finding some ranks in each row of so many elements, and the samples for it."""
-    rows = prod(spec.shape) // size
-    width = spec.dtype.itemsize
-    return rounds(size, spec.num_shards, rows, ranks, width, _links(spec))
+def _rounds(spec: DTensorSpec, dim: int, ranks: int) -> tuple[int, list[int]]:
+    """The price of finding some ranks along a dim, and the samples for it."""
+    count, width = len(spec.dim_cuts[dim]), spec.dtype.itemsize
+    rows = prod(max(cuts) for d, cuts in enumerate(spec.dim_cuts) if d != dim)
+    groups = spec.num_shards // count
+    return rounds(spec.shape[dim], count, rows, ranks, width, _links(spec), groups)
 
 
 def _has_ranks(spec: DTensorSpec) -> bool:
@@ -49,26 +51,25 @@ def _pays(call: Call, ranks: int = 1) -> bool:
     spec = call.specs[0].reduced
     if not _has_ranks(spec):
         return False
-    price, _ = _rounds(spec, prod(spec.shape), ranks)
+    width = spec.dtype.itemsize
+    price, _ = rounds(prod(spec.shape), spec.num_shards, 1, ranks, width, _links(spec))
     own = prod(spec.local_shape((0,) * spec.topology.ndim))
-    nbytes = (prod(spec.shape) - own) * spec.dtype.itemsize
+    nbytes = (prod(spec.shape) - own) * width
     return all(price + link.price(0) < link.price(nbytes) for link in _links(spec))
 
 
 def _columns_pay(call: Call, ranks: int = 1) -> bool:
-    """Whether only the dim that is asked for is in shards, and samples are less than what a rule
-    moves."""
+    """Whether samples are less than what a rule moves."""
     spec = call.specs[0].reduced
     if not spec.ndim or not _has_ranks(spec):
         return False
     dim = call.get("dim") % spec.ndim
-    if spec.num_shards != len(spec.dim_cuts[dim]):
+    if not spec.dim_axes[dim]:
         return False
-    price, _ = _rounds(spec, spec.shape[dim], ranks)
+    price, _ = _rounds(spec, dim, ranks)
     table = 8 * spec.num_shards * (prod(spec.shape) // spec.shape[dim])
-    return all(
-        price + 2 * link.price(table) < link.price(lacking(spec, dim)) for link in _links(spec)
-    )
+    links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
+    return all(price + 2 * link.price(table) < link.price(lacking(spec, dim)) for link in links)
 
 
 # --- elements of given ranks --------------------------------------------------------------------
@@ -82,38 +83,62 @@ def _selected(
     own = [lines(part, dim) for part in x._locals]
     orders = [keys_of(part).sort(stable=True) for part in own]
     ordered = [part.gather(1, order.indices) for part, order in zip(own, orders, strict=True)]
-    keys = [order.values for order in orders]
-    search, each = Search.begin(spec.dim_cuts[dim], first, last + 1), 1
-    for most in _rounds(spec, spec.shape[dim], first.shape[1])[1]:
-        search = narrowed(op, spec, dim, keys, [search] * len(keys), most, each)[0]
-        each = first.shape[1]
-    before = search.low.sum(0)
-    places = torch.stack([each.flatten() - before for each in (first, last)], 1)
+    held = rows_of(spec, dim)
+    searches = []
+    for coord in spec.slots:
+        rows = held[flat_index(coord, spec.topology.shape, spec.slot_axes)]
+        searches.append(Search.begin(spec.dim_cuts[dim], first[rows], last[rows] + 1))
+    count, each = first.shape[1], 1
+    for most in _rounds(spec, dim, count)[1]:
+        keys = [order.values for order in orders]
+        searches = narrowed(op, spec, dim, keys, searches, most, each)
+        each = count
+    near: list[list[tuple[int, int]]] = [[] for _ in first]
+    for shard, rows in enumerate(held):
+        for spot, row in enumerate(rows.tolist()):
+            near[row].append((shard, spot))
+    spans = _spans(op, spec, dim, searches, count)
+    left = _left(op, spec, ordered, spans)
     found = []
-    for line, at in zip(_left(op, x, dim, ordered, search), places, strict=True):
-        found.append(line[keys_of(line).sort(stable=True).indices[at.to(line.device)]])
+    for row, ranks in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        for at, (low, high) in enumerate(zip(*ranks, strict=True)):
+            line = torch.cat([left[shard][spot * count + at] for shard, spot in near[row]])
+            before = sum(int(spans[shard, spot, at, 0]) for shard, spot in near[row])
+            order = keys_of(line).sort(stable=True).indices
+            found.append(line[order[[low - before, high - before]]])
     below, above = torch.stack(found).view(*first.shape, 2).unbind(-1)
     return below, above
 
 
+def _spans(
+    op: Any, spec: DTensorSpec, dim: int, searches: Sequence[Search], count: int
+) -> torch.Tensor:
+    """For each shard, each of its rows and each rank, from where to where elements are left."""
+    tables: list[torch.Tensor] = [
+        torch.stack([s.low, s.high], -1).unflatten(1, (-1, count)) for s in searches
+    ]
+    if spec.num_shards == len(spec.dim_cuts[dim]):
+        return tables[0]
+    own = [
+        table[shard_of(spec, dim, coord)] for table, coord in zip(tables, spec.slots, strict=True)
+    ]
+    return told_of_rows(op, spec, dim, own)
+
+
 def _left(
-    op: Any, x: Any, dim: int, ordered: Sequence[torch.Tensor], search: Search
-) -> list[torch.Tensor]:
-    """For each line of a search the elements that may be what it is for, of the first shard first,
-    on all ranks."""
-    spec: DTensorSpec = x._spec
-    row = search.row.tolist()
+    op: Any, spec: DTensorSpec, ordered: Sequence[torch.Tensor], spans: torch.Tensor
+) -> list[Sequence[torch.Tensor]]:
+    """For each shard what is left of its rows, for each rank, on all ranks."""
     parts = []
     for coord, rows in zip(spec.slots, ordered, strict=True):
-        at = shard_of(spec, dim, coord)
-        bounds = zip(row, search.low[at].tolist(), search.high[at].tolist(), strict=True)
-        parts.append(torch.cat([rows[line, start:stop] for line, start, stop in bounds]))
-    sizes = search.high - search.low
+        own = spans[flat_index(coord, spec.topology.shape, spec.slot_axes)].tolist()
+        pieces = [row[a:b] for row, some in zip(rows, own, strict=False) for a, b in some]
+        parts.append(torch.cat(pieces) if pieces else rows.flatten())
     places: list[Placement] = [Shard(0) if p.is_shard() else p for p in spec.placements]
-    cuts = tuple(sizes.sum(1).tolist())
+    sizes = spans.diff().flatten(1).tolist()
+    cuts = tuple(map(sum, sizes))
     every = whole(op, joined(op, spec.topology, places, parts, cuts=cuts))
-    pieces = every.split(sizes.flatten().tolist())
-    return [torch.cat(pieces[line :: len(row)]) for line in range(len(row))]
+    return [part.split(own) for part, own in zip(every.split(cuts), sizes, strict=True)]
 
 
 # --- median and quantiles ---------------------------------------------------------------------
@@ -121,11 +146,13 @@ def _left(
 
 def _nans(op: Any, x: Any, dim: int) -> torch.Tensor:
     """How many elements of each row are NaN."""
-    if not x.dtype.is_floating_point:
-        return torch.zeros(prod(x.shape) // x.shape[dim], dtype=torch.int64)
-    return torch.tensor(told(op, x._spec, [lines(p.isnan(), dim).sum(-1) for p in x._locals])).sum(
-        0
-    )
+    counts = torch.zeros(prod(x.shape) // x.shape[dim], dtype=torch.int64)
+    if x.dtype.is_floating_point:
+        own = [lines(part.isnan(), dim).sum(-1) for part in x._locals]
+        table = told_of_rows(op, x._spec, dim, own)
+        for rows, some in zip(rows_of(x._spec, dim), table, strict=True):
+            counts[rows] += some[: len(rows)]
+    return counts
 
 
 def _middles(op: Any, x: Any, dim: int, ignore_nan: bool) -> torch.Tensor:
@@ -166,15 +193,18 @@ def _found(
     if rank is None:
         ranks = _middles(op, x, dim, ignore_nan)
     value = _selected(op, x, dim, ranks, ranks)[0]
-    keys = keys_of(value)
+    keys, held = keys_of(value), rows_of(spec, dim)
     own = []
-    for part in x._locals:
-        hits = keys_of(lines(part, dim)) == keys
-        hits = torch.cat([hits, torch.ones_like(keys, dtype=torch.bool)], 1)
-        own.append(hits.to(torch.int8).argmax(1))  # the size of the part if there is none
-    table = torch.tensor(told(op, spec, own))
-    starts, stops = torch.tensor(spec.pieces(dim)).T.unsqueeze(-1)
-    places = torch.where(table < stops - starts, table + starts, size).amin(0)
+    for coord, part in zip(spec.slots, x._locals, strict=True):
+        mine = keys[held[flat_index(coord, spec.topology.shape, spec.slot_axes)].to(part.device)]
+        hits = keys_of(lines(part, dim)) == mine
+        hits = torch.cat([hits, torch.ones_like(mine, dtype=torch.bool)], 1)
+        first = hits.to(torch.int8).argmax(1)
+        start, stop = spec.box(coord)[dim]
+        own.append(torch.where(first < stop - start, first + start, size))
+    places = torch.full((len(keys),), size)
+    for rows, some in zip(held, told_of_rows(op, spec, dim, own), strict=True):
+        places[rows] = places[rows].minimum(some[: len(rows)])
     shape = _reduced(x, dim, keepdim)
     made = (value.reshape(shape), places.reshape(shape).to(x.device))
     return tuple(as_dtensor(each, spec.topology) for each in made)

@@ -83,19 +83,28 @@ def spacing(size: int, count: int) -> int:
 
 
 def rounds(
-    size: int, count: int, rows: int, ranks: int, width: int, links: Sequence[Link]
+    size: int,
+    count: int,
+    rows: int,
+    ranks: int,
+    width: int,
+    links: Sequence[Link],
+    groups: int = 1,
 ) -> tuple[int, list[int]]:
     """How many samples each shard shows in turn, till it is least to send what is left, and the
-    price of all that: for some ranks of each of `rows`, of `size` elements in `count` shards."""
+    price of all that: for some ranks of each of `rows`, of `size` elements in `count` shards.
+
+    There are so many `groups` of ranks that have other rows.
+    """
     found = []
     for number in (1, 2, 3):
         most = 2 << -(-(size // count).bit_length() // (number + 1))
         asked = [rows, *[rows * ranks] * (number - 1)]
         left = size * 3**number // most**number
-        steps = [
-            *(each * (count - 1) * most * width for each in asked),
-            rows * ranks * left * width,
-        ]
+        steps = [each * (count - 1) * most * width for each in asked]
+        steps.append(groups * rows * ranks * left * width)
+        if groups > 1:
+            steps.append(16 * groups * count * rows * ranks)
         found.append((max(sum(map(link.price, steps)) for link in links), [most] * number))
     return min(found)
 

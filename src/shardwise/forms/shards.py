@@ -32,11 +32,13 @@ __all__ = [
     "neighbours",
     "placed",
     "relaid",
+    "rows_of",
     "sent_on",
     "settled",
     "shard_of",
     "sharded_on",
     "told",
+    "told_of_rows",
 ]
 
 
@@ -148,6 +150,29 @@ def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
     parts = tuple(part.unsqueeze(0) for part in own)
     made: list[Any] = whole(op, wrap(DTensorSpec(spec.topology, places, meta), parts)).tolist()
     return made
+
+
+def rows_of(spec: DTensorSpec, dim: int) -> list[torch.Tensor]:
+    """For each shard which of the rows along `dim` it has pieces of, counted through the others."""
+    mesh = spec.topology
+    found = []
+    for coord in all_coords(
+        tuple(n if a in spec.slot_axes else 1 for a, n in enumerate(mesh.shape))
+    ):
+        rows = torch.zeros((), dtype=torch.int64)
+        for d, (start, stop) in enumerate(spec.box(coord)):
+            if d != dim:
+                rows = rows.unsqueeze(-1) * spec.shape[d] + torch.arange(start, stop)
+        found.append(rows.flatten())
+    return found
+
+
+def told_of_rows(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The integers that every shard has for each of its rows along `dim`, on every rank; zeros
+    where it has fewer rows than others."""
+    most = prod(max(cuts) for d, cuts in enumerate(spec.dim_cuts) if d != dim)
+    filled = [torch.cat([p, p.new_zeros(most - len(p), *p.shape[1:])]) for p in own]
+    return torch.tensor(told(op, spec, filled))
 
 
 def sent_on(

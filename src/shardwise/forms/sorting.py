@@ -22,7 +22,7 @@ from ..rules import Call
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import wrap
 from .sampling import Keys, Search, keys_of, known, lines, narrowed, spacing
-from .shards import columns, lacking, neighbours, sent_on, settled, shard_of, told
+from .shards import columns, lacking, neighbours, sent_on, settled, shard_of, told_of_rows
 
 __all__ = ["price", "sort", "sorts"]
 
@@ -108,12 +108,11 @@ def _table(op: Any, spec: DTensorSpec, dim: int, seen: Sequence[Search]) -> Tabl
     if spec.num_shards == count:
         starts, stops = sent(seen[0])
         return Table(starts, stops, groups)
-    rows = _rows(spec, dim)  # other ranks know nothing of these rows
-    own = []
-    for coord, found in zip(spec.slots, seen, strict=True):
-        mine = sent(found)[:, shard_of(spec, dim, coord)]
-        own.append(torch.cat([mine, mine.new_zeros(2, rows - mine.shape[1], count)], 1))
-    starts, stops = torch.tensor(told(op, spec, own)).unbind(1)
+    own = [  # other ranks know nothing of these rows
+        sent(found)[:, shard_of(spec, dim, coord)].movedim(0, 1)
+        for coord, found in zip(spec.slots, seen, strict=True)
+    ]
+    starts, stops = told_of_rows(op, spec, dim, own).unbind(2)
     return Table(starts, stops, groups)
 
 
