@@ -237,6 +237,7 @@ PASSING: dict[str, Callable[[Any, Any], Any]] = {
     "neighbours": lambda p, mask: p[1:] + p[:-1],
     "overwritten": lambda p, mask: written(p.clone()),
     "numbers": lambda p, mask: 3 - torch.add(p, 1.5, alpha=2).sub_(2),
+    "padded": lambda p, mask: F.pad(p, (1, 2), value=-1.5),
     "filled": lambda p, mask: p.masked_fill(mask, 2.5).add_(1),
     "written by a mask": lambda p, mask: p.index_put((mask,), numbers(int(mask.sum()))),
     "scattered by a mask": lambda p, mask: p.masked_scatter(mask, numbers(24, seed=2)),
@@ -279,6 +280,22 @@ def test_what_passes_other_kinds_on_does_not_reduce_them(kind: str) -> None:
             made = f(p)
         assert found.seen == [] and made.placements == places
         torch.testing.assert_close(made.full_tensor(), f(x))
+
+
+def test_a_join_of_shards_leaves_pending_what_is_most_of_it() -> None:
+    """What would grow is reduced while it is small."""
+    mesh, y = virtual(2, 2), numbers(4, 4, seed=3)
+    for kind in ("sum", "avg", "max", "product"):
+        for other in [(S0, R), (R, R), (S1, R)]:
+            for rows, pending_after in [(3, True), (1, False)]:
+                places = (S0, Partial(kind))
+                p, x = pending(mesh, places, (rows, 4)), pending(mesh, places, (rows, 4))
+                x = x.full_tensor()
+                with Reductions(1) as found:
+                    made = torch.cat([p, spread(y, mesh, other)])
+                assert len(found.seen) == (not pending_after)
+                assert made.placements[1] == (Partial(kind) if pending_after else R)
+                torch.testing.assert_close(made.full_tensor(), torch.cat([x, y]))
 
 
 def test_two_views_of_one_value_are_reduced_as_it() -> None:

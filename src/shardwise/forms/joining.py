@@ -147,7 +147,7 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     dim %= example.ndim
     given = [x for x in given if x.ndim == example.ndim]
     out = _joined_spec(given, dim, example)
-    ready = [_reduced_into(op, x, out) for x in given]
+    ready = [_pending_as(op, x, out) for x in given]
     places = intervals(x.shape[dim] for x in given)
     wanted = [
         (x._spec, x._locals, _windows(out, dim, place))
@@ -172,10 +172,12 @@ def _joined_spec(given: Sequence[Any], dim: int, example: torch.Tensor) -> DTens
             if isinstance(place, Shard):
                 nbytes = spec.shape.numel() * spec.dtype.itemsize
                 weights[place] = weights.get(place, 0) + nbytes
-        pending = {spec.placements[axis] for spec in specs}
+        pending = {spec.placements[axis] for spec in specs} - {Replicate()}
+        sizes = [spec.shape.numel() * spec.placements[axis].is_partial() for spec in specs]
+        most = 2 * sum(sizes) >= sum(spec.shape.numel() for spec in specs)
         if weights:
             places.append(max(weights, key=lambda place: weights[place]))
-        elif len(pending) == 1 and len({s.dtype for s in specs}) == 1:
+        elif len(pending) == 1 and most and len({s.dtype for s in specs}) == 1:
             places.append(pending.pop())
         else:
             places.append(Replicate())
@@ -201,12 +203,13 @@ def _windows(out: DTensorSpec, dim: int, place: Interval) -> dict[int, DimMap]:
     return dims
 
 
-def _reduced_into(op: Any, x: Any, out: DTensorSpec) -> Any:
-    """`x` with what is pending reduced where `out` has it not pending: into its shards there."""
+def _pending_as(op: Any, x: Any, out: DTensorSpec) -> Any:
+    """`x` pending where `out` is, and with what is pending elsewhere reduced: into its shards
+    there."""
     spec = x._spec
     places, cuts = list(spec.placements), list(spec.cuts or (None,) * spec.ndim)
     for axis, (have, there) in enumerate(zip(spec.placements, out.placements, strict=True)):
-        if have.is_partial() and there is not have:
+        if there is not have and (have.is_partial() or there.is_partial()):
             places[axis] = there
             if isinstance(there, Shard):
                 cuts[there.dim] = None

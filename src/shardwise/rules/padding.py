@@ -46,21 +46,28 @@ def constant_pad(call: Call) -> Rule:
                 before = min(max(edges[dim][0] - start, 0), stop - start)
                 after = stop - start - before - value.shape[dim]
             pads += [before, after]
+        if any(site.coord[axis] for axis in site.sum_axes):  # the first rank puts the number there
+            return in_order(op(value, pads), site.outputs[0])
         return in_order(op(value, pads, *args[2:], **kwargs), site.outputs[0])
 
-    zero = call.get("value") == 0
+    number = call.get("value")
+    zero = number == 0
     floats = has_fractions(call.specs[0].dtype)
     kept = ("max", "min") if zero or floats else ()
+
+    def has_all(site: Site) -> bool:
+        return _is_whole(site) and (zero or not site.sum_axes)
+
     return Rule(
         (tuple(Along(f"i{dim}") for dim in range(len(shape))),),
         (_followed(slides, 0),),
         {f"i{dim}": size for dim, size in enumerate(shape)},
         reduce=None,
-        linear=((0,),) if zero else (),
+        linear=((0,),) if number - number == 0 else (),
         averages=floats,
         passes=tuple(((0,), op, op) for op in kept),
         local=local,
-        unless=None if is_permuted(call) else _is_whole,
+        unless=None if is_permuted(call) else has_all,
         windows=windows,
     )
 
