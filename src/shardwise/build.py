@@ -337,18 +337,19 @@ def _by_rule(
     how = picker(call, decision.inputs, decision.outputs)
     # A plain index is compared once; sizes of messages are not to depend on it.
     if how is not None and all(isinstance(t, Wrapper) for t in tensors_in(args, kwargs)):
-        if decision.inputs[1] is not specs[1]:
-            return FormPlan(entry.op, _with_index(entry.op, decision.inputs[1]))
+        if decision.inputs[1:] != specs[1:]:
+            return FormPlan(entry.op, _with_indices(entry.op, decision.inputs[1:]))
         return PickPlan(plan, how)
     return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
 
 
-def _with_index(op: OpOverload, whole: DTensorSpec) -> Callable[..., Any]:
-    """`op` with its second operand, an index, laid out as `whole`."""
+def _with_indices(op: OpOverload, wholes: Sequence[DTensorSpec]) -> Callable[..., Any]:
+    """`op` with its other operands than the first, the indices, laid out as `wholes`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        x, index = tensors_in(args, kwargs)
-        given, named = filled(args, kwargs, iter((x, laid(op, index, whole))))
+        x, *indices = tensors_in(args, kwargs)
+        new = [laid(op, index, whole) for index, whole in zip(indices, wholes, strict=True)]
+        given, named = filled(args, kwargs, iter((x, *new)))
         return op(*given, **named)
 
     return run

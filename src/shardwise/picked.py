@@ -19,6 +19,7 @@ from .geometry import contiguous_stride, flat_index
 from .placement import Placement, Replicate, Shard
 from .redistribute import DimMap, relaid
 from .rules import Call
+from .rules.indexing import has_mask
 from .spec import DTensorSpec
 from .windows import bring_all
 
@@ -29,13 +30,14 @@ Locals = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Picker:
-    """A way to pick: the layout of the source along the indexed dim, and where the places of the
-    index stand in the result."""
+    """A way to pick: the layout of the source along the indexed dim, where the places of the index
+    stand in the result, and which operand is the index."""
 
     axes: tuple[int, ...]
     cuts: tuple[int, ...]
     first: int
     count: int
+    operand: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,18 @@ class Picked:
         its own; else every rank gets all.
         """
         how = self.how
-        owner = self._owner()
+        owner = self._owner(spec.meta.shape[how.first : how.first + how.count])
         places = [Replicate() if axis in how.axes else p for axis, p in enumerate(spec.placements)]
         cut = [Shard(how.first) if axis in how.axes else p for axis, p in enumerate(places)]
-        many = len(how.cuts) > _MOST_SHARDS or not self.index.numel()
+        many = len(how.cuts) > _MOST_SHARDS or not len(owner)
         if target.placements == tuple(cut) and target.fine is None and not many:
             return target, self._apart(spec, local, target, owner)
         return spec.with_placements(places, spec.cuts), self._everywhere(spec, local, owner)
 
-    def _owner(self) -> torch.Tensor:
-        """For each place of the index the shard that it is picked from."""
-        index, cuts = self.index._locals[0].flatten(), self.how.cuts
+    def _owner(self, lead: Sequence[int]) -> torch.Tensor:
+        """For each place of the index, which is repeated to have the shape `lead`, the shard that
+        it is picked from."""
+        index, cuts = self.index._locals[0].expand(lead).flatten(), self.how.cuts
         ends = torch.tensor(list(accumulate(cuts)))
         return torch.bucketize(torch.where(index < 0, index + sum(cuts), index), ends, right=True)
 
@@ -130,7 +133,7 @@ class Picked:
         how = self.how
         shape = [
             *spec.meta.shape[: how.first],
-            self.index.numel(),
+            sum(counts),
             *spec.meta.shape[how.first + how.count :],
         ]
         shift = how.count - 1
@@ -165,17 +168,13 @@ def picker(
     every rank can read on its own which place comes from whom."""
     if call.op._schema.name not in _NAMES or inputs[0].topology.device_type != "cpu":
         return None
-    used = _indexed(call)
     out, source = outputs[0], inputs[0]
-    if (
-        used is None
-        or not used[2]
-        or len(inputs) != 2
-        or not inputs[1].is_replicated()
-        or source.fine is not None
-    ):
+    if source.fine is not None or any(not each.is_replicated() for each in inputs[1:]):
         return None
-    dim, first, count = used
+    used = _indexed(call, source)
+    if used is None or not used[2]:
+        return None
+    dim, first, count, operand = used
     axes = source.dim_axes[dim]
     ordered = out.meta.stride == contiguous_stride(out.meta.shape)
     shards = [p.dim for p in out.placements if isinstance(p, Shard)]
@@ -185,20 +184,25 @@ def picker(
         return None
     if any(not out.placements[axis].is_partial("sum") for axis in axes):
         return None
-    return Picker(tuple(axes), tuple(source.dim_cuts[dim]), first, count)
+    return Picker(tuple(axes), tuple(source.dim_cuts[dim]), first, count, operand)
 
 
-def _indexed(call: Call) -> tuple[int, int, int] | None:
-    """The indexed dim, and where the dims of the one index stand in the result."""
+def _indexed(call: Call, source: DTensorSpec) -> tuple[int, int, int, int] | None:
+    """The indexed dim that is in shards, where the dims of the indices stand in the result, and
+    which operand is the index of that dim."""
     shape = call.shape(0)
     if call.op._schema.name == "aten::embedding":
-        return 0, 0, len(call.shape(1))
+        return 0, 0, len(call.shape(1)), 1
     if call.op._schema.name == "aten::index":
-        used = [dim for dim, each in enumerate(call.get("indices")) if each is not None]
-        if len(used) != 1 or call.specs[1].dtype in (torch.bool, torch.uint8):
+        given = call.get("indices")
+        used = [dim for dim, each in enumerate(given) if each is not None]
+        cut = [dim for dim in used if source.dim_axes[dim]]
+        if len(cut) != 1 or has_mask(call):
             return None
-        return used[0], used[0], len(call.shape(1))
+        first = used[0] if used[-1] - used[0] == len(used) - 1 else 0
+        count = max(len(call.shape(given[dim])) for dim in used)
+        return cut[0], first, count, int(given[cut[0]])
     if not shape or not call.shape(1):
         return None
     dim = call.get("dim") % len(shape)
-    return (dim, 0, len(shape)) if call.op._schema.name == "aten::gather" else (dim, dim, 1)
+    return (dim, 0, len(shape), 1) if call.op._schema.name == "aten::gather" else (dim, dim, 1, 1)

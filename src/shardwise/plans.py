@@ -480,7 +480,7 @@ class PickPlan(Plan):
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         made = self._plan.run(operands, args, kwargs)
-        index = operands[1]
+        index = operands[self._how.operand]
         if index._locals and not index._locals[0].is_inference():
             share_cell(index)  # so that writes into it are counted
             made._picked = Picked(self._how, index, stamps(made, index))

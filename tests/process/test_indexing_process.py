@@ -38,7 +38,7 @@ def by_index() -> None:
 def picked_rows() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     check_picks(mesh, (Shard(0), Shard(1)), ["index", "gather", "nothing", "all from one"])
-    check_picks(mesh, (Shard(0), Shard(0)), ["inner index", "index_select"])
+    check_picks(mesh, (Shard(0), Shard(0)), ["inner index", "index_select", "two indices"])
 
 
 def test_picked_rows(processes: Pools) -> None:
