@@ -17,6 +17,7 @@ from ..spec import default_placements
 from ..wrapper import Wrapper
 from .agree import begin
 from .counter import COUNTER, FILLS, dropped
+from .exact import EXACT
 
 __all__ = ["is_random", "is_without_dropout", "random_form"]
 
@@ -51,6 +52,7 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
     """`op` with numbers that do not depend on the layouts of its operands."""
     namespace, name = op._schema.name.split("::")
     by_position = COUNTER.get(name) if namespace == "aten" else None
+    by_parts = EXACT.get(name) if namespace == "aten" else None
     overwrites = _is_fill(op)
     by_example = namespace == "aten" and name in _BY_EXAMPLE
 
@@ -72,6 +74,10 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
             return by_position(op, _bound(op, args, kwargs))
         if op is torch.ops.aten.native_dropout.default:
             return _dropout(*args)
+        if by_parts is not None:
+            made = by_parts(op, _bound(op, args, kwargs))
+            if made is not NotImplemented:
+                return made
         if policy.current().moves != "auto":
             filled = {id(tensor) for tensor in written_in(op, args)} if overwrites else set()
             read = [] if by_example else [t for t in tensors if id(t) not in filled]

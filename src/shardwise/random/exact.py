@@ -1,0 +1,95 @@
+"""Exact draws that depend on values, where how many numbers are drawn does not.
+
+A generator gives one number after another, so every rank draws all of them. But values of other
+ranks need not come for that: a rank puts in zeros, and keeps what was drawn for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload
+from ..ragged import settled
+from ..replicated import laid_out
+from ..wrapper import Wrapper
+
+__all__ = ["EXACT"]
+
+Given = Mapping[str, Any]
+
+
+def _held(x: Any) -> torch.Tensor:
+    """The whole tensor, with zeros where it is not held here."""
+    spec = x._spec
+    shape, stride, dtype = spec.meta
+    whole = torch.empty_strided(shape, stride, dtype=dtype, device=x.device).zero_()
+    for coord, part in zip(spec.slots, x._locals, strict=True):
+        whole[tuple(slice(*piece) for piece in spec.box(coord))] = part
+    return whole
+
+
+def _bernoulli(op: OpOverload, given: Given) -> Any:
+    """One number is drawn for each probability, whatever it is."""
+    target, p, generator = given["self"], given.get("p", given["self"]), given["generator"]
+    if op._overloadname in ("p", "float") or not isinstance(p, Wrapper):
+        if op._overloadname != "p":
+            return NotImplemented
+        made = torch.empty_like(target, memory_format=torch.contiguous_format)
+        return made.bernoulli_(p, generator=generator)
+    p = settled(op, p)
+    fits = p.shape == target.shape and p.dtype.is_floating_point and p._spec.groups is None
+    if not fits or not bool(((p >= 0) & (p <= 1)).all()):
+        return NotImplemented  # an error, which is PyTorch's, or what it makes of this
+    if op._overloadname == "default":
+        drawn = torch.bernoulli(_held(p), generator=generator)
+        return laid_out(drawn, p._spec.topology, p._spec)
+    shape, stride, dtype = target._spec.meta
+    whole = torch.empty_strided(shape, stride, dtype=dtype, device=target.device)
+    drawn = laid_out(whole.bernoulli_(_held(p), generator=generator), p._spec.topology, p._spec)
+    return target.copy_(drawn)
+
+
+def _normal(op: OpOverload, given: Given) -> Any:
+    """Numbers around zero are drawn, then scaled and moved."""
+    mean, std = given["mean"], given["std"]
+    tensors = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
+    fits = all(isinstance(each, Wrapper) and each.dtype.is_floating_point for each in tensors)
+    if not fits or not tensors or len({each.dtype for each in tensors}) > 1:
+        return NotImplemented
+    if isinstance(std, torch.Tensor) and not bool((std >= 0).all()):
+        return NotImplemented
+    base = torch.broadcast_tensors(*tensors)[0] if len(tensors) > 1 else tensors[0]
+    made = torch.empty_like(base, memory_format=torch.contiguous_format)
+    spread = 1.0 if isinstance(std, torch.Tensor) else std
+    made.normal_(0.0, spread, generator=given["generator"])
+    if isinstance(std, torch.Tensor):
+        made = made.mul_(std)
+    return made.add_(mean)
+
+
+def _multinomial(op: OpOverload, given: Given) -> Any:
+    """Without replacement, or for one sample, the largest of `p / e` with `e` exponential."""
+    p, count = given["self"], given["num_samples"]
+    if (given["replacement"] and count > 1) or not p.numel() or not p.dtype.is_floating_point:
+        return NotImplemented
+    p = settled(op, p)
+    drawable = count if count > 1 else 1
+    valid = ((p >= 0) & (p < inf)).all() & ((p > 0).sum(-1) >= drawable).all()
+    if not 0 < p.ndim < 3 or not 0 < count <= p.shape[-1] or not bool(valid):
+        return NotImplemented
+    e = torch.empty_like(p).exponential_(1, generator=given["generator"])
+    best = p / e
+    return best.argmax(-1, keepdim=True) if count == 1 else best.topk(count)[1]
+
+
+EXACT: dict[str, Callable[[OpOverload, Given], Any]] = {
+    "bernoulli": _bernoulli,
+    "bernoulli_": _bernoulli,
+    "normal": _normal,
+    "multinomial": _multinomial,
+}
+"""By the name of the operator; one that is not here, or does not fit, is drawn whole."""
