@@ -251,15 +251,16 @@ class _Choice:
         link = self.specs[0].topology.links[axis]
         total = 0
         # Some rank gets more than its share of a dim that has not one place for each.
-        crowded = row.factor is not None and self.rule.sizes[row.factor] < count
+        seats = count if row.factor is None else max(self.rule.sizes[row.factor], 1)
         for operand, spec in enumerate(self.specs):
             if self._fits(axis, row, operand):
                 continue
             have, want = spec.placements[axis], row.inputs[operand]
-            if crowded and want.is_shard() and not have.is_replicate():
-                want = Replicate()
             nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
-            if have is want:
+            if seats < count and want.is_shard() and not have.is_replicate():
+                whole = move_cost(have, Replicate(), count, nbytes, link)
+                total += min(whole, link.start + (whole - link.start) // seats)
+            elif have is want:
                 total += recut_cost(count, nbytes, link)
             else:
                 total += move_cost(have, want, count, nbytes, link)
