@@ -113,6 +113,21 @@ def test_rows_are_asked_for_and_gradients_are_sent(mode: str) -> None:
     torch.testing.assert_close(ours[0].grad.full_tensor(), theirs.grad)
 
 
+@pytest.mark.parametrize("place", [S(0), R], ids=str)
+def test_gradients_of_weights_are_found_where_the_bags_are(place: Any) -> None:
+    """A rank asks for the rows of its own bags, if it has not all of them."""
+    weight, words = numbers(16384, 4, dtype=torch.float32), ints(32768, high=16384)
+    starts, factors = torch.arange(0, 32768, 8), numbers(32768, dtype=torch.float32)
+    plain, mesh = factors.clone().requires_grad_(), virtual(8)
+    ours = [spread(weight, mesh, [place]), *(spread(t, mesh, [S(0)]) for t in (words, starts))]
+    own = spread(factors, mesh, [S(0)]).requires_grad_()
+    made = bags(*ours, "sum", per_sample_weights=own)
+    got, _ = received(made.sum().backward)
+    assert got < (2000 if place.is_replicate() else 32768 // 8 * (4 + 16) + 2000)
+    bags(weight, words, starts, "sum", per_sample_weights=plain).sum().backward()
+    torch.testing.assert_close(own.grad.full_tensor(), plain.grad)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_whole_rows_move_few_indices(mode: str) -> None:
     """Data in shards and a table on every rank: tables, and the indices whose bag starts elsewhere;

@@ -15,7 +15,7 @@ from ..rules.indexing import within
 from ..rules.reductions import wide
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Wrapper, wrap
-from .whole_bags import bag_gradient, in_bags, largest_gradient
+from .whole_bags import bag_gradient, factor_gradient, in_bags, largest_gradient
 
 __all__ = ["backward", "embedding_bag", "weights_backward"]
 
@@ -196,6 +196,13 @@ def weights_backward(
     padding_idx: int = -1,
 ) -> Any:
     """The products of rows and gradients, added up over the columns."""
+    op = aten._embedding_bag_per_sample_weights_backward.default
+    tensors = [grad, weight, indices, offsets]
+    mesh = mesh_of(op, tensors)
+    grad, weight, indices, offsets = (settled(op, as_dtensor(each, mesh)) for each in tensors)
+    found = factor_gradient(op, grad, weight, indices, offsets, padding_idx)
+    if found is not None:
+        return found
     rows = aten.index_select.default(weight, 0, indices)
     bags = _bags_of(indices, offsets, offset2bag)
     own = (rows * aten.index_select.default(grad, 0, bags)).sum(1)

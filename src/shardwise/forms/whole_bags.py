@@ -15,7 +15,7 @@ import torch
 from ..cost import debt
 from ..geometry import Cuts, contiguous_stride
 from ..mesh import Coord
-from ..placement import Replicate, Shard
+from ..placement import Partial, Replicate, Shard
 from ..ragged import as_dtensor, whole
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from ..wrapper import wrap
@@ -24,7 +24,7 @@ from .places import Given, layouts_of, moving
 from .posting import Range
 from .shards import columns, gathered, relaid, told
 
-__all__ = ["bag_gradient", "in_bags", "largest_gradient"]
+__all__ = ["bag_gradient", "factor_gradient", "in_bags", "largest_gradient"]
 
 aten = torch.ops.aten
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -319,3 +319,33 @@ def bag_gradient(
     sent = wrap(_of_size(spec, indices.shape[0], cuts), tuple(parts))
     made = sent.new_zeros(rows, grad.shape[1])
     return aten.index_put.default(made, [bags.indices], sent, True)
+
+
+def factor_gradient(
+    op: Any, grad: Any, weight: Any, indices: Any, offsets: Any, padding: int
+) -> Any:
+    """The gradient of a weight for each index, in shards of the bags: its row times that of its
+    bag; None if bags are whole on every rank."""
+    axes = _axes(weight._spec, indices._spec, offsets._spec)
+    if not axes or 0 in (*indices.shape, *grad.shape, *weight.shape):
+        return None
+    bags = _bags(op, axes, indices, offsets, offsets.shape[0] > grad.shape[0])
+    if bags is None:
+        return None
+    asks = _asking(weight._spec, _over(indices._spec, axes)) is not None
+    rows = pick(op, weight, [bags.indices], wraps=False) if asks else gathered(op, weight, [0])
+    goal = _rows(weight._spec, axes)
+    cuts = None if goal.cuts is None else [None, goal.cuts[1]]
+    grad = relaid(op, grad, grad._spec.with_placements(goal.placements, cuts))
+    parts = []
+    for coord, part in zip(grad._spec.slots, grad._locals, strict=True):
+        table, (index, _) = local(rows, coord), bags.here(coord)
+        made = ((table if asks else table[index]) * part[bags.numbers(coord)]).sum(1)
+        parts.append(made.masked_fill(index == padding, 0))
+    like = bags.indices._spec
+    places = [
+        Partial() if each.is_shard(1) else place
+        for each, place in zip(goal.placements, like.placements, strict=True)
+    ]
+    meta = TensorMeta(like.meta.shape, (1,), grad.dtype)
+    return wrap(DTensorSpec(like.topology, places, meta, cuts=[like.dim_cuts[0]]), tuple(parts))
