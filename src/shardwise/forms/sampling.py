@@ -181,8 +181,8 @@ def narrowed(
     spots = [search.spots(most) for search in searches]
     shown = []
     for coord, rows, search, places in zip(spec.slots, ordered, searches, spots, strict=True):
-        at = places[shard_of(spec, dim, coord)].clamp(max=max(rows.shape[1] - 1, 0))
-        keys = rows[search.row].gather(1, at.to(rows.device)) if rows.numel() else at
+        at = places[shard_of(spec, dim, coord)].clamp(max=max(rows.shape[1] - 1, 0)).to(rows.device)
+        keys = rows[search.row].gather(1, at) if rows.numel() else at
         shown.append(keys.to(bits_of(spec.dtype)))
     found = _gathered(op, spec, dim, shown, each)
     made: dict[int, Search] = {}

@@ -172,7 +172,7 @@ def told_of_rows(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tenso
     where it has fewer rows than others."""
     most = prod(max(cuts) for d, cuts in enumerate(spec.dim_cuts) if d != dim)
     filled = [torch.cat([p, p.new_zeros(most - len(p), *p.shape[1:])]) for p in own]
-    return torch.tensor(told(op, spec, filled))
+    return torch.tensor(told(op, spec, [p.to(spec.topology.device_type) for p in filled]))
 
 
 def sent_on(
