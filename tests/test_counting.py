@@ -128,6 +128,7 @@ def test_runs_stay_in_the_shard_where_they_begin(name: str, cuts: Any) -> None:
 def test_unique_sends_counts_only_if_they_are_asked_for() -> None:
     x = distribute_tensor(torch.arange(4096), virtual(4), [Shard(0)])
     assert received(x.unique) <= 3 * 1024 * 8 + 4 * 8
+    assert received(lambda: x.unique(return_counts=True)) <= 3 * 1024 * (8 + 4) + 4 * 8
 
 
 def test_other_arguments_are_other_calls() -> None:

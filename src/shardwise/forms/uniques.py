@@ -66,7 +66,8 @@ def unique(
     none = where.new_empty(0)
     total = as_dtensor(none, mesh)
     if wants[1]:
-        counts = whole(op, joined(op, mesh, places, [f[2] for f in found], cuts=sizes))
+        own = [f[2].to(short(x.numel())) for f in found]
+        counts = whole(op, joined(op, mesh, places, own, cuts=sizes)).to(torch.int64)
         sums = where.new_zeros(values.shape[cut]).index_add_(0, where, counts)
         total = divided(op, as_dtensor(sums, mesh), axes)
     inverse = None
