@@ -169,11 +169,11 @@ def test_samples_of_samples(most: list[int], monkeypatch: pytest.MonkeyPatch) ->
     """However few are shown, and in however many rounds, what they leave has the elements."""
     monkeypatch.setattr(ranks, "rounds", lambda *given: (0, most))
     q = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    for x in (numbers(2, 300), numbers(2, 300).round(), torch.ones(2, 300).double()):
-        for mesh, cuts in ((virtual(3), None), (virtual(2, 4), None), (virtual(3), (0, 299, 1))):
+    for x in (numbers(2, 120), numbers(2, 120).round()):
+        for mesh, cuts in ((virtual(2, 4), None), (virtual(3), (0, 119, 1))):
             where = [Shard(1)] * mesh.ndim
             ours = spread(x, mesh, where, cuts and [None, cuts])
-            for k in (1, 150, 300):
+            for k in (1, 70, 120):
                 value, place = (each.full_tensor() for each in ranks.kthvalue(ours, k, 1))
                 assert value.equal(x.kthvalue(k, 1).values)
                 assert x.gather(1, place.unsqueeze(1)).squeeze(1).equal(value)
