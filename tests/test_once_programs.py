@@ -294,6 +294,46 @@ def test_random_programs(mode: str) -> None:
             Program(seed).run(8)
 
 
+MASK = numbers(4, 6, seed=99) > 0
+Pair = Callable[[Any, Any], Any]
+TOGETHER: list[Pair] = [
+    lambda p, q: p + q,
+    lambda p, q: torch.cat([p, q]),
+    lambda p, q: torch.where(MASK, p, q),
+    lambda p, q: torch.lerp(p, q, 0.3),
+    lambda p, q: (p.mT * 2 - q.mT) + 1,
+    lambda p, q: torch._foreach_add([p, q], [q, p])[0],
+    lambda p, q: p[1:3] + q[0:2],
+]
+APART: list[Pair] = [
+    lambda p, q: p * q,
+    lambda p, q: torch.addcmul(p, p, q),
+    lambda p, q: torch._foreach_mul([p], [q])[0],
+    lambda p, q: p.mT @ q,
+    lambda p, q: torch.hypot(p.mT, q.mT),
+    lambda p, q: torch._foreach_cos([p, q])[1],
+    lambda p, q: q.cos(),
+]
+
+
+def test_random_programs_of_two_values() -> None:
+    """Each is reduced once, and none for what both pass."""
+    for seed in range(quicker(300, 0.15)):
+        pick, made = random.Random(seed), []
+        (shape, places), kind = pick.choice(SHAPES), pick.choice(["sum", "avg"])
+        mesh = init_device_mesh("cpu", shape)
+        plain = [numbers(4, 6, seed=seed), numbers(4, 6, seed=seed + 1)]
+        ours = [spread(x, mesh, places(Partial(kind))) for x in plain]
+        with Reductions(1) as found:
+            for _ in range(8):
+                f, at, before = pick.choice(TOGETHER + APART), pick.randrange(2), len(found.seen)
+                made.append((f(ours[at], ours[1 - at]), f(plain[at], plain[1 - at])))
+                assert f not in TOGETHER or len(found.seen) == before, seed
+        assert len(found.seen) <= 2, seed
+        for mine, theirs in made:
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
 def _step(uses: list[tuple[Function, Function]], x: Any, w: Any) -> list[Any]:
     x, w = x.requires_grad_(), w.requires_grad_()
     product = x @ w
