@@ -503,6 +503,39 @@ SEEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
+OWN: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda r: r * 2,
+    "in place": lambda r: r.mul_(3),
+    "through a view": lambda r: r.mT[1:].zero_(),
+    "in a list": lambda r: torch._foreach_add_([r], 2.0),
+    "random": lambda r: r.normal_(),
+    "local tensors": lambda r: [part.zero_() for part in r.to_local().parts],
+    "local tensors of a view": lambda r: [part.zero_() for part in r.mT.to_local().parts],
+    "some local tensors": lambda r: r.to_local().parts[0].zero_(),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", OWN)
+def test_what_a_sum_was_redistributed_to_serves_it_until_it_is_written(
+    name: str, mode: Any
+) -> None:
+    for shape, places in LAYOUTS:
+        for where in (R, Shard(1)):
+            goal = [where if place.is_partial() else place for place in places]
+            with mode():
+                p, x = pending(virtual(*shape), places) * 1, pending(virtual(*shape), places)
+                x = x.full_tensor()
+                with Reductions(p.numel()) as found:
+                    moved = p.redistribute(placements=goal)
+                    OWN[name](moved)
+                    made = [p.cos(), p.sigmoid() * p, p * 1]
+                calls = "nothing", "local tensors", "local tensors of a view", "some local tensors"
+                assert len(found.seen) == (1 if name in calls else 2)
+                for mine, theirs in zip(of_all(made), [x.cos(), x.sigmoid() * x, x], strict=True):
+                    torch.testing.assert_close(mine, theirs)
+
+
 PARTS: dict[str, Callable[[Any], Any]] = {
     "a row": lambda p: p[1],
     "columns": lambda p: p[:, 1:3],

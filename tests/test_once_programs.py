@@ -264,6 +264,23 @@ class Program:
             return p.redistribute(placements=places) if isinstance(p, DTensor) else p
 
         self.call("move", go, not self.known)
+        before = self.known
+        if not (self.given and torch.is_inference_mode_enabled()):
+            self.known = True
+        if self.pick.random() < 0.5:
+            return
+        # What it was moved to is the user's own, and some ranks may write into their part alone.
+        mine, theirs, told = self.made.pop()
+        if self.pick.random() < 0.5:
+            mine.mul_(3)
+            self.made.append((mine, theirs * 3, told))
+            self.known = before
+        else:
+            looks = self.pick.randrange(16)
+            if not dist.is_initialized() or looks >> dist.get_rank() & 1:
+                held = mine.to_local()
+                for part in held.parts if hasattr(held, "parts") else [held]:
+                    part.zero_()
 
     def chosen(self, options: list[Function]) -> tuple[int, Function]:
         index = self.pick.randrange(len(options))

@@ -10,7 +10,7 @@ import torch
 
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
-from .moving import moved, started
+from .moving import lend, moved, started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
 from .redistribute import relaid
@@ -63,8 +63,10 @@ class Redistribute(torch.autograd.Function):
             else:
                 made.append(pending(spec, next(ready)))
         if not async_op:
-            for each in made:
+            for each, (value, spec) in zip(made, pairs, strict=True):
                 each._locals  # noqa: B018  # waits
+                if value._spec is not spec:
+                    lend(each, value)
         return tuple(made)
 
     @staticmethod

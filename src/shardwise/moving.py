@@ -31,6 +31,7 @@ __all__ = [
     "keep_lane",
     "known",
     "lane",
+    "lend",
     "moved",
     "moved_all",
     "once",
@@ -107,6 +108,11 @@ def wrote(tensor: Any) -> None:
     if cell is not None:
         cell.writes += 1
         cell.copies = None  # all ranks know of this write
+        if cell.lent is not None:
+            memo, spec = cell.lent
+            if spec in memo and memo[spec][1] is cell.parts:
+                del memo[spec]
+            cell.lent = None
     if tensor._memo:
         tensor._memo.clear()  # views of a pending sum have it too
     tensor._picked = None
@@ -328,6 +334,20 @@ def keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     if memo is None:
         memo = tensor._memo = {}
     memo[spec] = (stamp(tensor, agreed=True), value)
+
+
+def lend(made: Any, tensor: Any) -> None:
+    """Let a pending sum have what it was redistributed to, until someone writes into that."""
+    spec, target = tensor._spec, made._spec
+    given = tensor._cell is not None and tensor._cell.given
+    if given or len(target.sums) >= len(spec.sums) or target.topology is not spec.topology:
+        return
+    if any(not at.sums for at in _kept(tensor)):
+        return
+    cell = share_cell(made)
+    if cell.parts is made._locals and cell.lent is None:
+        keep(tensor, target, made._locals)
+        cell.lent = tensor._memo, target
 
 
 def same_source(one: Any, other: Any) -> bool:

@@ -23,9 +23,10 @@ class Cell:
     of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
     have no versions: a user gets tensors of the same memory that have, which are `handed` out. If a
     pending sum is made of such tensors that were `given`, `copies` tell of what a user wrote,
-    `unseen` counts it, and all ranks ask each other."""
+    `unseen` counts it, and all ranks ask each other. `lent` says where the local tensors are kept
+    as those of a pending sum."""
 
-    __slots__ = ("copies", "exposed", "given", "handed", "parts", "unseen", "writes")
+    __slots__ = ("copies", "exposed", "given", "handed", "lent", "parts", "unseen", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = self.unseen = 0
@@ -33,6 +34,7 @@ class Cell:
         self.exposed = self.given = False
         self.copies: Locals | None = None
         self.handed: Locals | None = None
+        self.lent: tuple[Memo, DTensorSpec] | None = None
 
 
 class Origin(NamedTuple):
@@ -194,6 +196,8 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     cell, own = share_cell(tensor), tensor._locals
     if in_flight:
         settle(own)
+    if cell.lent is not None:
+        _copy_lent(cell)
     if not cell.exposed and has_inference(cell.parts):
         cell.handed = handed = tuple(map(_with_versions, cell.parts))
         # One rank may look alone: what all have made of it must still be good on this one.
@@ -213,6 +217,16 @@ def _with_versions(part: torch.Tensor) -> torch.Tensor:
         made = torch.empty(0, dtype=part.dtype, device=part.device)
         memory = part.untyped_storage()
         return made.set_(memory, part.storage_offset(), part.shape, part.stride())
+
+
+def _copy_lent(cell: Cell) -> None:
+    """Let a pending sum have a copy of what a user gets now: one rank alone may write into it."""
+    assert cell.lent is not None
+    memo, spec = cell.lent
+    found = memo.get(spec)
+    if found is not None and found[1] is cell.parts:
+        memo[spec] = found[0], tuple([part.clone() for part in cell.parts])
+    cell.lent = None
 
 
 def has_inference(parts: Locals) -> bool:
