@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -300,6 +301,8 @@ def bag_gradient(
     axes = _axes(grad._spec, *(each._spec for each in others))
     if not axes or not indices.shape[0] or not grad.numel():
         return None
+    if not _spreads(grad._spec, [each._spec for each in others], axes):
+        return None
     bags = _bags(op, axes, indices, offsets, offsets.shape[0] > grad.shape[0])
     if bags is None:
         return None
@@ -319,6 +322,19 @@ def bag_gradient(
     sent = wrap(_of_size(spec, indices.shape[0], cuts), tuple(parts))
     made = sent.new_zeros(rows, grad.shape[1])
     return aten.index_put.default(made, [bags.indices], sent, True)
+
+
+def _spreads(grad: DTensorSpec, others: Sequence[DTensorSpec], axes: Sequence[int]) -> bool:
+    """Whether a row for each index, from its bag to its place, is less than to make all bags
+    whole."""
+    mesh, given = grad.topology, (grad, *others)
+    every = sum(moving(each, each.with_placements(default_placements(mesh))) for each in given)
+    count = prod(mesh.shape[axis] for axis in axes)
+    places, width = others[0].shape[0], grad.shape[1] * grad.dtype.itemsize + 4
+    sent = places * width // count * (count - 1) // count
+    tables = 8 * 4 * count + 8 * count * (count + 2)
+    links = [mesh.links[axis] for axis in axes]
+    return sum(max(link.price(n) for link in links) for n in (tables, sent)) < every
 
 
 def factor_gradient(
