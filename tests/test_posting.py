@@ -160,21 +160,21 @@ def test_rows(name: str) -> None:
 
 
 BATCHES: dict[str, tuple[Any, ...]] = {
-    "gather": (lambda x, i: x.gather(1, i), numbers(3, 700, 2), ints(3, 650, 2, high=700)),
+    "gather": (lambda x, i: x.gather(1, i), numbers(3, 2100, 2), ints(3, 1950, 2, high=2100)),
     "scatter": (
         lambda x, i, s: x.scatter(1, i, s),
-        numbers(3, 700, 2),
-        numbers(3, 700, 2, seed=2).argsort(1),
-        numbers(3, 700, 2, seed=1),
+        numbers(3, 2100, 2),
+        numbers(3, 2100, 2, seed=2).argsort(1),
+        numbers(3, 2100, 2, seed=1),
     ),
     "scatter_add": (
         lambda x, i, s: x.scatter_add(1, i, s),
-        numbers(3, 700, 2),
-        ints(3, 650, 2, high=700),
-        numbers(3, 650, 2, seed=1),
+        numbers(3, 2100, 2),
+        ints(3, 1950, 2, high=2100),
+        numbers(3, 1950, 2, seed=1),
     ),
     "scatter, a number": (
-        lambda x, i: x.scatter(-2, i, 2.5), numbers(3, 700, 2), ints(3, 650, 2, high=700)
+        lambda x, i: x.scatter(-2, i, 2.5), numbers(3, 2100, 2), ints(3, 1950, 2, high=2100)
     ),
 }  # fmt: skip
 
@@ -195,7 +195,7 @@ def test_batches_in_shards_have_their_own_owners(name: str) -> None:
         assert made.placements == where
         # Twelve bytes for each element of the largest shard, of which chance may give more.
         table = 8 * mesh.size() * (mesh.size() + 2)
-        assert sum(comm.bytes.values()) < 1.5 * 12 * 350 + table
+        assert sum(comm.bytes.values()) < 1.5 * 12 * 1050 + table
     assert_same(call, given, [where, where, (Replicate(),) * 3][: len(given)], mesh)
 
 
