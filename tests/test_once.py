@@ -185,6 +185,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a function": lambda p: p.tan_(),
     "of lists": lambda p: torch._foreach_tan_([p]),
     "a power of itself": lambda p: p.pow_(p),
+    "an alias": lambda p: p.detach().tan_(),
     "rows": lambda p: torch.embedding_renorm_(p, torch.tensor([0, 2]), 1.0, 2.0),
 }
 

@@ -124,6 +124,10 @@ def wrote_moved(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     if tensor._spec.sums:
         agree(tensor)
         keep(tensor, spec, value)
+        origin = _origin(tensor)
+        while origin is not None and origin.before is origin.after:  # an alias
+            keep(origin.base, spec, value)
+            origin = _origin(origin.base)
 
 
 def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
