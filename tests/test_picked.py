@@ -52,8 +52,9 @@ def check_picks(mesh: Any, places: Any, names: Any = PICKS) -> None:
         x = distribute_tensor(X, mesh, places, src_data_rank=None)
         i = distribute_tensor(index, mesh, [R] * mesh.ndim, src_data_rank=None)
         assert torch.equal(pick(x, i).full_tensor(), wanted), name
-        cut = pick(x, i).redistribute(placements=[S0] * mesh.ndim)
-        assert torch.equal(cut.full_tensor(), wanted), name
+        for dim in range(wanted.ndim):
+            cut = pick(x, i).redistribute(placements=[Shard(dim)] * mesh.ndim)
+            assert torch.equal(cut.full_tensor(), wanted), name
         made = pick(x, i)
         torch.testing.assert_close((made * 2).exp().full_tensor(), (wanted * 2).exp())
         torch.testing.assert_close(made.exp().full_tensor(), wanted.exp())
@@ -148,3 +149,16 @@ def test_gradients() -> None:
         (each[index].exp().sum() + each.index_select(0, index).sum()).backward()
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
     assert x.grad.placements == (S0, S1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_gathered_goes_to_the_shards_of_any_dim(dim: int) -> None:
+    """Each rank gets its own places, as in the gradient of a scatter by an index that all have."""
+    mesh, whole = virtual(4), numbers(3, 512)
+    index = ints(3, 512, high=512)
+    x = distribute_tensor(whole, mesh, [S1])
+    i = distribute_tensor(index, mesh, [R])
+    with CommDebugMode() as comm:
+        made = x.gather(1, i).redistribute(placements=[Shard(dim)])
+    assert sum(comm.bytes.values()) <= 4 * 512 * 8 // 4  # the largest shard has one of three rows
+    assert torch.equal(made.full_tensor(), whole.gather(1, index))

@@ -60,10 +60,11 @@ class Picked:
         how = self.how
         owner = self._owner(spec.meta.shape[how.first : how.first + how.count])
         places = [Replicate() if axis in how.axes else p for axis, p in enumerate(spec.placements)]
-        cut = [Shard(how.first) if axis in how.axes else p for axis, p in enumerate(places)]
         many = len(how.cuts) > _MOST_SHARDS or not len(owner)
-        if target.placements == tuple(cut) and target.fine is None and not many:
-            return target, self._apart(spec, local, target, owner)
+        for dim in range(how.first, how.first + how.count):
+            cut = [Shard(dim) if axis in how.axes else p for axis, p in enumerate(places)]
+            if target.placements == tuple(cut) and target.fine is None and not many:
+                return target, self._apart(spec, local, target, owner, dim)
         return spec.with_placements(places, spec.cuts), self._everywhere(spec, local, owner)
 
     def _owner(self, lead: Sequence[int]) -> torch.Tensor:
@@ -101,15 +102,17 @@ class Picked:
         )
 
     def _apart(
-        self, spec: DTensorSpec, local: Locals, target: DTensorSpec, owner: torch.Tensor
+        self, spec: DTensorSpec, local: Locals, target: DTensorSpec, owner: torch.Tensor, dim: int
     ) -> Locals:
-        """Each place on the shard that `target` has it on: what one shard gives another is a
-        window of what it gives."""
+        """Each place on the shard that `target` has it on, which is cut on `dim`: what one shard
+        gives another is a window of what it gives."""
         how, shards = self.how, len(self.how.cuts)
         lead = spec.meta.shape[how.first : how.first + how.count]
-        inner = prod(lead[1:])
-        ends = torch.tensor([end * inner for end in accumulate(target.dim_cuts[how.first])])
-        taker = torch.bucketize(torch.arange(len(owner)), ends, right=True)
+        inner = prod(spec.meta.shape[dim + 1 : how.first + how.count])
+        ends = torch.tensor(list(accumulate(target.dim_cuts[dim])))
+        taker = torch.bucketize(
+            torch.arange(len(owner)) // inner % lead[dim - how.first], ends, right=True
+        )
         pair = owner * shards + taker
         order = torch.argsort(pair, stable=True)
         counts = torch.bincount(pair, minlength=shards * shards).tolist()
@@ -125,7 +128,8 @@ class Picked:
             held = torch.cat([order[slice(*table[shard])] for table in tables])
             rows = torch.cat([each[slot] for each in came], how.first)
             rows = rows.index_select(how.first, torch.argsort(held))
-            made.append(rows.unflatten(how.first, (len(held) // inner, *lead[1:])))
+            own = target.local_shape(coord)[how.first : how.first + how.count]
+            made.append(rows.unflatten(how.first, own))
         return tuple(made)
 
     def _in_order_of_owners(self, spec: DTensorSpec, counts: Sequence[int]) -> DTensorSpec:
