@@ -109,8 +109,8 @@ def wrote(tensor: Any) -> None:
         cell.writes += 1
         cell.copies = None  # all ranks know of this write
         if cell.lent is not None:
-            memo, spec = cell.lent
-            if spec in memo and memo[spec][1] is cell.parts:
+            memo, spec, value = cell.lent
+            if spec in memo and memo[spec][1] is value:
                 del memo[spec]
             cell.lent = None
     if tensor._memo:
@@ -351,7 +351,7 @@ def lend(made: Any, tensor: Any) -> None:
     cell = share_cell(made)
     if cell.parts is made._locals and cell.lent is None:
         keep(tensor, target, made._locals)
-        cell.lent = tensor._memo, target
+        cell.lent = tensor._memo, target, made._locals
 
 
 def same_source(one: Any, other: Any) -> bool:

@@ -23,8 +23,8 @@ class Cell:
     of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
     have no versions: a user gets tensors of the same memory that have, which are `handed` out. If a
     pending sum is made of such tensors that were `given`, `copies` tell of what a user wrote,
-    `unseen` counts it, and all ranks ask each other. `lent` says where the local tensors are kept
-    as those of a pending sum."""
+    `unseen` counts it, and all ranks ask each other. `lent` says where the local tensors, or
+    copies of them, are kept as those of a pending sum."""
 
     __slots__ = ("copies", "exposed", "given", "handed", "lent", "parts", "unseen", "writes")
 
@@ -34,7 +34,7 @@ class Cell:
         self.exposed = self.given = False
         self.copies: Locals | None = None
         self.handed: Locals | None = None
-        self.lent: tuple[Memo, DTensorSpec] | None = None
+        self.lent: tuple[Memo, DTensorSpec, Locals] | None = None
 
 
 class Origin(NamedTuple):
@@ -222,11 +222,13 @@ def _with_versions(part: torch.Tensor) -> torch.Tensor:
 def _copy_lent(cell: Cell) -> None:
     """Let a pending sum have a copy of what a user gets now: one rank alone may write into it."""
     assert cell.lent is not None
-    memo, spec = cell.lent
+    memo, spec, value = cell.lent
     found = memo.get(spec)
-    if found is not None and found[1] is cell.parts:
-        memo[spec] = found[0], tuple([part.clone() for part in cell.parts])
-    cell.lent = None
+    if found is not None and found[1] is value is cell.parts:
+        copies = tuple([part.clone() for part in value])
+        memo[spec] = found[0], copies
+        # Still lent: when all ranks write, this one loses it with the others, which never looked.
+        cell.lent = memo, spec, copies
 
 
 def has_inference(parts: Locals) -> bool:

@@ -123,6 +123,19 @@ def one_rank_looks() -> None:
             torch.testing.assert_close(made[1].full_tensor(), (x @ w).mT.exp())
 
 
+def one_rank_looks_at_what_is_lent() -> None:
+    """What all ranks write into next, the one that looked loses with those that did not."""
+    mesh, x, w = init_device_mesh("cpu", (2,)), numbers(6, 4), numbers(4, 3, seed=1)
+    for place in (R, S0):
+        p = spread(x, mesh, (Shard(1),)) @ spread(w, mesh, (S0,))
+        q = p.redistribute(mesh, (place,))
+        if torch.distributed.get_rank() == 0:
+            q.to_local().sum()
+        q.mul_(2)
+        torch.testing.assert_close(p.cos().full_tensor(), (x @ w).cos())
+        torch.testing.assert_close(q.full_tensor(), (x @ w) * 2)
+
+
 def zeros_stay_zeros() -> None:
     """A write in inference mode that changes nothing on one rank is known there all the same."""
     mesh, x = init_device_mesh("cpu", (2,)), numbers(6, 4)
@@ -233,6 +246,10 @@ def test_zeros_stay_zeros(processes: Pools) -> None:
 
 def test_one_rank_looks(processes: Pools) -> None:
     processes(2).run(one_rank_looks, timeout=60)
+
+
+def test_one_rank_looks_at_what_is_lent(processes: Pools) -> None:
+    processes(2).run(one_rank_looks_at_what_is_lent, timeout=60)
 
 
 def test_one_axis(processes: Pools) -> None:
