@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -286,6 +287,31 @@ def test_a_whole_tensor_takes_what_a_mask_in_shards_says() -> None:
         assert received(lambda mask=mask: x[mask]) <= 64 * 32 * 5 // 4 + 4 * 8
         assert received(lambda mask=mask: x.clone().masked_scatter_(mask, y)) <= 64 * 32 + 2 * 8
         assert torch.equal(x[mask].full_tensor(), whole[whole > 0])
+
+
+def test_few_places_of_a_mask_are_named_to_who_writes_there() -> None:
+    """So it is in the gradient of what a mask picks."""
+    mesh, whole = virtual(4), numbers(64, 64)
+    mask = distribute_tensor(whole > 2, mesh, [Shard(1)])
+    few, x = int((whole > 2).sum()), distribute_tensor(torch.zeros(64, 64), mesh, [Replicate()])
+    values = distribute_tensor(torch.arange(float(few)), mesh, [Replicate()])
+    assert received(lambda: x.index_put((mask,), values)) <= few * 4 + 4 * 8
+    want = torch.zeros(64, 64).index_put((whole > 2,), torch.arange(float(few)))
+    assert torch.equal(x.index_put((mask,), values).full_tensor(), want)
+
+
+def test_a_mask_of_bytes_writes_a_single_value_on_some_ranks() -> None:
+    """PyTorch fills with one value, which it does by a mask of bools alone."""
+    mask = torch.tensor([0, 1, 0, 0, 3, 1, 1], dtype=torch.uint8)
+    put = torch.ops.aten.index_put.default
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # masks of bytes are deprecated
+        want = put(numbers(7), [mask], numbers(4, seed=1))
+        x, m, v = (
+            distribute_tensor(t, virtual(4), [Shard(0)])
+            for t in (numbers(7), mask, numbers(4, seed=1))
+        )
+        assert torch.equal(put(x, [m], v).full_tensor(), want)
 
 
 def test_ragged_results_are_right_and_differentiable() -> None:

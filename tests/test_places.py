@@ -167,6 +167,25 @@ def test_few_elements_are_gathered_for_many_indices() -> None:
     assert got == 0 and made.placements == (Partial(),)
 
 
+def test_one_owner_of_all_elements_is_not_asked_by_all() -> None:
+    """It would be told of all places: its elements are fewer bytes."""
+    x, places = numbers(1, 4096, dtype=torch.bfloat16), ints(4096, high=4096)
+    table, first, at = (spread(t, eager(4), [S(0)]) for t in (x, places * 0, places))
+    got, made = received(lambda: table[first, at])
+    assert got <= x.numel() * 2
+    assert made.full_tensor().equal(x[0, places])
+
+
+def test_a_sum_over_two_axes_is_reduced_axis_by_axis() -> None:
+    """The second axis reduces a share: less than to send a row for each of many places."""
+    mesh, places = eager(2, 4), ints(5000, high=2000)
+    x = spread(numbers(2000, dtype=torch.bfloat16).requires_grad_(), mesh, [S(0), S(0)])
+    made = x[spread(places, mesh, [S(0), S(0)])]
+    grad = spread(numbers(5000, dtype=torch.bfloat16), mesh, [R, R])
+    got, _ = received(lambda: made.backward(grad))
+    assert got <= x.numel() * 2 and x.grad.placements == (S(0), S(0))
+
+
 def test_the_last_of_several_values_counts() -> None:
     i, j = torch.tensor([3, 1, 3, 0, 1, 3, 2, -1] * 8), torch.tensor([0, 1, 0, 2, 1, -3, 2, 0] * 8)
     for where in ((S(0), R), (R, S(0)), (S(0), S(0))):

@@ -83,11 +83,13 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "index_select, columns": (lambda x, i: x.index_select(-1, i), TALL.t().contiguous(), INDEX),
     "embedding": (lambda x, i: F.embedding(i, x, padding_idx=3), TALL, INDEX.view(100, 3)),
     "gather": (lambda x, i: x.gather(0, i), TALL, SPOTS[:200]),
+    "gather, a dim counted back": (lambda x, i: x.gather(-2, i), TALL, SPOTS[:200]),
     "gather, columns": (lambda x, i: x.gather(1, i), TALL.t(), SPOTS.t()),
     "gather, three dims": (
         lambda x, i: x.gather(1, i), numbers(2, 80, 2), ints(2, 100, 2, high=80)
     ),
     "scatter": (lambda x, i, s: x.scatter(0, i, s), TALL, SPOTS, PILE[:211]),
+    "scatter, a dim counted back": (lambda x, i: x.scatter(-2, i, 2.5), TALL, SPOTS),
     "scatter, columns": (lambda x, i: x.scatter(1, i, -1.0), TALL.t(), SPOTS.t()),
     "scatter_add": (lambda x, i, s: x.scatter_add(0, i, s), TALL, PAIRED, PILE[:211]),
     "scatter_add_, columns": (

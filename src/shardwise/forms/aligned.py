@@ -45,8 +45,10 @@ class Aligned(NamedTuple):
         return [None] * (self.x.ndim - ndim) if cuts is None else list(cuts[ndim:])
 
     def masks(self) -> list[torch.Tensor]:
-        """The piece of the mask for each local tensor of `x`."""
-        return [self.mask._locals[self.mask._spec.slot(c)] for c in self.x._spec.slots]
+        """The piece of the mask for each local tensor of `x`: of bytes PyTorch makes none for a
+        rank that has a single value to write."""
+        mine = (self.mask._locals[self.mask._spec.slot(c)] for c in self.x._spec.slots)
+        return [part.to(torch.bool) for part in mine]
 
     def counts(self, op: object) -> Cuts:
         """How many places of each shard the mask picks."""

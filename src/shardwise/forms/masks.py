@@ -51,9 +51,10 @@ aten = torch.ops.aten
 def nonzero(x: Any) -> Any:
     """The places that each rank finds in its box, in the order of one device."""
     op = aten.nonzero.default
+    mesh = mesh_of(op, [x])
     true = settled(op, x) != 0
     spec, shape = true._spec, x.shape
-    mesh, axes = spec.topology, axes_within(spec, x.ndim)
+    axes = axes_within(spec, x.ndim)
     if not axes:
         return op(true)
     places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
@@ -210,9 +211,6 @@ def index_put(
         both = _to_write(op, mesh, x, mask, values)
         if both is not None:
             return _put_pieces(op, x, both, values, accumulate)
-        mask = settled(op, as_dtensor(mask, mesh))
-        if not _is_cut(x, mask.ndim):
-            indices = [_uncut(op, mask)]  # fewer bytes than its places
     return op(x, _as_integers(indices), values, accumulate, *rest)
 
 

@@ -236,7 +236,8 @@ def _price(given: Given, laid: Laid) -> int:
     place, row = short(prod(given.x.shape)).itemsize, prod(rest) * given.x.dtype.itemsize
     sent = place if given.repeats else place + row
     widths = [place, row] if given.values is None else [sent]
-    each = -(-prod(index.shape) // count)
+    cuts = laid.vector.dim_cuts[0]  # as many go to an owner as it has places
+    each = -(-prod(index.shape) * max(cuts) // sum(cuts))
     posts = [8 * count * (count + 2 * len(given.used)), *(each * width for width in widths)]
     links = [index.topology.links[axis] for axis in index.slot_axes]
     moves = [(given.x, laid.x), (given.values, laid.values)]
@@ -269,6 +270,7 @@ def _by_rule(call: Call) -> int:
         for axis in out.sums:
             if not any(spec.placements[axis].is_partial() for spec in call.specs):
                 price += debt(True, mesh.shape[axis], nbytes, mesh.links[axis])
+                nbytes //= mesh.shape[axis]  # the next axis reduces a share of it
     return price
 
 

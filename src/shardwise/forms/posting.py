@@ -384,9 +384,11 @@ def _pieces(op: Any, x: Any, places: Locals) -> Iterator[tuple[torch.Tensor, tor
 def _turned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
     """`run` with the indexed dim in front, and back."""
     x, dim = args[:2]
-    dim = dim % x.ndim if isinstance(dim, int) else 0
-    if not dim:
+    if not isinstance(dim, int):
         return run(args, kwargs)
+    dim %= x.ndim
+    if not dim:
+        return run((x, 0, *args[2:]), kwargs)  # local tensors may have fewer dims to count back
 
     def turn(tensor: Any) -> Any:
         whole = tensor.ndim == x.ndim and (_name(op) in _ONE_BY_ONE or tensor is not args[2])
