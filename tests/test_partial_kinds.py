@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from shardwise import (
     per_rank,
 )
 
-from .compare import check, ints, numbers, virtual
+from .compare import check, ints, numbers, spread, virtual
 
 X = numbers(6, 4)
 WHOLE = ints(6, 4, low=-3, high=4, seed=1).double()
@@ -199,3 +200,18 @@ def test_what_is_detached_holds_no_history(f: Callable[[Any], Any]) -> None:
     gc.collect()
     assert held() is None
     torch.testing.assert_close(kept.full_tensor(), want)
+
+
+@pytest.mark.parametrize("f", [torch.maximum, torch.minimum])
+def test_a_number_that_is_cast_to_fewer_bits_is_no_extreme(f: Any) -> None:
+    """A 0-d int64 tensor beside an int32 one: its smallest number is zero there."""
+    mesh, x = virtual(2), torch.tensor([-6, -1, -3, 2], dtype=torch.int32)
+    for number, kind in itertools.product((-2, 1, 2**32 + 1), ("max", "min")):
+        y = torch.tensor(number)
+        for mine in (y, spread(y, mesh, (Partial(kind),))):
+            for pair in (
+                (spread(x, mesh, (Partial(kind),)), mine),
+                (spread(x, mesh, (Shard(0),)), mine),
+            ):
+                torch.testing.assert_close(f(*pair).full_tensor(), f(x, y), rtol=0, atol=0)
+                torch.testing.assert_close(f(*pair[::-1]).full_tensor(), f(y, x), rtol=0, atol=0)

@@ -206,6 +206,19 @@ _RISING: Passes = (((0,), "max", "max"), ((0,), "min", "min"))
 _FALLING: Passes = (((0,), "max", "min"), ((0,), "min", "max"))
 
 
+def _joint(call: Call, kind: str) -> Passes:
+    """Pending values through a maximum or minimum of two, which `kind` names.
+
+    A 0-d operand may be cast to fewer bits, where order is lost, and with it what stands for no
+    number: it is reduced before.
+    """
+    out, other = call.results[0].dtype, "min" if kind == "max" else "max"
+    fit = [i for i in (0, 1) if torch.promote_types(call.specs[i].dtype, out) is out]
+    if len(fit) == 2:
+        return ((0, 1), kind, kind), ((0,), other, other), ((1,), other, other)
+    return tuple([((i,), op, op) for i in fit for op in (kind, other)])
+
+
 def _passes(call: Call, name: str) -> Passes:
     """Pending maxima and minima through monotone functions, all that is pending through copies."""
     if name in _COPIES and call.results[0].dtype is call.specs[0].dtype:
@@ -218,8 +231,7 @@ def _passes(call: Call, name: str) -> Passes:
         slope = 1 if name in _UP and not _negative_slope(call, name) else _slope(call, name)
         return _RISING if slope > 0 else _FALLING if slope < 0 else ()
     if len(call.specs) == 2 and name in _JOINT:
-        other = "min" if _JOINT[name] == "max" else "max"
-        return ((0, 1), _JOINT[name], _JOINT[name]), ((0,), other, other), ((1,), other, other)
+        return _joint(call, _JOINT[name])
     if name == "where" and len(call.specs) == 3 and call.specs[1].dtype is call.specs[2].dtype:
         return copied(1, 2)
     if name == "masked_fill" and len(call.specs) == 2:
