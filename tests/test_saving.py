@@ -124,6 +124,19 @@ def test_parameters_and_cuts_are_loaded_by_default() -> None:
     assert torch.equal(loaded(z).full_tensor(), numbers(4, 3).t().reshape(12))
 
 
+@pytest.mark.parametrize("places", LAYOUTS, ids=str)
+def test_a_shallow_copy_shares_memory(places: Any) -> None:
+    """As of a plain tensor; what was reduced of a pending sum before is not taken for its value."""
+    x = nn.Parameter(distribute_tensor(numbers(5, 3), MESH, places))
+    row, other = x.detach()[1], copy.copy(x)
+    assert isinstance(other, nn.Parameter) and other.is_leaf and other.requires_grad
+    assert [x.cos().shape, row.cos().shape] == [(5, 3), (3,)]
+    with torch.no_grad():
+        other.mul_(2)
+    torch.testing.assert_close(x.cos().full_tensor(), (numbers(5, 3) * 2).cos())
+    torch.testing.assert_close(row.cos().full_tensor(), (numbers(5, 3)[1] * 2).cos())
+
+
 def test_what_is_no_spec_is_refused() -> None:
     x = distribute_tensor(numbers(5, 3), MESH, [Shard(0), Replicate()])
     restore, (_, *rest) = x.__reduce_ex__(2)

@@ -225,6 +225,12 @@ class DTensor(Wrapper):
 
     # --- copies ------------------------------------------------------------------------------
 
+    def __copy__(self) -> DTensor:
+        """The same memory, as of a plain tensor: writes into one are known to the other."""
+        made: DTensor = self.detach()  # type: ignore[assignment]
+        made.__dict__.update(plain_attributes(self))
+        return made.requires_grad_() if self.requires_grad else made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         found = memo.get(id(self))
         if found is None:
