@@ -314,6 +314,26 @@ def test_a_mask_of_bytes_writes_a_single_value_on_some_ranks() -> None:
         assert torch.equal(put(x, [m], v).full_tensor(), want)
 
 
+@pytest.mark.parametrize("where", [Shard(0), Replicate()], ids=str)
+def test_what_does_not_fit_the_tensor_raises(where: Any) -> None:
+    """Places of a smaller mask would be in range, and so would those of an index of two dims."""
+    one = torch.ones((), dtype=torch.float64)
+    calls: list[Callable[..., Any]] = [
+        lambda x, m: x[m[:3]],
+        lambda x, m: x.t()[:, m[:3]],
+        lambda x, m: x.index_put((m[:3],), one),
+        lambda x, m: x[m[:3], m[:3].nonzero().flatten()],
+        lambda x, m: x.index_select(0, m.nonzero()),
+    ]
+    given = X, FIRST
+    ours = [distribute_tensor(t, virtual(4), [where]) for t in given]
+    for call in calls:
+        with pytest.raises(IndexError):
+            call(*given)
+        with pytest.raises(IndexError):
+            call(*ours)
+
+
 def test_ragged_results_are_right_and_differentiable() -> None:
     mesh = virtual(3)
     plain = X.clone().requires_grad_()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard
+from shardwise import CommDebugMode, Partial, Replicate, Shard, communication
 from shardwise.forms import membership
 
 from .compare import assert_same, ints, numbers, spread, virtual
@@ -105,3 +105,12 @@ def test_parts_that_are_not_contiguous() -> None:
     elements, tests = ints(3, 2, 7, high=40), ints(40, 2, high=40, seed=1).t()
     where = [(Replicate(),), (Shard(1),)]
     assert_same(torch.isin, [elements, tests], where, virtual(8), grad=False)
+
+
+def test_elements_in_blocks_stay_where_they_are() -> None:
+    x, few = ints(12, 3), ints(4)
+    elements = spread(x, virtual(2), [Shard(0, 3)])
+    with communication("error"):
+        got = torch.isin(elements, spread(few, virtual(2), [Replicate()]))
+    assert got.placements == elements.placements
+    assert torch.equal(got.full_tensor(), torch.isin(x, few))

@@ -8,7 +8,7 @@ import torch
 import shardwise as sw
 from shardwise import Shard
 
-from .compare import assert_same, check, ints, numbers, virtual
+from .compare import assert_same, check, ints, numbers, spread, virtual
 
 NAN = float("nan")
 TIES = ints(7, 5, low=-2, high=3).double()
@@ -162,3 +162,15 @@ def test_second_derivatives_of_running_sums():
 def test_the_gradient_of_running_sums_of_blocks():
     """A view may leave pieces of every block on each rank."""
     assert_same(lambda x: x.reshape(8, 3).cumsum(0), [numbers(2, 4, 3)], [(Shard(1),)], virtual(2))
+
+
+def test_a_dim_in_one_shard_moves_nothing() -> None:
+    """Not even to cut another dim, which is ragged, evenly."""
+    x = numbers(9, 6)
+    ours = spread(x, virtual(1, 3), [Shard(1), Shard(0)], [(3, 2, 4), None])
+    calls = [lambda t: t.max(1), lambda t: (t.argmin(1),), lambda t: t.topk(2, 1)]
+    for call in calls:
+        with sw.communication("error"):
+            got = call(ours)
+        for have, want in zip(got, call(x), strict=True):
+            assert torch.equal(have.full_tensor(), want)

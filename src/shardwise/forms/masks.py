@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..entry import register_form
+from ..errors import OutOfRangeError
 from ..geometry import contiguous_stride
 from ..mesh import Topology
 from ..moving import wrote
@@ -107,15 +108,26 @@ def _is_mask(index: Any) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _as_integers(indices: Sequence[Any]) -> list[Any]:
+def _as_integers(x: Any, indices: Sequence[Any]) -> list[Any]:
     """Masks among indices as the places where they are true."""
     made: list[Any] = []
     for index in indices:
         if _is_mask(index):
+            at = len(made)
+            _check_shape(index.shape, x.shape[at : at + index.ndim], at)
             made.extend(aten.nonzero.default(index).unbind(1))
         else:
             made.append(index)
     return made
+
+
+def _check_shape(mask: Sequence[int], indexed: Sequence[int], at: int) -> None:
+    """Places of a smaller mask would be in range."""
+    if tuple(mask) != tuple(indexed):
+        raise OutOfRangeError(
+            f"The shape of the mask {list(mask)} at index {at} does not match that of the dims that"
+            f" it indexes, {list(indexed)}. Give a mask that says yes or no of each of them."
+        )
 
 
 def _one_mask(indices: Sequence[Any]) -> Any:
@@ -138,7 +150,7 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
     if mask is not None and not has_few(mesh, x, mask):
         both = align(op, mesh, x, mask)
     if both is None:
-        made = op(x, _as_integers(indices))
+        made = op(x, _as_integers(x, indices))
         return _as_pending(op, made, x) if isinstance(made, Wrapper) else made
     counts = both.counts(op)
     like = both.x._spec
@@ -211,7 +223,7 @@ def index_put(
         both = _to_write(op, mesh, x, mask, values)
         if both is not None:
             return _put_pieces(op, x, both, values, accumulate)
-    return op(x, _as_integers(indices), values, accumulate, *rest)
+    return op(x, _as_integers(x, indices), values, accumulate, *rest)
 
 
 def _to_write(op: Any, mesh: Topology, x: Any, mask: Any, values: Any) -> Aligned | None:

@@ -33,7 +33,7 @@ def _few(spec: DTensorSpec, dim: int, k: int) -> int:
 def _moves_less(spec: DTensorSpec, dim: int, k: int) -> bool:
     """Whether candidates are less than what a rule moves."""
     links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
-    return _few(spec, dim, k) < max(link.price(lacking(spec, dim)) for link in links)
+    return _few(spec, dim, k) <= max(link.price(lacking(spec, dim)) for link in links)
 
 
 def _names_one(call: Call) -> bool:

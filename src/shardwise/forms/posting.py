@@ -222,6 +222,8 @@ def asks(call: Call) -> bool:
     one_by_one = _name(call.op) in _ONE_BY_ONE
     if one_by_one and any(index.dim_axes[1:]) and not any(x.dim_axes[1:]):
         return False
+    if _name(call.op) == "index_select" and index.ndim != 1:  # PyTorch's error
+        return False
     count, groups = x.num_shards, _groups(x)
     width = x.dtype.itemsize * (prod(x.shape[1:]) if _by_rows(call.op) else 1)
     narrow = short(prod(x.shape)).itemsize

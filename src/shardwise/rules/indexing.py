@@ -183,7 +183,7 @@ _gather_local = _picking(_gather)
 def index_select(call: Call) -> Rule:
     """`"... v ..., n -> ... n ..."`"""
     shape, lead = call.shape(0), call.shape(1)
-    if not shape or not lead:
+    if not shape or len(lead) != 1:  # a number, or PyTorch's error
         names: Names = [None] * len(shape)
         return _pick_rule(call, [names, [None] * len(lead)], names, (), _index_select_local)
     dim = call.get("dim") % len(shape)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .call import Call, Operand
-from .rule import Rule, Site, along
+from .rule import Rule, Site, along, anywhere
 
 __all__ = ["isin", "searchsorted"]
 
@@ -53,6 +53,7 @@ def isin(call: Call) -> Rule:
     return Rule(tuple(map(along, inputs)), (along(out),), sizes, reduce=reduce, local=_in_rows)
 
 
+@anywhere
 def _in_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """PyTorch cannot look for many elements among few that are not contiguous, as parts may be."""
     given = [each.contiguous() if isinstance(each, torch.Tensor) else each for each in args]
