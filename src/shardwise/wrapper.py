@@ -142,10 +142,16 @@ def view_key(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int | None, spec: DTensorSpec
 ) -> Any:
     """What is equal for a view that is made again; None if that cannot be told."""
-    given = [tuple(v) if isinstance(v, list) else v for v in (*args, *kwargs.values())]
-    if any(isinstance(value, torch.Tensor) for value in given):
-        return None
-    return id(op), place, spec, *given, *kwargs
+    key: list[Any] = [id(op), place, spec, *kwargs]
+    for value in (*args, *kwargs.values()) if kwargs else args:  # in one pass: views are cheap
+        kind = type(value)
+        if kind is list:
+            key.append(tuple(value))
+        elif kind is int or not isinstance(value, torch.Tensor):
+            key.append(value)
+        else:
+            return None
+    return tuple(key)
 
 
 def tell_layout(made: Any, tensor: Any) -> None:
