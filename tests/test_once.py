@@ -718,7 +718,6 @@ GROWING: dict[str, Any] = {
     "the gradient of a slice": lambda p: torch.ops.aten.slice_backward(p, [4, 60], 1, 3, 9, 1),
     "zeros around": lambda p: F.pad(p, (20, 30)),
     "repeated": lambda p: p.repeat(5, 1),
-    "a wide product": lambda p: p @ torch.ones(6, 50, dtype=p.dtype),
     "a diagonal": lambda p: p.diag_embed(),
 }
 
@@ -742,6 +741,7 @@ def test_what_grows_a_little_stays_pending() -> None:
     with sw.communication("error"):
         assert F.pad(p, (1, 2)).placements == (Partial(),)
         assert p.repeat(2, 1).placements == (Partial(),)
+        assert (p @ spread(numbers(6, 50), virtual(4), [Replicate()])).placements == (Partial(),)
 
 
 def test_the_gradient_of_the_first_place_is_reduced_before_it_is_spread() -> None:

@@ -297,10 +297,11 @@ def test_what_is_written_by_an_index_that_all_have_goes_to_its_owners(
     assert sum(comm.bytes.values()) < source.numel() * (8 + 4) // 4 * 1.5 + 8 * 4 * 6
 
 
-def test_sums_wait_where_nothing_may_move() -> None:
+@pytest.mark.parametrize("target", [Shard(0), Replicate()], ids=str)
+def test_sums_wait_where_nothing_may_move(target: Placement) -> None:
+    where = [target, Shard(0), Shard(0)]
     x, index, source = (
-        spread(t, eager(4), [p])
-        for t, p in ((X, Replicate()), (INDEX, Shard(0)), (SOURCE, Shard(0)))
+        spread(t, eager(4), [place]) for t, place in zip((X, INDEX, SOURCE), where, strict=True)
     )
     with communication("error"):
         made = x.scatter_add(0, index, source)

@@ -213,7 +213,10 @@ class _Choice:
         return tuple(row for row in rows if row.inputs[written] is place) or rows
 
     def _grows(self, row: Row) -> bool:
-        """Whether what is pending would be more than twice as much: it is reduced while small."""
+        """Whether what is pending would be more than twice as much: it is reduced while small. What
+        products make of it is more too, but they pass it on."""
+        if row.multiplied is not None:
+            return False
         pending = [n for n, p in zip(self.counts[0], row.inputs, strict=True) if p.is_partial()]
         made = [n for n, p in zip(self.counts[1], row.outputs, strict=True) if p.is_partial()]
         return bool(pending) and sum(made) > 2 * sum(pending)

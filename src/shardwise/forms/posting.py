@@ -417,7 +417,7 @@ def written(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
         mesh = mesh_of(op, list(tensors_in(args, kwargs)))
         operands: list[Any] = [as_dtensor(each, mesh) for each in tensors_in(args, kwargs)]
         x, index, *sources = operands
-        if x._spec.is_replicated() and _name(op) in _ADDING and waits():
+        if _name(op) in _ADDING and waits():
             own, named = filled(args, kwargs, iter((as_sum(op, x, operands), *operands[1:])))
             return op(*own, **named)
         index = relaid(op, index, _as_sources(index._spec, [each._spec for each in sources]))
