@@ -388,3 +388,11 @@ def test_distances_of_long_rows_move_distances(power: float) -> None:
         assert_same(call, given, [column] * len(given), mesh, cuts=[apart] * len(given))
         ours = [spread(t, mesh, column) for t in given]
         assert received(lambda call=call, ours=ours: call(*ours)) <= 2 * 6 * 8
+
+
+def test_the_gradient_of_distances_of_one_batch_on_more_ranks() -> None:
+    """The kernel gives zeros that are not broadcast for the ranks that have no batch."""
+    x, y = numbers(2, 1, 1, 2), numbers(1, 2, 2, seed=1)
+    for here in ((Replicate(), Shard(2)), (Shard(1), Replicate()), (Shard(0), Shard(1))):
+        for there in ((Shard(0), Replicate()), (Shard(0), Shard(0)), (Replicate(), Shard(0))):
+            assert_same(torch.cdist, [x, y], [here, there], virtual(2, 2))

@@ -18,6 +18,7 @@ from .rule import Rule, Site, along, anywhere
 
 __all__ = [
     "addmv_local",
+    "cdist_backward",
     "cross",
     "fourier",
     "least_squares",
@@ -146,3 +147,17 @@ def trilinear(call: Call) -> Rule:
         {f"i{dim}": size for dim, size in sizes.items()},
         linear=((0,), (1,), (2,)),
     )
+
+
+def cdist_backward(call: Call) -> Rule:
+    """`"... p r, ... p m, ... r m, ... p r -> ... p m"`"""
+    family = notation("... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),))
+    return replace(family(call), local=_of_distances)
+
+
+@anywhere
+def _of_distances(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """Of no distances the kernel gives zeros that are not broadcast."""
+    if not args[0].numel():
+        return args[1].new_zeros(site.out_shapes[0])
+    return op(*args, **kwargs)

@@ -206,7 +206,7 @@ TABLE: dict[str, Family] = {
         _names("_cdist_forward _euclidean_dist"),
         notation("... p _, ... r _ -> ... p r", reduce=None),
     ),
-    "_cdist_backward": notation("... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),)),
+    "_cdist_backward": linalg.cdist_backward,
     "_pdist_forward": notation("_ _ -> _"),
     "_pdist_backward": notation("_, _ m, _ -> _ m", linear=((0,),)),
     # by index
