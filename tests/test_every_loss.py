@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from shardwise import CommDebugMode, Replicate, Shard, communication, distribute_tensor
 
-from .compare import check, ints, numbers, spread, virtual
+from .compare import assert_same, check, ints, numbers, spread, virtual
+from .test_searching import eager
 
 X, Y, Z = numbers(7, 4), numbers(7, 4, seed=1), numbers(7, 4, seed=2)
 TARGET, WEIGHT = ints(7, high=4), numbers(4, seed=3).sigmoid()
@@ -236,3 +237,94 @@ def test_margins_of_classes_in_shards_move_statistics() -> None:
     whole = x.detach().clone().requires_grad_()
     F.multi_margin_loss(whole, torch.tensor([5, 399]), p=2).backward()
     torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
+
+
+def labels(rows: int, classes: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and targets, of which some are named twice."""
+    x, target = numbers(rows, classes), ints(rows, classes, high=classes, seed=1)
+    ends = {"none": torch.zeros(rows, 1), "some": 1 + torch.arange(rows).view(-1, 1) * 3 % 7}
+    if kind in ("ties", "infinite"):
+        x = ints(rows, classes, low=-2, high=3, seed=2).double()
+        ends[kind] = torch.full((rows, 1), 3)
+    if kind == "infinite":
+        x = torch.where(x == 2, torch.inf, torch.where(x == -2, -torch.inf, x))
+        x[:, ::5] = torch.nan
+    if kind in ends:
+        target[torch.arange(classes) == ends[kind]] = -1
+    return x, target
+
+
+LABELLED: dict[str, tuple[tuple[int, ...], list[Any], Any]] = {
+    "classes": ((4,), [(Shard(1),), (Shard(1),)], None),
+    "scores alone": ((4,), [(Shard(1),), (Replicate(),)], None),
+    "targets alone": ((4,), [(Replicate(),), (Shard(1),)], None),
+    "plain targets": ((4,), [(Shard(1),), None], None),
+    "targets by row": ((4,), [(Shard(1),), (Shard(0),)], None),
+    "two axes": ((2, 2), [(Shard(1), Shard(1)), (Replicate(), Shard(1))], None),
+    "rows too": ((2, 2), [(Shard(0), Shard(1)), (Shard(1), Shard(0))], None),
+    "cuts": (
+        (4,), [(Shard(1),), (Shard(1),)], [[None, (0, 20, 3, 17)], [None, (39, 0, 0, 1)]]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["none", "some", "ties", "infinite", "all"])
+@pytest.mark.parametrize("where", LABELLED)
+def test_margins_to_several_targets_of_classes_in_shards(where: str, kind: str) -> None:
+    """Targets end at the first that is negative; in a row that has none all count."""
+    shape, layouts, cuts = LABELLED[where]
+    for reduction in ("none", "mean", "sum"):
+
+        def run(x: Any, target: Any, reduction: str = reduction) -> Any:
+            return F.multilabel_margin_loss(x, target, reduction=reduction)
+
+        assert_same(run, labels(2, 40, kind), layouts, eager(*shape), cuts=cuts)
+        if where == "classes":  # more ranks than classes, and one row without a batch
+            assert_same(run, labels(1, 3, kind), layouts, eager(*shape))
+            row = [each[0] for each in labels(1, 40, kind)]
+            assert_same(run, row, [(Shard(0),), (Shard(0),)], eager(*shape))
+
+
+@pytest.mark.parametrize("place", [Shard(1), Replicate()], ids=str)
+def test_margins_to_several_targets_move_their_scores(place: Any) -> None:
+    """And where they end, if they are in shards too; in neither direction a row of classes."""
+    x, target = numbers(2, 4096), ints(2, 4096, high=4096)
+    target[0, 5], target[1, 3] = -1, -1
+    mesh, plain = virtual(8), x.clone().requires_grad_()
+    ours = spread(x, mesh, [Shard(1)]).requires_grad_()
+    with CommDebugMode() as comm:
+        loss = F.multilabel_margin_loss(ours, spread(target, mesh, [place]))
+    most = 2 * 5 * (8 + 8) + 2 * 2 * 3 * 8 + 2 * 8
+    assert sum(comm.bytes.values()) <= most
+    with CommDebugMode() as comm:
+        loss.backward()
+    assert sum(comm.bytes.values()) <= most + 2 * 2 * 6 * 4
+    F.multilabel_margin_loss(plain, target).backward()
+    torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+
+
+def test_margins_to_many_targets_go_to_the_rows() -> None:
+    """Their scores on every rank would be more than each row on one."""
+    x, target = labels(8, 400, "all")
+    mesh = virtual(8)
+    with CommDebugMode() as comm:
+        F.multilabel_margin_loss(*(spread(each, mesh, [Shard(1)]) for each in (x, target)))
+    assert sum(comm.bytes.values()) <= 2 * 400 * 8 + 200
+
+
+def test_a_target_that_is_no_class_is_told_to_every_rank() -> None:
+    x, target = labels(2, 400, "some")
+    target[1, 399] = 400
+    given = [spread(each, eager(4), [Shard(1)]) for each in (x, target)]
+    with pytest.raises(RuntimeError, match="target' is out of range"):
+        F.multilabel_margin_loss(*given)
+
+
+def test_the_weight_of_each_class_stays_in_shards() -> None:
+    x, weight, mesh = numbers(2, 400), numbers(400, seed=1).abs(), eager(4)
+    target = spread(torch.tensor([5, 399]), mesh, [Replicate()])
+    with CommDebugMode() as comm:
+        F.multi_margin_loss(
+            spread(x, mesh, [Replicate()]), target, weight=spread(weight, mesh, [Shard(0)])
+        )
+    assert sum(comm.bytes.values()) <= 2 * 2 * 8

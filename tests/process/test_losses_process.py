@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from shardwise import init_device_mesh
 
 from .. import test_every_loss as losses
-from ..compare import check
+from ..compare import assert_same, check
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -22,6 +22,10 @@ def sample() -> None:
     for name in ("multi_margin", "multilabel_margin", "triplet_margin", "cosine_embedding"):
         loss, inputs = losses.LOSSES[name]
         check(loss, *inputs, mesh=mesh, limit=2)
+
+    eager = losses.eager(2)
+    inputs, layouts = losses.labels(2, 40, "some"), losses.LABELLED["classes"][1]
+    assert_same(F.multilabel_margin_loss, inputs, layouts, eager)
 
     def ctc(p: Any, t: Any, i: Any, n: Any) -> Any:
         return F.ctc_loss(p, t, i, n)

@@ -14,8 +14,6 @@ __all__ = [
     "ctc_loss",
     "ctc_loss_backward",
     "linear_cross_entropy",
-    "multi_margin_loss",
-    "multi_margin_loss_backward",
     "nll_loss",
     "nll_loss2d",
 ]
@@ -69,65 +67,6 @@ def ctc_loss_backward(
     """As `ctc_loss`."""
     op = aten._ctc_loss_backward.default
     return op(grad, log_probs, targets, _lengths(inputs), _lengths(lengths), *rest, **kwargs)
-
-
-# --- margins to the class of the target -----------------------------------------------------------
-
-
-def _cuts_classes(call: Call) -> bool:
-    spec = call.specs[call.get("self")].reduced
-    return spec.ndim > 0 and 0 not in spec.shape and bool(spec.dim_axes[-1])
-
-
-def _margins(x: Any, target: Any, margin: float) -> tuple[Any, Any]:
-    """How far each other class comes nearer than the margin, or nothing; and the targets as a
-    column."""
-    column = target.reshape(-1, 1)
-    rows = x.unsqueeze(0) if x.ndim == 1 else x
-    near = margin - rows.gather(1, column) + rows
-    near = torch.where(near > 0, near, 0)  # a NaN is no nearer
-    return near.scatter(1, column, 0.0), column
-
-
-@register_form("multi_margin_loss", when=_cuts_classes)
-def multi_margin_loss(
-    x: Any,
-    target: Any,
-    p: int = 1,
-    margin: float = 1,
-    weight: Any = None,
-    reduction: int = _MEAN,
-) -> Any:
-    """Ranks share the score of the target, and what their classes add up to."""
-    near, column = _margins(x, target, margin)
-    each = (near if p == 1 else near * near).sum(1, keepdim=True)
-    if weight is not None:
-        each = each * weight[column]
-    each = each.squeeze(1) / x.shape[-1]
-    if reduction == _NONE:
-        return each if x.ndim > 1 else each.squeeze(0)
-    return each.sum() if reduction == _SUM else each.mean()
-
-
-@register_form("multi_margin_loss_backward", when=_cuts_classes)
-def multi_margin_loss_backward(
-    grad: Any,
-    x: Any,
-    target: Any,
-    p: int,
-    margin: float,
-    weight: Any = None,
-    reduction: int = _MEAN,
-) -> Any:
-    """What a class gets nearer, the class of the target must go farther."""
-    near, column = _margins(x, target, margin)
-    rows = column.shape[0] if reduction == _MEAN else 1
-    scale = grad.reshape(-1, 1) / (x.shape[-1] * rows)
-    if weight is not None:
-        scale = scale * weight[column]
-    each = torch.where(near > 0, scale if p == 1 else 2 * scale * near, 0)
-    made = each.scatter(1, column, -each.sum(1, keepdim=True))
-    return made if x.ndim > 1 else made.squeeze(0)
 
 
 def _is_linear_mean(call: Call) -> bool:
