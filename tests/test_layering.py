@@ -35,6 +35,7 @@ ORDER = [
     "windows",
     "picked",
     "moving",
+    "grown",
     "infinite",
     "plans",
     "ready",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -724,16 +725,77 @@ GROWING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", GROWING)
 @pytest.mark.parametrize("kind", ["sum", "avg"])
-def test_what_would_grow_is_reduced_while_small(name: str, kind: str) -> None:
-    """A pending sum of 24 numbers is reduced, not one of many times that."""
-    whole = numbers(4, 6)
+def test_what_grew_is_reduced_as_what_it_was_made_of(name: str, kind: str) -> None:
+    """It is pending, and a sum of 24 numbers is reduced, not one of many times that."""
+    f, few = GROWING[name], 2 * 3 * 24 * 8 // 4
+    for later in (
+        lambda d: d,
+        lambda d: (d * 2).neg(),
+        lambda d: d.mT.unsqueeze(0),
+        lambda d: d.view(-1).clone().view(2, -1),
+        lambda d: d * numbers(*d.shape, seed=1),
+        lambda d: d + numbers(*d.shape, seed=1),
+        lambda d: d.reshape(4, -1) @ numbers(d.numel() // 4, 3, seed=1),
+        lambda d: d.cos() + d.sum(),
+    ):
+        p: Any = pending(virtual(4), (Partial(kind),), (4, 6))
+        x = pending(virtual(4), (Partial(kind),), (4, 6)).full_tensor()
+        with CommDebugMode() as comm:
+            with sw.communication("error"):
+                d = f(p)
+            assert d.placements == (Partial(kind),)
+            p.mul_(3)  # what it was made of is nobody else's
+            made = later(d).full_tensor()
+        assert comm.bytes == {"all_reduce": few}
+        torch.testing.assert_close(made, later(f(x)))
+
+
+def test_what_grew_and_was_written_is_reduced_as_it_is() -> None:
+    x = pending(virtual(4), (P,), (4, 6)).full_tensor()
+    for write in (
+        lambda d: d.mul_(2),
+        lambda d: d.fill_(1),
+        lambda d: d[1:3].add_(1),
+        lambda d: d.mT[0].neg_(),
+        lambda d: torch._foreach_mul_([d], 3.0),
+    ):
+        d: Any = F.pad(pending(virtual(4), (P,), (4, 6)), (20, 30))
+        view, want = d[1:], F.pad(x, (20, 30))
+        write(d)
+        write(want)
+        torch.testing.assert_close((view * 2).full_tensor(), want[1:] * 2)
+        torch.testing.assert_close(d.full_tensor(), want)
+    d = F.pad(pending(virtual(4), (P,), (4, 6)), (20, 30))
+    for part in d.to_local().parts:
+        part.mul_(2)
+    torch.testing.assert_close(d.full_tensor(), F.pad(x, (20, 30)) * 2)
+
+
+def test_what_grew_waits_with_other_sums_and_where_nothing_may_move() -> None:
     mesh = virtual(4)
-    p: Any = spread(whole, mesh, [Replicate()]).redistribute(placements=[Partial(kind)])
-    with CommDebugMode() as comm:
-        made = GROWING[name](p)
-        made.full_tensor()
-    assert comm.bytes == {"all_reduce": 2 * 3 * 24 * 8 // 4}
-    torch.testing.assert_close(made.full_tensor(), GROWING[name](whole))
+    p, q = pending(mesh, (P,), (4, 6)), pending(mesh, (P,), (12, 6))
+    want = p.full_tensor().repeat(3, 1)
+    p = pending(mesh, (P,), (4, 6))
+    whole = spread(numbers(12, 6, seed=5), mesh, [R])
+    with sw.communication("error"):
+        both = p.repeat(3, 1) + q
+        beside = p.repeat(3, 1) + whole
+    assert both.placements == beside.placements == (P,)
+    torch.testing.assert_close(both.full_tensor(), want + q.full_tensor())
+    torch.testing.assert_close(beside.full_tensor(), want + numbers(12, 6, seed=5))
+
+
+def test_little_is_remembered_of_what_grew() -> None:
+    """Nothing is held after the reduction, nor of a long chain of calls."""
+    d: Any = pending(virtual(2), (P,), (4, 6)).repeat(3, 1)
+    held = weakref.ref(d._picked.local[0])
+    for _ in range(20):
+        d = d * 1.5
+    assert d._picked is None and held() is None
+    d = pending(virtual(2), (P,), (4, 6)).repeat(3, 1)
+    held = weakref.ref(d._picked.local[0])
+    d.cos()
+    assert held() is None
 
 
 def test_what_grows_a_little_stays_pending() -> None:

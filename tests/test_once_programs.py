@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from shardwise import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, per_rank
 
@@ -62,6 +63,8 @@ ANY_KIND: list[Function] = [
     lambda p: p.flip(0),
     lambda p: p[..., [0, 1]],
     lambda p: torch.stack([p, p]),
+    lambda p: p.repeat(*[2] * p.ndim),
+    lambda p: p.clone().repeat(3, *[1] * (p.ndim - 1)).flip(0),
 ]
 LINEAR: list[Function] = [
     lambda p: p * 2,
@@ -72,6 +75,10 @@ LINEAR: list[Function] = [
     lambda p: p / 3,
     lambda p: p + 1.5,
     lambda p: (2 - p).sub_(3),
+    lambda p: F.pad(p * 2, (7, 8)),
+    lambda p: -F.pad(p, (0, 9)).mT,
+    lambda p: p.diag_embed().sum(-1),
+    lambda p: F.pad(p, (5, 6)).mul_(2),
 ]
 PASSING: dict[str, list[Function]] = {
     "sum": ANY_KIND + LINEAR,

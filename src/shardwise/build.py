@@ -58,7 +58,8 @@ def build(
     pending = _pending(entry, operands, args, kwargs)
     if pending:
         again = partial(_checked, entry)
-        made = ReadyPlan(entry.op, made, pending, again, fast=not entry.has_views)
+        specs = [operand._spec for operand in operands]
+        made = ReadyPlan(entry.op, made, specs, pending, again, fast=not entry.has_views)
     if may_iterate(entry.op, operands, kwargs):
         made = WholePlan(entry.op, made)
     return made if entry.op._schema.returns else Silent(made)

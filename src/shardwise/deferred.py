@@ -109,8 +109,8 @@ def defer(
         base = _without_history(base)
         args = (base, *args[1:])
     shared = share_cell(root_of(base))
-    outs = getattr(inner, "_outs", None)
-    if outs is None:  # the layout is known only when the value is
+    outs = inner.outs
+    if not outs:  # the layout is known only when the value is
         value = inner.run((base,), args, kwargs)
         made = _view(value._spec, shared)
         made._seen, made._value = stamp(root_of(base)), value._locals

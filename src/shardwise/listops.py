@@ -316,7 +316,7 @@ def _ready(entry: Any, mesh: Topology, plan: ListPlan, operands: Sequence[Any]) 
     def build(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _build(entry, mesh, _Listing(args, kwargs), operands, args, kwargs)
 
-    return ReadyPlan(entry.op, plan, pending, build, fast=False)
+    return ReadyPlan(entry.op, plan, (), pending, build, fast=False)
 
 
 def _element(

@@ -35,6 +35,7 @@ __all__ = [
     "moved",
     "moved_all",
     "once",
+    "origin_of",
     "own_copy",
     "same_elements",
     "same_source",
@@ -124,10 +125,10 @@ def wrote_moved(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     if tensor._spec.sums:
         agree(tensor)
         keep(tensor, spec, value)
-        origin = _origin(tensor)
+        origin = origin_of(tensor)
         while origin is not None and origin.before is origin.after:  # an alias
             keep(origin.base, spec, value)
-            origin = _origin(origin.base)
+            origin = origin_of(origin.base)
 
 
 def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -202,7 +203,7 @@ def lane(tensor: Any, axes: tuple[int, ...]) -> Lane | None:
     if found is not None and found[0] == stamp(tensor):
         made: Lane = found[1]
         return made
-    origin = _origin(tensor)
+    origin = origin_of(tensor)
     base = None if origin is None or tensor._of is not None else lane(origin.base, axes)
     if origin is None or base is None:
         return None
@@ -226,7 +227,7 @@ def keep_lane(tensor: Any, axes: tuple[int, ...], value_at: Lane) -> None:
 
 def same_elements(tensor: Any) -> Any:
     """What a tensor is a view of, if that has no other elements."""
-    origin = _origin(tensor)
+    origin = origin_of(tensor)
     if origin is None or tensor._of is not None:
         return tensor
     alike = prod(origin.before.meta.shape) == prod(tensor._spec.meta.shape)
@@ -246,6 +247,7 @@ def _source(tensor: Any, target: DTensorSpec, *, alone: bool = False) -> tuple[D
     if picked is not None and not target.sums and picked.seen == stamps(tensor, picked.index):
         spec, value = picked.brought(tensor._spec, tensor._locals, target)
         keep(tensor, spec, value)
+        tensor._picked = None  # no more memory than it must
         return spec, value
     made = _by_origin(tensor, target, alone) if tensor._spec.sums else None
     if made is not None:
@@ -265,7 +267,7 @@ def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
 
     It is if the other is reduced already, or if both are as large and the whole is asked for.
     """
-    origin = _origin(tensor)
+    origin = origin_of(tensor)
     if origin is None:
         return None
     spec = origin.before
@@ -306,7 +308,7 @@ def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
             made = relaid(best, whole, kept[best])
             keep(tensor, whole, made)
             return whole, made
-    origin = _origin(tensor)
+    origin = origin_of(tensor)
     base = None if origin is None else known(origin.base)
     if origin is None or base is None or base[0] is not origin.before.reduced:
         return None
@@ -364,11 +366,11 @@ def same_source(one: Any, other: Any) -> bool:
 
 def source(tensor: Any) -> Any:
     """The tensor that a view, or a view of views, is made of."""
-    origin = _origin(tensor)
+    origin = origin_of(tensor)
     return tensor if origin is None else source(origin.base)
 
 
-def _origin(tensor: Any) -> Origin | None:
+def origin_of(tensor: Any) -> Origin | None:
     """What a tensor is a view of, if nothing but values has changed since."""
     origin: Origin | None = tensor._origin
     if origin is None or origin.after is not tensor._spec:
@@ -379,13 +381,13 @@ def _origin(tensor: Any) -> Origin | None:
 def _is_reduced(tensor: Any) -> bool:
     if any(not spec.sums for spec in _kept(tensor)):
         return True
-    origin = _origin(tensor)
+    origin = origin_of(tensor)
     return origin is not None and _is_reduced(origin.base)
 
 
 def stamps(tensor: Any, index: Any) -> object:
-    """What changes when a tensor, or the index by which it was picked, is written."""
-    return stamp(tensor), stamp(index)
+    """What changes when a tensor, or the index by which it was picked, if any, is written."""
+    return stamp(tensor), None if index is None else stamp(index)
 
 
 def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:

@@ -71,10 +71,13 @@ class Plan:
         """The operands of which something pending is known to be reduced."""
         return ()
 
+    outs: Sequence[DTensorSpec] = ()
+    """The layouts of the results, where they are known."""
+
     @property
     def left_pending(self) -> int:
         """How many reductions the results are known to need."""
-        return 0
+        return sum(len(spec.sums) for spec in self.outs)
 
 
 class Fixed(NamedTuple):
@@ -205,7 +208,6 @@ class CallPlan(Plan):
         "_moves",
         "_notice",
         "_op",
-        "_outs",
         "_picks",
         "_reducing",
         "_rewrites",
@@ -218,6 +220,7 @@ class CallPlan(Plan):
         "_watch",
         "_windows",
         "_written",
+        "outs",
     )
 
     def __init__(
@@ -248,7 +251,7 @@ class CallPlan(Plan):
         self._shape = structure
         self._written = written
         self._target = target
-        self._outs = tuple(outputs)
+        self.outs = tuple(outputs)
         moves = [(i, dst) for i, dst in enumerate(inputs) if specs[i] is not dst]
         # What is written moves last: if it is read too, what is reduced for that is there.
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
@@ -266,7 +269,7 @@ class CallPlan(Plan):
         axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
         coords = topology.coords_here(sorted(axes))
         self._calls = tuple(tuple(spec.slot(coord) for spec in inputs) for coord in coords)
-        self._sites = tuple(Site(coord, tuple(inputs), self._outs) for coord in coords)
+        self._sites = tuple(Site(coord, tuple(inputs), self.outs) for coord in coords)
         if local is not None and unless is not None and all(map(unless, self._sites)):
             local = None
         self._local = local
@@ -293,10 +296,6 @@ class CallPlan(Plan):
     def reducing(self) -> tuple[int, ...]:
         return self._reducing
 
-    @property
-    def left_pending(self) -> int:
-        return sum(len(spec.sums) for spec in self._outs)
-
     def _quick(self, device: torch.device, is_list: bool, bare: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
         spots = None if is_list else self._spots
@@ -317,12 +316,10 @@ class CallPlan(Plan):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
-        if self._aliases and any(spec.sums for spec in self._outs):
+        if self._aliases and any(spec.sums for spec in self.outs):
             return None  # such a view knows its origin
         alone = bare and tail is None
-        return quick_call(
-            self._call, spots, alone, tail, self._outs, several, device, self._aliases
-        )
+        return quick_call(self._call, spots, alone, tail, self.outs, several, device, self._aliases)
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
@@ -412,7 +409,7 @@ class CallPlan(Plan):
         shape = self._shape
         if isinstance(shape, int):
             picks = self._picks[0]
-            return wrap(self._outs[0], tuple([results[i] for i in picks]), cell)
+            return wrap(self.outs[0], tuple([results[i] for i in picks]), cell)
         if shape is None:
             return None
         wrapped: list[Any] = []
@@ -420,7 +417,7 @@ class CallPlan(Plan):
             if not isinstance(place, int):
                 wrapped.append(place.value if isinstance(place, Fixed) else None)
                 continue
-            spec = self._outs[place]
+            spec = self.outs[place]
             at = len(wrapped)
             local = tuple(results[i][at] for i in self._picks[place])
             # A kernel may leave out a result that its meta kernel has: an LSTM without gradients.

@@ -204,7 +204,7 @@ class _Choice:
         rows, written = self.rule.rows, self.written
         if self.summed is not None:
             rows = tuple(row for row in rows if row.multiplied in (None, self.summed))
-        if any(spec.sums for spec in self.specs):
+        if len(self.specs) > 1 and any(spec.sums for spec in self.specs):
             rows = tuple(row for row in rows if not self._grows(row))
         if written is None:
             return rows
@@ -213,8 +213,10 @@ class _Choice:
         return tuple(row for row in rows if row.inputs[written] is place) or rows
 
     def _grows(self, row: Row) -> bool:
-        """Whether what is pending would be more than twice as much: it is reduced while small. What
-        products make of it is more too, but they pass it on."""
+        """Whether what is pending would be more than twice as much by other operands, as rows are
+        that are written into a large tensor: it is reduced while small. What products make of it is
+        more too, but they pass it on; and what grows by itself remembers the little (`grown.py`).
+        """
         if row.multiplied is not None:
             return False
         pending = [n for n, p in zip(self.counts[0], row.inputs, strict=True) if p.is_partial()]

@@ -3,7 +3,8 @@
 What was reduced for one call is kept with the tensor (`moving.py`). A later call may do without: a
 product with a number passes a pending sum on. But then its result would be reduced in its turn, so
 it takes the reduced value, unless nothing is won by it. And a tensor that is several operands of
-one call, of which one must be reduced, is reduced for all of them.
+one call, of which one must be reduced, is reduced for all of them. One that grew (`grown.py`) is
+reduced before other tensors have a part in it: what it was made of is less.
 
 Whether a value is there follows from what the program did before, so that all ranks find the same.
 """
@@ -15,6 +16,7 @@ from math import prod
 from typing import Any
 
 from . import policy
+from .grown import grown, grows, remember
 from .moving import agree, describe_moves, known, moved, same_source, source, stamp
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
@@ -29,15 +31,29 @@ _MOST = 64
 class ReadyPlan(Plan):
     """The plan of a call with pending operands, and those of the same call with some reduced.
 
-    `plan` takes the operands as they are; `build` makes another for other layouts of them.
+    `plan` takes the operands as they are, laid out as `specs` (of a list none are given); `build`
+    makes another for other layouts of them.
     """
 
-    __slots__ = ("_build", "_fast", "_op", "_others", "_pending", "_plan", "_reducing", "_shares")
+    __slots__ = (
+        "_alone",
+        "_build",
+        "_fast",
+        "_grows",
+        "_joins",
+        "_op",
+        "_others",
+        "_pending",
+        "_plan",
+        "_reducing",
+        "_shares",
+    )
 
     def __init__(
         self,
         op: Any,
         plan: Plan,
+        specs: Sequence[DTensorSpec],
         pending: Sequence[int],
         build: Callable[..., Plan],
         fast: bool,
@@ -50,30 +66,56 @@ class ReadyPlan(Plan):
         self._fast = fast
         self._reducing = tuple([index for index in plan.reducing if index in self._pending])
         self._shares = len(pending) > 1 and bool(self._reducing)
+        passes = plan.left_pending > 0 and not self._reducing
+        self._alone = passes and plan.is_local and len(specs) == len(plan.outs) == 1
+        self._grows = self._alone and grows(specs[0].meta, plan.outs[0].meta)
+        self._joins = passes and len(specs) > 1
         self._others: dict[tuple[DTensorSpec | None, ...], tuple[Plan | None, tuple[int, ...]]] = {}
         if plan.quick is not None:
             self.quick = self._run_quick
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        values = self._values(operands)
-        if values is None:
-            return self._plan.run(operands, args, kwargs)
-        return self._run_with(values, self._plan.run, operands, args, kwargs)
+        return self._run_by(self._plan.run, operands, args, kwargs)
 
     def _run_quick(
         self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         quick = self._plan.quick
         assert quick is not None
+        return self._run_by(quick, operands, args, kwargs)
+
+    def _run_by(
+        self,
+        as_it_is: Callable[..., Any],
+        operands: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
         values = self._values(operands)
-        if values is None:
-            return quick(operands, args, kwargs)
-        return self._run_with(values, quick, operands, args, kwargs)
+        if values is not None:
+            return self._run_with(values, as_it_is, operands, args, kwargs)
+        made = as_it_is(operands, args, kwargs)
+        if self._alone:
+            tensor = operands[0]
+            if self._grows or tensor._picked is not None or tensor._origin is not None:
+                remember(made, tensor, self._again(args, kwargs))
+        return made
+
+    def _again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+        """The call on another value of its one operand."""
+
+        def call(value: Any) -> Any:
+            given, named = filled(args, kwargs, iter((value,)))
+            return self._op(*given, **named)
+
+        return call
 
     def _values(self, operands: Sequence[Any]) -> list[Known] | None:
         """What is reduced of the pending operands; None if nothing is."""
         if self._shares:
             self._reduce_shared(operands)
+        elif self._joins:
+            self._reduce_grown(operands)
         for index in self._pending:
             tensor = operands[index]
             if tensor._memo or tensor._origin is not None:
@@ -105,6 +147,20 @@ class ReadyPlan(Plan):
                 specs[largest] = tensor._spec
                 policy.on_moves(self._op, describe_moves([(largest, target)], specs))
             moved(tensor, target)
+
+    def _reduce_grown(self, operands: Sequence[Any]) -> None:
+        """Reduce what all pending operands grew from, unless nothing may move."""
+        found = [(index, grown(operands[index])) for index in self._pending]
+        if not all(each for _, each in found) or policy.current().moves == "error":
+            return
+        for index, each in found:
+            tensor = operands[index]
+            if each is None or known(tensor) is not None:
+                continue
+            specs = [operand._spec for operand in operands]
+            specs[index] = each.spec
+            policy.on_moves(self._op, describe_moves([(index, each.spec.reduced)], specs))
+            moved(tensor, tensor._spec.reduced)
 
     def _run_with(
         self,

@@ -140,8 +140,9 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
         kept = tuple(given.index(index) for index in group if index in given)
         if len(kept) != len(group) or not all(_keeps_sums(call, name, index) for index in kept):
             continue
-        # A pending sum that would grow, as one does that is broadcast, is reduced while small.
-        if max(stored(call.specs[index].meta) for index in kept) >= stored(call.results[0]):
+        # A pending sum that other operands would broadcast is reduced while small.
+        sizes = [stored(call.specs[index].meta) for index in kept]
+        if len(call.specs) == 1 or max(sizes) >= stored(call.results[0]):
             found.append(kept)
     return tuple(found)
 
