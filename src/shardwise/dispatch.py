@@ -130,7 +130,8 @@ def dispatch(
             return entry.run_view(found, operands, args, kwargs)
         return found.run(operands, args, kwargs)
     except BaseException as error:
-        tell(error)  # an error in values is this rank's alone: the others must not wait for it
+        # an error in values is this rank's alone: the others must not wait for it
+        tell(error, operands[0]._spec.topology)
         raise
 
 

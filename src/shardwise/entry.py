@@ -5,19 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 
-from ._torch import OpOverload
+from ._torch import OpOverload, take_composite, take_differentiable
 from .deferred import DeferredPlan, defer, is_deferred, write_through
+from .engine import tell
 from .listops import is_list_op, run_list
 from .plans import CallPlan, Plan
 from .rules import Call, family_of
 from .rules.registered import Registered, registered
 from .rules.resampling import READ_NUMBERS
+from .wrapper import Wrapper
 
-__all__ = ["FORMS", "Entry", "Form", "register_form"]
+__all__ = [
+    "FORMS",
+    "Entry",
+    "Form",
+    "register_composite",
+    "register_differentiable",
+    "register_form",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,33 @@ def register_form(
         return run
 
     return register
+
+
+def register_composite(op: OpOverload, run: Callable[..., Any]) -> None:
+    """Register a distributed form of an operator that PyTorch takes apart above autograd."""
+    take_composite(op, _telling(run))
+
+
+def register_differentiable(op: OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a form of an operator with a gradient of its own; returns the operator without."""
+    return take_differentiable(op, _telling(run))
+
+
+def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose errors in values the other ranks hear of, as of those of any operator."""
+
+    @wraps(run)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            for value in (*args, *kwargs.values()):
+                for each in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(each, Wrapper):
+                        tell(error, each._spec.topology)
+            raise
+
+    return told
 
 
 def _form_of(op: OpOverload) -> Form | None:

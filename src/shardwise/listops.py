@@ -301,7 +301,7 @@ def _run_on(
     try:
         return found.run(operands, args, kwargs)
     except BaseException as error:
-        tell(error)  # as of a single operator: it is this rank's alone
+        tell(error, mesh)  # as of a single operator: it is this rank's alone
         raise
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from .. import policy
-from .._torch import run_composite, take_composite
+from .._torch import run_composite
 from ..autograd import redistributed
+from ..entry import register_composite
 from ..geometry import Interval, contiguous_stride
 from ..moving import describe_moves
 from ..placement import Replicate
@@ -151,4 +152,4 @@ def pad_circular(x: Any, pads: Sequence[int]) -> Any:
     return x
 
 
-take_composite(_OP, pad_circular)
+register_composite(_OP, pad_circular)

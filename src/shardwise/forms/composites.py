@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._torch import take_composite
+from ..entry import register_composite
 from ..outs import out_form
 from ..ragged import settled
 from ..wrapper import Wrapper
@@ -68,7 +68,7 @@ for _op in (
     aten.linalg_matrix_rank.out,
     aten.linalg_matrix_rank.out_tol_tensor,
 ):
-    take_composite(_op, _into_out(_op))
-take_composite(aten.tensor_split.tensor_indices_or_sections, tensor_split)
-take_composite(aten.one_hot.default, one_hot)
-take_composite(aten.vander.default, vander)
+    register_composite(_op, _into_out(_op))
+register_composite(aten.tensor_split.tensor_indices_or_sections, tensor_split)
+register_composite(aten.one_hot.default, one_hot)
+register_composite(aten.vander.default, vander)

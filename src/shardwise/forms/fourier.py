@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from .._torch import take_differentiable
-from ..entry import register_form
+from ..entry import register_differentiable, register_form
 from ..geometry import Cuts, contiguous_stride
 from ..placement import Shard
 from ..redistribute import DimMap
@@ -343,4 +342,4 @@ def differentiable_r2c(x: Any, dim: list[int], normalization: int, onesided: boo
     return _below(x, dim, normalization, onesided)
 
 
-_below = take_differentiable(aten._fft_r2c.default, differentiable_r2c)
+_below = register_differentiable(aten._fft_r2c.default, differentiable_r2c)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .._torch import run_composite, take_composite
-from ..entry import register_form
+from .._torch import run_composite
+from ..entry import register_composite, register_form
 from ..geometry import Interval
 from ..placement import Placement, Replicate, Shard
 from ..plain import full_local
@@ -143,10 +143,10 @@ def _take_layer(op: Any) -> None:
         rows = as_dtensor(_rows(counts, batch, out.device), out._spec.topology)
         return _packed(out, rows), *ends
 
-    take_composite(op, run)
+    register_composite(op, run)
 
 
-take_composite(aten._pack_padded_sequence_backward.default, pack_padded_sequence_backward)
-take_composite(aten._pad_packed_sequence.default, pad_packed_sequence)
+register_composite(aten._pack_padded_sequence_backward.default, pack_padded_sequence_backward)
+register_composite(aten._pad_packed_sequence.default, pad_packed_sequence)
 for _kind in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
     _take_layer(getattr(aten, _kind).data)

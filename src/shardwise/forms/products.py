@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._torch import take_differentiable
+from ..entry import register_differentiable
 from ..ragged import settled
 from .scanning import FromHereOn, needs_gradient
 
@@ -128,7 +128,7 @@ def cumprod_(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     return _cumprod_(x, dim, dtype=dtype)
 
 
-_prod = take_differentiable(aten.prod.default, prod)
-_prod_dim = take_differentiable(aten.prod.dim_int, prod_dim)
-_cumprod = take_differentiable(aten.cumprod.default, cumprod)
-_cumprod_ = take_differentiable(aten.cumprod_.default, cumprod_)
+_prod = register_differentiable(aten.prod.default, prod)
+_prod_dim = register_differentiable(aten.prod.dim_int, prod_dim)
+_cumprod = register_differentiable(aten.cumprod.default, cumprod)
+_cumprod_ = register_differentiable(aten.cumprod_.default, cumprod_)

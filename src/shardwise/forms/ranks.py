@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .. import policy
-from .._torch import run_composite, take_composite
+from .._torch import run_composite
 from ..cost import Link
-from ..entry import register_form
+from ..entry import register_composite, register_form
 from ..geometry import flat_index
 from ..placement import Placement, Shard
 from ..ragged import as_dtensor, joined, settled, whole
@@ -274,7 +274,7 @@ def _take_quantile(op: Any, ignore_nan: bool) -> None:
             return quantile(op, x, q, at, keepdim, interpolation, ignore_nan)
         return run_composite(op, x, q, dim, keepdim, interpolation=interpolation)
 
-    take_composite(op, run)
+    register_composite(op, run)
 
 
 _WAYS = ("linear", "lower", "higher", "midpoint", "nearest")

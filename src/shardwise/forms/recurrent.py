@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from .. import policy
-from .._torch import run_composite, take_composite
+from .._torch import run_composite
 from ..autograd import Redistribute, redistributed
+from ..entry import register_composite
 from ..errors import MeshError
 from ..geometry import Cuts, contiguous_stride
 from ..moving import describe_moves
@@ -244,7 +245,7 @@ def _take_layer(op: Any, cell: bool) -> None:
         made = on_shards(op, local, batched, weights, last if cell else out + last)
         return made[0] if len(made) == 1 else tuple(made)
 
-    take_composite(op, run)
+    register_composite(op, run)
 
 
 def drops(options: Sequence[Any]) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from .._torch import take_differentiable
-from ..entry import register_form
+from ..entry import register_differentiable, register_form
 from ..geometry import Box
 from ..rules.call import keeps_sums
 from ..rules.sliding import in_order
@@ -154,7 +153,7 @@ def differentiable_cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
     return Cumsum.apply(x if dtype is None else x.to(dtype), dim)
 
 
-_below = take_differentiable(aten.cumsum.default, differentiable_cumsum)
+_below = register_differentiable(aten.cumsum.default, differentiable_cumsum)
 
 
 @register_form("cumprod", when=sharded_on())

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .._torch import run_composite, take_composite
+from .._torch import run_composite
+from ..entry import register_composite
 from ..geometry import contiguous_stride
 from ..propagate import decide
 from ..rules import Along, Call, Dims, Operand, Rule, Scaled
@@ -126,4 +127,4 @@ class _Factors:
         return tuple(reversed(found))
 
 
-take_composite(_OP, attention_by_scores)
+register_composite(_OP, attention_by_scores)

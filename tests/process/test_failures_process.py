@@ -1,0 +1,99 @@
+"""Errors in values that one rank has alone: the other ranks hear of them, and none waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise.engine.faults import _count_key, shared_store
+from shardwise.errors import CommunicationError, OutOfRangeError
+
+from .harness import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+
+def _calls(index: Any, mesh: Any) -> dict[str, Callable[[], Any]]:
+    """Calls that move nothing, with an index in shards, most of them into what is whole."""
+    x = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Replicate(), Replicate()])
+    rows = index.unsqueeze(1).expand(8, 8)
+    mine = x.redistribute(placements=[Replicate(), Shard(0)])
+    other = x.redistribute(placements=[Shard(0), Replicate()])
+    return {
+        "x[i]": lambda: x[index],
+        "gather": lambda: x.gather(1, rows),
+        "index_select": lambda: x.index_select(1, index),
+        "take": lambda: x.take(index),
+        "embedding": lambda: F.embedding(index, x),
+        "scatter": lambda: mine.scatter(1, rows, 1.0),
+        "scatter_add": lambda: mine.scatter_add(1, rows, mine),
+        "nll_loss": lambda: F.nll_loss(mine, index, reduction="none"),
+        "cross_entropy": lambda: F.cross_entropy(mine, index, reduction="none"),
+        "embedding in shards": lambda: F.embedding(index, other),
+        "one_hot": lambda: F.one_hot(index, 8),  # the last: where it does not fail it moves
+    }
+
+
+def fail_alone() -> tuple[list[str], int, str]:
+    """Which calls failed, how many of them were told, and what the next communication said."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    places = torch.arange(8)
+    places[5] = 99
+    index = distribute_tensor(places, mesh, [Replicate(), Shard(0)])
+    calls = _calls(index, mesh)
+    failed = []
+    started = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        for name, call in calls.items():
+            try:
+                call()
+            except (IndexError, RuntimeError) as error:
+                if isinstance(error, CommunicationError):
+                    raise
+                failed.append(name)
+        index.redistribute(placements=[Replicate(), Replicate()])
+    assert time.monotonic() - started < 45, "it heard of it only when the backend's time was over"
+    told = shared_store().add(_count_key(range(4), dist.get_rank()), 0)
+    assert failed in ([], list(calls))
+    return failed, told, str(caught.value)
+
+
+def test_an_error_of_one_rank_is_heard_of_on_all() -> None:
+    pool = ProcessPool(4)  # of its own: ranks cannot talk after one has failed
+    try:
+        found = pool.run(fail_alone, timeout=90)
+    finally:
+        pool.stop()
+    for failed, told, text in found[0::2]:
+        assert not failed and not told
+        text = text.replace("rank 3", "rank 1")  # both have that shard
+        assert text.startswith("a collective cannot finish: rank 1 failed: IndexError: index 99 is")
+    for failed, told, text in found[1::2]:
+        assert told == len(failed) == 11, "an operator did not tell"
+        assert text.startswith("a call failed on this rank and not on rank 0.")
+
+
+def fail_alike() -> list[float]:
+    """All ranks have the error, catch it and go on, the slowest after the others have looked."""
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    bad = DTensor.from_local(torch.tensor([0, 9]), mesh, [Replicate()], run_check=False)
+    made = []
+    for _ in range(2):
+        with pytest.raises(OutOfRangeError):
+            x[bad]
+        if dist.get_rank() == 1 and not made:
+            time.sleep(2.5)
+        made.append(float(x.sum()))
+    return made
+
+
+def test_ranks_that_fail_alike_go_on(processes: Pools) -> None:
+    assert processes(4).run(fail_alike, timeout=60) == [[28.0, 28.0]] * 4
