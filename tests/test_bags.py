@@ -50,6 +50,22 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "by frequency": (
         lambda w, i, o: bags(w, i, o, "sum", scale_grad_by_freq=True), TABLE, WORDS, STARTS
     ),
+    "means by frequency": (
+        lambda w, i, o: bags(w, i, o, "mean", scale_grad_by_freq=True, padding_idx=3),
+        TABLE, WORDS % 7, STARTS,
+    ),
+    "weights by frequency": (
+        lambda w, i, o, p: bags(
+            w, i, o, "sum", per_sample_weights=p.detach(), scale_grad_by_freq=True
+        ),
+        TABLE, WORDS % 60, STARTS, numbers(300),
+    ),
+    "rows by frequency": (
+        lambda w, i: F.embedding(i, w, padding_idx=3, scale_grad_by_freq=True), TABLE, WORDS % 60
+    ),
+    "rows of two dims by frequency": (
+        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), TABLE, (WORDS % 60).view(30, 10)
+    ),
     "every other index": (lambda w, i, o: bags(w, i[::2], o // 2), TABLE, WORDS, STARTS),
     "one index": (lambda w, i, o: bags(w, i[:1].expand(300), o, "mean"), TABLE, WORDS, STARTS),
 }  # fmt: skip
@@ -113,6 +129,68 @@ def test_rows_are_asked_for_and_gradients_are_sent(mode: str) -> None:
     torch.testing.assert_close(ours[0].grad.full_tensor(), theirs.grad)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "rows"])
+def test_indices_are_counted_where_the_rows_are(mode: str) -> None:
+    """Besides the rows of the gradient a place and a number for each index, and another table."""
+    weight, words = numbers(16384, 4, dtype=torch.float32), ints(32768, high=16384)
+    starts = torch.arange(0, 32768, 8)
+
+    def run(weight: Any, words: Any, starts: Any) -> Any:
+        if mode == "rows":
+            return F.embedding(words, weight, scale_grad_by_freq=True)
+        return bags(weight, words, starts, mode, scale_grad_by_freq=True)
+
+    ours = [spread(t, virtual(8), [S(0)]) for t in (weight, words, starts)]
+    made = run(ours[0].requires_grad_(), *ours[1:])
+    got, _ = received(made.sum().backward)
+    assert got < 32768 // 8 * (4 + 16 + 4 + 4) + 2000
+    theirs = weight.clone().requires_grad_()
+    run(theirs, words, starts).sum().backward()
+    torch.testing.assert_close(ours[0].grad.full_tensor(), theirs.grad)
+
+
+def test_sums_that_half_precision_cannot_hold_are_divided_first() -> None:
+    """Each of 4000 gradients of 100 is divided by 4000 on one device."""
+    weight, words = numbers(64, 4, dtype=torch.float16), torch.arange(8000) % 2
+    for run in (
+        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
+        lambda w, i: F.embedding_bag(i.view(-1, 1), w, mode="sum", scale_grad_by_freq=True),
+    ):
+        ours = spread(weight, eager(4), [S(0)]).requires_grad_()
+        (run(ours, spread(words, eager(4), [S(0)])) * 100.0).backward(torch.ones(8000, 4).half())
+        found = ours.grad.full_tensor()
+        torch.testing.assert_close(found[:2], torch.full((2, 4), 100.0).half())
+        assert not found[2:].any()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_sparse_gradient_is_made_of_indices_and_starts(mode: str) -> None:
+    """It is plain, so its operands are whole; what follows from them is not moved."""
+    weight, words = numbers(512, 4), ints(4096, high=512)
+    starts = torch.arange(0, 4096, 8)
+    ours = [spread(t, virtual(8), [S(0)]) for t in (weight, words, starts)]
+    made = bags(ours[0].requires_grad_(), *ours[1:], mode, sparse=True, padding_idx=3)
+    got, _ = received(made.sum().backward)
+    assert got <= 512 * 4 * 8 + 4096 * 8 + 512 * 8
+    theirs = weight.clone().requires_grad_()
+    bags(theirs, words, starts, mode, sparse=True, padding_idx=3).sum().backward()
+    assert theirs.grad is not None
+    assert ours[0].grad._indices().equal(theirs.grad._indices())
+    torch.testing.assert_close(ours[0].grad.to_dense(), theirs.grad.to_dense())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_starts_of_bags_are_made_whole_once_for_columns(mode: str) -> None:
+    """Which bag an index is in follows from them, and is not looked up in shards."""
+    weight, words = numbers(512, 8), ints(4096, high=512)
+    starts = torch.arange(0, 4096, 8)
+    layouts = ((weight, S(1)), (words, R), (starts, S(0)))
+    ours = [spread(t, virtual(8), [at]) for t, at in layouts]
+    made = bags(ours[0].requires_grad_(), *ours[1:], mode)
+    got, _ = received(made.sum().backward)
+    assert got <= 512 * 8
+
+
 @pytest.mark.parametrize("place", [S(0), R], ids=str)
 def test_gradients_of_weights_are_found_where_the_bags_are(place: Any) -> None:
     """A rank asks for the rows of its own bags, if it has not all of them."""
@@ -126,6 +204,25 @@ def test_gradients_of_weights_are_found_where_the_bags_are(place: Any) -> None:
     assert got < (2000 if place.is_replicate() else 32768 // 8 * (4 + 16) + 2000)
     bags(weight, words, starts, "sum", per_sample_weights=plain).sum().backward()
     torch.testing.assert_close(own.grad.full_tensor(), plain.grad)
+
+
+def test_a_sum_that_is_divided_by_frequency_stays_pending_where_gradients_are_kept() -> None:
+    """Of the table only how often each row is named is shared."""
+    weight, words = numbers(64, 4, dtype=torch.float32), ints(4096, high=64)
+    starts = torch.arange(0, 4096, 8)
+    for run in (
+        lambda w, i, o: F.embedding(i, w, scale_grad_by_freq=True),
+        lambda w, i, o: bags(w, i, o, "sum", scale_grad_by_freq=True),
+    ):
+        ours = spread(weight, virtual(8), [R]).requires_grad_()
+        made = run(ours, *(spread(t, virtual(8), [S(0)]) for t in (words, starts)))
+        with keep_partial_grads():
+            got, _ = received(made.sum().backward)
+        assert got < 2 * 64 * 4 + 1000
+        assert ours.grad.placements == (Partial(),)
+        theirs = weight.clone().requires_grad_()
+        run(theirs, words, starts).sum().backward()
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -163,7 +163,11 @@ def several_indices() -> None:
 
 
 def whole_bags() -> None:
-    for name, where in (("means", "rows"), ("bags", "rows and columns"), ("weights", "whole rows")):
+    for name, where in (
+        ("means by frequency", "rows"),
+        ("bags", "rows and columns"),
+        ("weights", "whole rows"),
+    ):
         (call, *given), (shape, layouts) = test_bags.CALLS[name], test_bags.LAYOUTS[where]
         laid = [*layouts, layouts[1]][: len(given)]
         assert_same(call, given, laid, test_searching.eager(*shape))

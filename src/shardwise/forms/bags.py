@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from ..replicated import mesh_of
 from ..rules.indexing import within
 from ..rules.reductions import wide
 from ..spec import DTensorSpec, TensorMeta
+from ..windows import fetch_parts
 from ..wrapper import Wrapper, wrap
+from .indexing import divided, frequencies
+from .shards import shard_of, told
 from .whole_bags import bag_gradient, factor_gradient, in_bags, largest_gradient
 
 __all__ = ["backward", "embedding_bag", "weights_backward"]
@@ -129,12 +133,39 @@ def _bags_of(indices: Any, offsets: Any, known: Any) -> Any:
     """The bag of each index, which the kernel that adds up quickly does not tell."""
     if known.numel() == indices.numel():
         return known
+    offsets = whole(aten._embedding_bag_backward.default, offsets)
     every = torch.arange(indices.numel(), dtype=offsets.dtype, device=indices.device)
     return (torch.searchsorted(offsets, every, right=True) - 1).to(indices.dtype)
 
 
 def _in_shards(rows: Any) -> bool:
     return isinstance(rows, Wrapper) and bool(rows._spec.dim_axes[0])
+
+
+def _divisors(op: Any, rows: Any, indices: Any) -> Any:
+    """What the gradient of each row is divided by for its frequency.
+
+    Not how often its index occurs: PyTorch's kernel for CPUs takes, for the k-th of the different
+    indices, how often that index occurs which is the k-th of all indices in order.
+    """
+    counts = frequencies(op, rows, indices)
+    if rows.device.type != "cpu":
+        return counts.clamp(min=1)
+    spec = counts._spec
+    facts = [torch.stack([part.sum(), part.count_nonzero()]) for part in counts._locals]
+    table = told(op, spec, facts)
+    starts, firsts = ([0, *accumulate(column)] for column in zip(*table, strict=True))
+    known = []  # the frequencies of all indices in order, as many as there are different ones
+    for coord, part in zip(spec.slots, counts._locals, strict=True):
+        before = part.cumsum(0) - part + starts[shard_of(spec, 0, coord)]
+        known.append(part.repeat_interleave((firsts[-1] - before).clamp(min=0).minimum(part)))
+    ends = [min(end, firsts[-1]) for end in starts]
+    size = TensorMeta((firsts[-1],), (1,), counts.dtype)
+    cuts = [tuple(b - a for a, b in pairwise(ends))]
+    line = DTensorSpec(spec.topology, spec.placements, size, cuts=cuts if cuts[0][1:] else None)
+    found = fetch_parts(op, line, tuple(known), {0: list(pairwise(firsts))})
+    pairs = zip(counts._locals, found, strict=True)
+    return wrap(spec, tuple(part.clamp(min=1).masked_scatter(part > 0, own) for part, own in pairs))
 
 
 @register_form("_embedding_bag_backward", always=True)
@@ -157,20 +188,28 @@ def backward(
     indices, offsets = indices.to(kind), offsets.to(kind)
     if mode == _MAX and not sparse and _in_shards(maximum_indices):
         return largest_gradient(grad, maximum_indices, bag_size, num_weights)
-    if mode != _MAX and not sparse and not scale_grad_by_freq:
+    if sparse:
+        op = aten._embedding_bag_sparse_backward.default
+        grad, indices, offsets = (whole(op, each) for each in (grad, indices, offsets))
+        sizes = offsets.new_empty(0)
+        offset2bag = _bags_of(indices, offsets, sizes)
+        if mode == _MEAN:
+            sizes = offset2bag[indices != padding_idx].bincount(minlength=len(grad))
+        weights = None if per_sample_weights is None else whole(op, per_sample_weights)
+        rest = (num_weights, scale_grad_by_freq, mode, weights, padding_idx)
+        return op(grad, indices, offsets, offset2bag, sizes, *rest)
+    if mode != _MAX:
         op = aten._embedding_bag_dense_backward.default
         given = [each for each in (indices, offsets, per_sample_weights) if each is not None]
         mesh = mesh_of(op, [grad, *given])
         grad, *given = (settled(op, as_dtensor(each, mesh)) for each in (grad, *given))
-        found = bag_gradient(op, grad, given, num_weights, mode, padding_idx)
+        full = grad.to(wide(grad.dtype)) if scale_grad_by_freq else grad
+        found = bag_gradient(op, full, given, num_weights, mode, padding_idx)
+        if found is not None and scale_grad_by_freq:
+            found = divided(found, _divisors(op, found, given[0])).to(grad.dtype)
         if found is not None:
             return found
     offset2bag = _bags_of(indices, offsets, offset2bag)
-    if sparse:
-        op = aten._embedding_bag_sparse_backward.default
-        given = [whole(op, each) for each in (grad, indices, offsets, offset2bag, bag_size)]
-        weights = None if per_sample_weights is None else whole(op, per_sample_weights)
-        return op(*given, num_weights, scale_grad_by_freq, mode, weights, padding_idx)
     return aten._embedding_bag_dense_backward.default(
         grad,
         indices,

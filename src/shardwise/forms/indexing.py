@@ -10,16 +10,25 @@ import torch
 
 from ..entry import register_form
 from ..geometry import contiguous_stride
+from ..placement import Replicate
 from ..plans import tensors_in
-from ..ragged import as_dtensor, settled, whole
+from ..ragged import as_dtensor, laid, settled, whole
 from ..replicated import mesh_of
 from ..rules import Call, Operand
 from ..rules.indexing import of_two_shapes
+from ..rules.reductions import wide
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from ..wrapper import Wrapper, wrap
 from .posting import asks, picked, sends, written
 
-__all__ = ["embedding_dense_backward", "gather", "scatter", "sparse_gradient"]
+__all__ = [
+    "divided",
+    "embedding_dense_backward",
+    "frequencies",
+    "gather",
+    "scatter",
+    "sparse_gradient",
+]
 
 aten = torch.ops.aten
 
@@ -115,7 +124,7 @@ def _adds_rows(call: Call) -> bool:
     which is less than a pending sum of it."""
     grad, index = call.specs
     cut = any(grad.dim_axes[1:]) or any(index.dim_axes[1:]) or grad.sums or index.sums
-    if call.get("scale_grad_by_freq") or not index.ndim or cut:
+    if not index.ndim or cut:
         return False
     rows, width, inner = prod(index.shape), grad.shape[-1], prod(index.shape[1:])
     table = (call.get("num_weights"), width)
@@ -133,11 +142,42 @@ def _adds_rows(call: Call) -> bool:
     return sends(Call(aten.index_add.default, args, {}, operands, [operands[0].meta]))
 
 
-@register_form("embedding_dense_backward", first=True, when=_adds_rows)
+def _adds_or_counts(call: Call) -> bool:
+    """As `_adds_rows`, and where indices have to be counted that are in shards; not where each rank
+    has columns of all rows, and so all indices."""
+    if not call.get("scale_grad_by_freq"):
+        return _adds_rows(call)
+    grad, index = call.specs
+    cut = {axis for axes in (*index.dim_axes, *grad.dim_axes[:-1]) for axis in axes}
+    return bool(prod(index.shape) and cut and not cut.intersection(grad.dim_axes[-1]))
+
+
+def frequencies(op: Any, rows: Any, index: Any) -> Any:
+    """How often an index names each of the rows, which is counted where they are."""
+    spec = rows._spec
+    ours = as_dtensor(index, spec.topology).reshape(-1)
+    ones = torch.ones_like(ours, dtype=torch.int32)
+    counts = aten.index_add.default(ones.new_zeros(rows.shape[0]), 0, ours, ones)
+    places = [place if place.is_shard(0) else Replicate() for place in spec.placements]
+    cuts = [spec.dim_cuts[0] if spec.dim_axes[0] else None]
+    return laid(op, counts, counts._spec.with_placements(places, cuts))
+
+
+def divided(rows: Any, counts: Any) -> Any:
+    """Each row over a number of its own; a sum of rows stays pending in a product."""
+    return rows * counts.to(rows.dtype).reciprocal().unsqueeze(1)
+
+
+@register_form("embedding_dense_backward", first=True, when=_adds_or_counts)
 def embedding_dense_backward(
     grad: Any, index: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
     """Rows of the gradient go to the owners of their places."""
+    if scale_grad_by_freq:
+        op = aten.embedding_dense_backward.default
+        grad = grad.to(wide(grad.dtype))  # which holds sums of many
+        made = op(grad, index, num_weights, padding_idx, False)
+        return divided(made, frequencies(op, made, index).clamp(min=1))
     rows, flat = grad.reshape(-1, grad.shape[-1]), index.reshape(-1)
     if padding_idx >= 0:
         rows = rows.masked_fill((flat == padding_idx).unsqueeze(1), 0)
