@@ -20,6 +20,7 @@ from .test_once import Reductions
 from .tier import quicker
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+INF = float("inf")
 Function = Callable[[Any], Any]
 SHAPES: list[tuple[tuple[int, ...], Callable[[Partial], tuple[Placement, ...]]]] = [
     ((2,), lambda kind: (kind,)),
@@ -65,6 +66,8 @@ ANY_KIND: list[Function] = [
     lambda p: torch.stack([p, p]),
     lambda p: p.repeat(*[2] * p.ndim),
     lambda p: p.clone().repeat(3, *[1] * (p.ndim - 1)).flip(0),
+    lambda p: p.index_fill(-1, torch.tensor([0]), 2.5),
+    lambda p: p.masked_fill(p.new_ones((1,), dtype=torch.bool), -INF),
 ]
 LINEAR: list[Function] = [
     lambda p: p * 2,
@@ -79,13 +82,23 @@ LINEAR: list[Function] = [
     lambda p: -F.pad(p, (0, 9)).mT,
     lambda p: p.diag_embed().sum(-1),
     lambda p: F.pad(p, (5, 6)).mul_(2),
+    lambda p: torch._foreach_add([p, p * 2], 1.5)[0],
+    lambda p: torch._foreach_sub([p.clone()], [2.5])[0].mul_(2),
+]
+FACTORS: list[Function] = [
+    lambda p: p * 2,
+    lambda p: -p / 3,
+    lambda p: p * p.clone(),
+    lambda p: p.abs().reciprocal().neg_(),
+    lambda p: torch._foreach_mul([p, p.clone()], [2.0, -3.0])[1],
+    lambda p: p * torch.full(p.shape, -1.5, dtype=p.dtype),
 ]
 PASSING: dict[str, list[Function]] = {
     "sum": ANY_KIND + LINEAR,
     "avg": ANY_KIND + LINEAR,
     "max": [*ANY_KIND, lambda p: p + 1.5, lambda p: p * 2, lambda p: p.exp(), lambda p: p.amax()],
     "min": [*ANY_KIND, lambda p: p - 1.5, lambda p: p * 2, lambda p: p.exp(), lambda p: p.amin()],
-    "product": ANY_KIND,
+    "product": ANY_KIND + FACTORS,
 }
 # Writes that leave a sum pending, and writes that must reduce it.
 WRITES: dict[str, list[Function]] = {

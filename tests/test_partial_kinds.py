@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from shardwise import (
     CommDebugMode,
     DTensor,
     Partial,
+    Placement,
+    Replicate,
     Shard,
+    communication,
     distribute_tensor,
     init_device_mesh,
     per_rank,
 )
+from shardwise.errors import CommunicationError
 
 from .compare import check, ints, numbers, spread, virtual
 
@@ -215,3 +220,163 @@ def test_a_number_that_is_cast_to_fewer_bits_is_no_extreme(f: Any) -> None:
             ):
                 torch.testing.assert_close(f(*pair).full_tensor(), f(x, y), rtol=0, atol=0)
                 torch.testing.assert_close(f(*pair[::-1]).full_tensor(), f(y, x), rtol=0, atol=0)
+
+
+INF = float("inf")
+ODD = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, 0.5, INF, -INF, float("nan")])
+FACTORS = ODD[ints(6, 4, high=len(ODD), seed=5)].double()
+ROWS = torch.tensor([0, 3])
+MASK = ints(6, 4, high=2, seed=3).bool()
+JOIN = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+PENDING: list[tuple[tuple[int, ...], Callable[[Placement], tuple[Placement, ...]]]] = [
+    ((3,), lambda kind: (kind,)),
+    ((2, 2), lambda kind: (kind, kind)),
+    ((2, 2), lambda kind: (Replicate(), kind)),
+]
+NUMBERS = {
+    "fill rows": lambda x: [x.index_fill(0, ROWS, 2), x.index_fill(1, ROWS, -INF)],
+    "fill rows in place": lambda x: x.clone().index_fill_(1, ROWS, 3.5),
+    "scatter": lambda x: [
+        x.scatter(0, ROWS.view(1, 2), 2.5),
+        x.clone().scatter_(1, MASK[:2] * 2, 0),
+    ],
+    "fill": lambda x: [x.masked_fill(MASK, 2), x.masked_fill(MASK, -INF), x.clone().fill_(INF)],
+    "fill with a tensor": lambda x: x.masked_fill(MASK, x.new_tensor(-1.5)),
+    "choose": lambda x: torch.where(MASK, x, x.new_tensor(-1.5)),
+}
+ADDED = {
+    "add": lambda x: [x + 1.5, 1.5 - x, x - INF, x + INF],
+    "lists": lambda x: [*torch._foreach_add([x, x * 2], 1.5), *torch._foreach_sub([x], [INF])],
+    "lists in place": lambda x: _in_place(torch._foreach_add_, x, [1.5, -2]),
+    "list and whole": lambda x: torch._foreach_sub([x, x.new_ones(6, 4), x[1:]], 3),
+}
+TIMES = {
+    "scale": lambda x: [x * 2, x * -2, x * 0, x * INF, x / 3, x / -0.5, x / 0, x / INF],
+    "multiply": lambda x: [x * FACTORS, FACTORS * x, x / FACTORS, x * x.clone(), x / x.clone()],
+    "signs": lambda x: [-x, x.abs(), x.clone().neg_()],
+    "invert": lambda x: [x.reciprocal(), 2 * x.reciprocal()],
+    "in place": lambda x: [x.clone().mul_(-2), x.clone().div_(3), x.clone().mul_(FACTORS)],
+    "views": lambda x: [x.t() * 2, -x[1:3], (x.view(3, 8) / 3).t()],
+    "lists": lambda x: [
+        *torch._foreach_mul([x, x.clone()], [2.0, -2.0]),
+        *torch._foreach_div([x], 3),
+        *torch._foreach_mul([x, x], [FACTORS, x.clone()]),
+        *torch._foreach_abs([x]),
+    ],
+    "lists in place": lambda x: _in_place(torch._foreach_mul_, x, [1.5, -2]),
+}
+WHOLES = {
+    "scale": lambda x: [x * 3, -x, x**3, x**0, x.prod(0), x.prod(), x.cumprod(1)],
+    "multiply": lambda x: [x * MASK.to(x.dtype), x.square(), x * x.clone()],
+    "lists": lambda x: [*torch._foreach_mul([x, x.t()], 3), *torch._foreach_pow([x], 2)],
+}
+
+
+def _in_place(f: Callable[..., Any], x: Any, numbers: Sequence[float]) -> list[Any]:
+    f(made := [x.clone(), x.t().clone()], numbers)
+    return made
+
+
+def _odd(coord: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a rank holds: zeros, infinities and NaN among numbers, or small integers."""
+    seed = 7 + sum(c * 10**i for i, c in enumerate(coord))
+    if not dtype.is_floating_point:
+        return ints(6, 4, low=-5, high=6, seed=seed).to(dtype)
+    odd = ODD[ints(6, 4, high=len(ODD), seed=seed)].to(dtype)
+    return torch.where(ints(6, 4, high=3, seed=seed + 1) > 0, numbers(6, 4, seed=seed), odd)
+
+
+def _passed_on(run: Callable[[Any], Any], kind: str, dtype: torch.dtype = torch.float64) -> None:
+    """What is pending goes through a function: no rank hears of another, and the value is right."""
+    for shape, pending in PENDING:
+        mesh, places = virtual(*shape), pending(Partial(kind))
+        sizes = [n if place.is_partial() else 1 for n, place in zip(shape, places, strict=True)]
+        parts = [_odd(coord, dtype) for coord in itertools.product(*map(range, sizes))]
+        whole = reduce(JOIN["sum" if kind == "avg" else kind], parts)
+        whole = whole / len(parts) if kind == "avg" else whole
+        held = per_rank(
+            mesh,
+            lambda coord, sizes=sizes: _odd(
+                tuple([c % n for c, n in zip(coord, sizes, strict=True)]), dtype
+            ),
+        )
+        with communication("error"):
+            made = run(DTensor.from_local(held, mesh, places))
+        want = run(whole)
+        pairs = zip(made, want, strict=True) if isinstance(want, (list, tuple)) else [(made, want)]
+        for ours, theirs in pairs:
+            assert ours.dtype is theirs.dtype and ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_put_into_what_is_pending(name: str, kind: str) -> None:
+    """One rank has the number if all would count, and an infinite one stays what it is."""
+    _passed_on(NUMBERS[name], kind)
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+@pytest.mark.parametrize("name", ADDED)
+def test_numbers_are_added_to_what_is_pending(name: str, kind: str) -> None:
+    _passed_on(ADDED[name], kind)
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_factors_of_pending_products(name: str) -> None:
+    """In any order, infinities, zeros and NaN among them."""
+    _passed_on(TIMES[name], "product")
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_factors_that_are_integers(name: str) -> None:
+    _passed_on(WHOLES[name], "product", torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+def test_integers_wrap_around_in_any_order(dtype: torch.dtype) -> None:
+    _passed_on(lambda x: [x * 77, -x, x * x.clone(), x**5], "product", dtype)
+
+
+def test_products_in_half_precision_wait_for_no_more_factors() -> None:
+    """300 * 300 is infinite there, and 0.001 * 0.001 nearly nothing."""
+    mesh, parts = virtual(2), (torch.tensor([300.0, 0.001]), torch.tensor([0.01, 1000.0]))
+    held = per_rank(mesh, lambda coord: parts[coord[0]].half())
+    whole = parts[0].half() * parts[1].half()
+    for run in (
+        lambda x: x * 300,
+        lambda x: x * 0.001,
+        lambda x: x * x.clone(),
+        lambda x: x.float(),
+    ):
+        x = DTensor.from_local(held, mesh, [Partial("product")])
+        torch.testing.assert_close(run(x).full_tensor(), run(whole))
+        with pytest.raises(CommunicationError), communication("error"):
+            run(DTensor.from_local(held, mesh, [Partial("product")]))
+    _passed_on(lambda x: [-x, x.abs()], "product", torch.float16)
+
+
+def test_powers_of_products_wait_for_the_product() -> None:
+    """Of 1e-20 and 1e20 the squares are no numbers of single precision."""
+    mesh = virtual(2)
+    held = per_rank(mesh, lambda coord: torch.full((2,), (1e-20, 1e20)[coord[0]]))
+    x = DTensor.from_local(held, mesh, [Partial("product")])
+    for made in (x**3, x.square(), x.prod(), x.cumprod(0), x.double().float() ** 2):
+        torch.testing.assert_close(made.full_tensor(), torch.ones(made.shape))
+
+
+@pytest.mark.parametrize("others", ["sum", "max", "min", "avg"])
+@pytest.mark.parametrize("first", [True, False])
+def test_products_beside_other_kinds(others: str, first: bool) -> None:
+    """The last axis is reduced first, whatever one rank does to a product."""
+    mesh, kinds = virtual(2, 2), [others, "product"] if first else ["product", others]
+    held = {c: _odd(c, torch.float64) for c in itertools.product(range(2), repeat=2)}
+    join = {**JOIN, "avg": lambda a, b: (a + b) / 2}
+    rows = [join[kinds[1]](held[i, 0], held[i, 1]) for i in (0, 1)]
+    whole = join[kinds[0]](*rows)
+    for f in (*TIMES.values(), NUMBERS["fill"], NUMBERS["fill rows"]):
+        x = DTensor.from_local(
+            per_rank(mesh, lambda coord: held[tuple(coord)]), mesh, list(map(Partial, kinds))
+        )
+        for ours, theirs in zip(f(x), f(whole), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)

@@ -23,7 +23,7 @@ from .plans import Plan
 from .propagate import decide
 from .ready import ReadyPlan
 from .rules import Call, Operand, Rule
-from .rules.pointwise import pointwise
+from .rules.pointwise import base_name, number_once, pointwise
 from .wrapper import Plain, Wrapper
 
 __all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
@@ -368,7 +368,9 @@ def _build(
         rule = _sharing(pointwise(call), len(listing.lists))
         decision = decide(rule, call, None if returns else 0)
         outputs = decision.outputs if returns else ()
-        elements.append(Element(ids, decision.inputs, outputs, own))
+        number = number_once(call, base_name(call))
+        alone = () if number is None else number[1]
+        elements.append(Element(ids, decision.inputs, outputs, own, alone))
     arguments = op._schema.arguments
     written = frozenset(
         i

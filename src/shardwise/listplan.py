@@ -13,6 +13,8 @@ from .mesh import Coord
 from .moving import describe_moves, moved_all, wrote, wrote_moved
 from .plans import Plan
 from .redistribute import run_all, run_between
+from .rules import Site
+from .rules.once import neutral
 from .spec import DTensorSpec
 from .wrapper import Locals, wrap
 
@@ -20,9 +22,12 @@ __all__ = ["Element", "ListPlan"]
 
 
 class Element:
-    """One element of a list operator: its operands' layouts and where its local tensors are."""
+    """One element of a list operator: its operands' layouts and where its local tensors are.
 
-    __slots__ = ("inputs", "moves", "operands", "outputs", "watch")
+    If what is pending is one of `alone`, one rank alone uses the number that the operator takes.
+    """
+
+    __slots__ = ("_alone", "inputs", "moves", "operands", "outputs", "watch")
 
     def __init__(
         self,
@@ -30,7 +35,9 @@ class Element:
         inputs: Sequence[DTensorSpec],
         outputs: Sequence[DTensorSpec],
         specs: Sequence[DTensorSpec],
+        alone: Sequence[str] = (),
     ) -> None:
+        self._alone = alone
         self.operands = tuple(operands)
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
@@ -50,6 +57,13 @@ class Element:
             return None
         return [spec.slot(coord) for spec in self.inputs]
 
+    def neutral(self, coord: Coord) -> int | None:
+        """The number that is used at `coord` in place of the one that is given; None if it is that
+        one."""
+        if not self._alone:
+            return None
+        return neutral(Site(coord, self.inputs, self.outputs or self.inputs[:1]), self._alone)
+
 
 class ListPlan(Plan):
     """A list operator (`_foreach_*`, `_fused_*`): one local call on the local tensors of all
@@ -59,6 +73,7 @@ class ListPlan(Plan):
     __slots__ = (
         "_build",
         "_elements",
+        "_neutral",
         "_notice",
         "_op",
         "_reducing",
@@ -93,6 +108,14 @@ class ListPlan(Plan):
             (coord, site)
             for coord in coords
             if (site := tuple((i, s) for i, e in enumerate(elements) if (s := e.slots(coord))))
+        )
+        self._neutral = tuple(
+            {
+                at: number
+                for at, (i, _) in enumerate(site)
+                if (number := elements[i].neutral(coord)) is not None
+            }
+            for coord, site in self._sites
         )
         self._watched = tuple(i for i, element in enumerate(elements) if element.watch)
 
@@ -137,7 +160,10 @@ class ListPlan(Plan):
             if place in reduced:
                 chosen |= reduced[place]
             given, named = self._build(args, kwargs, [index for index, _ in site], chosen)
-            made = self._op._op(*given, **named)
+            call = self._op
+            if self._neutral[place]:
+                call, given = _with_numbers(call, given, self._neutral[place])
+            made = call._op(*given, **named)
             if self._returns:
                 for (index, _), value in zip(site, made, strict=True):
                     results[index].append(value)
@@ -200,3 +226,13 @@ class ListPlan(Plan):
                 wrote_moved(operands[index], came[index], local[index])
             else:
                 wrote(operands[index])
+
+
+def _with_numbers(op: Any, args: Sequence[Any], numbers: dict[int, int]) -> tuple[Any, list[Any]]:
+    """The overload with a number for each element, and its arguments, with these numbers at some
+    places."""
+    lists, given, *rest = args
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * len(lists)
+    for at, number in numbers.items():
+        each[at] = type(each[at])(number)
+    return op._overloadpacket.ScalarList, [lists, each, *rest]

@@ -12,7 +12,7 @@ import torch
 from ..spec import DTensorSpec, TensorMeta
 from .rule import Rule
 
-__all__ = ["Call", "Family", "Operand", "has_fractions", "keeps_sums", "stored"]
+__all__ = ["Call", "Family", "Operand", "has_fractions", "is_plain", "keeps_sums", "stored"]
 
 
 class Operand(int):
@@ -42,6 +42,12 @@ def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
     if src is torch.int64:
         src = torch.float32  # half precision holds few integers
     return has_fractions(src) and torch.promote_types(src, dst) is dst
+
+
+def is_plain(number: Any, dtype: torch.dtype) -> bool:
+    """Whether a number stays what it is when a rank has it and others have what changes nothing: an
+    infinite one of complex `dtype` is NaN after a product with 1, or a division."""
+    return not dtype.is_complex or number - number == 0
 
 
 def stored(meta: TensorMeta) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..placement import Partial
-from .call import Call, Operand, has_fractions, keeps_sums, stored
-from .rule import Along, Dims, Local, Passes, Rule, Site, anywhere, copied
+from .call import Call, Operand, has_fractions, is_plain, keeps_sums, stored
+from .once import COUNTED, alone, once
+from .products import products
+from .rule import Along, Dims, Local, Passes, Rule, Site, copied
 
-__all__ = ["broadcast_dims", "pointwise"]
+__all__ = ["base_name", "broadcast_dims", "number_once", "pointwise"]
 
 # Which operands may hold pending sums together. A number in place of an operand counts as given.
 _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -85,6 +86,11 @@ _DOWN = ("neg", "negative", "erfc")
 _JOINT = {"maximum": "max", "minimum": "min"}
 _AFFINE = {"add": 1, "sub": 1, "rsub": 1, "fill": 1, "masked_fill": 2}
 """Where operators take a number that all ranks would add to a pending sum, or put into it."""
+_NUMBERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    **{name: (place, COUNTED) for name, place in _AFFINE.items()},
+    **dict.fromkeys(("mul", "div", "true_divide"), (1, ("product",))),
+}
+"""Where operators take a number, and what may be pending of which one rank alone uses it."""
 
 
 def broadcast_dims(shape: Sequence[int], out: Sequence[int]) -> Dims:
@@ -102,7 +108,7 @@ def pointwise(call: Call) -> Rule:
     shapes = [result.shape for result in call.results] or [call.shape(0)]
     out = max(shapes, key=len)
     name = base_name(call)
-    number = _added_number(call, name)
+    local, unless = _apart(call, name)
     return Rule(
         inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
         outputs=tuple(broadcast_dims(shape, out) for shape in shapes),
@@ -110,10 +116,19 @@ def pointwise(call: Call) -> Rule:
         reduce=None,
         linear=(linear := _linear(call, name)),
         averages=_averages(call, name, linear),
-        passes=_passes(call, name),
-        local=None if number is None else _once(number),
-        unless=None if number is None else _counts_once,
+        passes=(*_passes(call, name), *products(call, name)),
+        local=local,
+        unless=unless,
     )
+
+
+def _apart(call: Call, name: str) -> tuple[Local | None, Callable[[Site], bool] | None]:
+    """The local call of operators by which one rank does something else than the others, and where
+    it is the same for all."""
+    number = number_once(call, name)
+    if number is not None:
+        return once(*number)
+    return alone() if name in ("neg", "negative") else (None, None)
 
 
 def base_name(call: Call) -> str:
@@ -131,7 +146,7 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
     if name in _AFFINE and len(given) <= _AFFINE[name]:
         groups = ((0,),) if _added_number(call, name) is not None else ()
-    if _breaks_sums(name, (*call.args, *call.kwargs.values())):
+    if _breaks_sums(name, _multiplying(call, name)):
         return ()
     if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
         return ()  # a divisor may hold zeros, and the parts of a sum may be infinite both ways
@@ -147,39 +162,29 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def _added_number(call: Call, name: str) -> int | None:
-    """The place of a number that is added to a tensor, or put into it; None if there is none. A
-    list has one call for all of its tensors, so there it is added everywhere."""
-    place = _AFFINE.get(name)
-    if place is None or len(call.args) <= place or "_foreach_" in call.op._schema.name:
+def number_once(call: Call, name: str) -> tuple[int, tuple[str, ...]] | None:
+    """The place of a number, and what may be pending of which one rank alone uses it; None if there
+    is no such number."""
+    place, kinds = _NUMBERS.get(name, (0, ()))
+    if not kinds or len(call.args) <= place:
         return None
-    alone = isinstance(call.args[0], Operand) and not isinstance(call.args[place], Operand)
-    return place if alone and isinstance(call.args[place], (int, float, complex)) else None
+    own = isinstance(call.args[0], Operand) and not isinstance(call.args[place], Operand)
+    return (place, kinds) if own and isinstance(call.args[place], (int, float, complex)) else None
 
 
-def _once(place: int) -> Local:
-    """A local call by which one rank alone adds a number to a pending sum, or puts it there."""
-
-    @anywhere
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        ops = {op for axis, op in _counted(site).items() if site.coord[axis]}
-        if ops:
-            none = type(args[place])("sum" not in ops)
-            args = (*args[:place], none, *args[place + 1 :])
-        return op(*args, **kwargs)
-
-    return local
+def _added_number(call: Call, name: str) -> int | None:
+    """The place of a number that is added to a tensor, or put into it; None if there is none."""
+    number = number_once(call, name) if name in _AFFINE else None
+    return None if number is None else number[0]
 
 
-def _counted(site: Site) -> dict[int, str]:
-    """The axes along which every rank counts, each with its reduction."""
-    places = enumerate(site.inputs[0].placements)
-    found = {a: place.reduce_op for a, place in places if isinstance(place, Partial)}
-    return {axis: op for axis, op in found.items() if op in ("sum", "product")}
-
-
-def _counts_once(site: Site) -> bool:
-    return not _counted(site)
+def _multiplying(call: Call, name: str) -> list[Any]:
+    """The arguments that every rank uses: an infinity that one rank adds, or puts there, is that of
+    the sum."""
+    place = _added_number(call, name)
+    alone = place is not None and is_plain(call.args[place], call.results[0].dtype)
+    args = [v for n, v in enumerate(call.args) if not (alone and n == place)]
+    return [*args, *call.kwargs.values()]
 
 
 def _breaks_sums(name: str, args: Sequence[Any]) -> bool:
@@ -224,8 +229,10 @@ def _passes(call: Call, name: str) -> Passes:
     """Pending maxima and minima through monotone functions, all that is pending through copies."""
     if name in _COPIES and call.results[0].dtype is call.specs[0].dtype:
         return copied(0)
+    if name in ("fill", "masked_fill") and (place := _added_number(call, name)) is not None:
+        return copied(0) if is_plain(call.args[place], call.results[0].dtype) else ()
     if name == "fill" and len(call.specs) == 1:
-        return copied(0) if _added_number(call, name) is not None else ()
+        return ()
     if len(call.specs) == 1 and not any(isinstance(v, Operand) for v in call.args[1:]):
         if name in _UP_FROM:
             return (((0,), "min", "min"),)
@@ -235,11 +242,9 @@ def _passes(call: Call, name: str) -> Passes:
         return _joint(call, _JOINT[name])
     if name == "where" and len(call.specs) == 3 and call.specs[1].dtype is call.specs[2].dtype:
         return copied(1, 2)
-    if name == "masked_fill" and len(call.specs) == 2:
-        return copied(0)
-    overwrites = name in ("copy", "fill") and len(call.specs) == 2
-    if overwrites and call.specs[0].dtype is call.specs[1].dtype:
-        return copied(0, 1)
+    overwrites = {"copy": 2, "fill": 2, "masked_fill": 3}.get(name) == len(call.specs)
+    if overwrites and call.specs[0].dtype is call.specs[-1].dtype:
+        return copied(0, len(call.specs) - 1)
     return ()
 
 
@@ -264,7 +269,7 @@ def _slope(call: Call, name: str) -> int:
     if name == "rsub":
         return _sign(-call.get("alpha", 1))
     if name in ("mul", "div", "true_divide") and call.get("rounding_mode") is None:
-        return _sign(call.get("other", call.get("scalar", 0)))
+        return _sign(call.args[1] if len(call.args) > 1 else 0)
     return 0
 
 

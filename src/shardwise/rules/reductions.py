@@ -45,7 +45,9 @@ def reduction(kind: str, *, linear: bool = False, local: Any = None, unless: Any
             dims = ()  # unlike sum, any and all of no dims reduce nothing
         out = along(_kept(len(shape), dims, bool(call.get("keepdim", False))))
         src, dst = call.specs[0].dtype, call.results[0].dtype
-        passes = kind in ("max", "min") and (src is dst or src is torch.bool)
+        passes = kind != "sum" and (src is dst or src is torch.bool)
+        if kind == "product" and has_fractions(src):
+            passes = False  # of parts it may leave the range, where that of the whole does not
         return Rule(
             inputs=(along([f"i{dim}" for dim in range(len(shape))]),),
             outputs=(out,) * len(call.results),
@@ -127,11 +129,17 @@ def slicewise(call: Call) -> Rule:
     return Rule((dims,), (dims,), {f"i{dim}": shape[dim]}, reduce=None)
 
 
-def dimwise(*names: str, linear: bool = False, local: Any = None, unless: Any = None) -> Family:
+def dimwise(
+    *names: str,
+    linear: bool = False,
+    factors: bool = False,
+    local: Any = None,
+    unless: Any = None,
+) -> Family:
     """An operator that needs the named dims whole and works on every other dim apart.
 
     All operands have the shape of the first, or none of its dims; results have it too. With
-    `linear` a pending sum of the only operand passes.
+    `linear` a pending sum of the only operand passes, with `factors` a pending product of integers.
     """
 
     def family(call: Call) -> Rule:
@@ -139,6 +147,7 @@ def dimwise(*names: str, linear: bool = False, local: Any = None, unless: Any = 
         dims = tuple(d for name in names or ("dim",) for d in reduced_dims(call, name))
         keepdim = bool(call.get("keepdim", False))
         src, dst = call.specs[0].dtype, call.results[0].dtype
+        whole = factors and src is dst and not has_fractions(src)
         free: list[str | None] = [None if d in dims else f"i{d}" for d in range(len(shape))]
         outputs: list[Dims] = []
         for result in call.results:
@@ -156,6 +165,7 @@ def dimwise(*names: str, linear: bool = False, local: Any = None, unless: Any = 
             reduce=None,
             linear=((0,),) if linear and keeps_sums(src, dst) else (),
             averages=has_fractions(src),
+            passes=(((0,), "product", "product"),) if whole else (),
             local=local,
             unless=unless,
         )

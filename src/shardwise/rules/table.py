@@ -73,13 +73,14 @@ TABLE: dict[str, Family] = {
     **dict.fromkeys(
         _names(
             "max.dim min.dim argmax argmin median nanmedian mode kthvalue sort topk "
-            "cumprod cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
+            "cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
             "_softmax_backward_data _log_softmax_backward_data _safe_softmax "
             "linalg_vector_norm"
         ),
         dimwise("dim"),
     ),
     "cumsum": dimwise("dim", linear=True),
+    "cumprod": dimwise("dim", factors=True),
     **dict.fromkeys(_names("var std var_mean std_mean"), variance),
     "renorm": slicewise,
     # pointwise, though not tagged so
