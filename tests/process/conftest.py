@@ -6,6 +6,8 @@ import pytest
 
 from .harness import ProcessPool
 
+_USUAL = 4
+
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Callable[[int], ProcessPool]]:
@@ -13,6 +15,8 @@ def processes() -> Iterator[Callable[[int], ProcessPool]]:
     pools: dict[int, ProcessPool] = {}
 
     def pool(world: int) -> ProcessPool:
+        for size in [size for size in pools if size > _USUAL and size != world]:
+            pools.pop(size).stop()  # used once or twice, and its idle groups wake up all the time
         return pools.setdefault(world, ProcessPool(world))
 
     yield pool
