@@ -186,6 +186,80 @@ def test_ctc_of_one_sequence() -> None:
     )
 
 
+SPOKEN: dict[str, tuple[tuple[int, ...], tuple[Any, ...], Any]] = {
+    "times": ((3,), (Shard(0),), None),
+    "classes": ((3,), (Shard(2),), None),
+    "times and classes": ((2, 2), (Shard(2), Shard(0)), None),
+    "classes of two axes": ((2, 2), (Shard(2), Shard(2)), None),
+    "batch and classes": ((2, 2), (Shard(1), Shard(2)), None),
+    "classes and batch": ((2, 2), (Shard(2), Shard(1)), None),
+    "more ranks than times": ((8,), (Shard(0),), None),
+    "cuts": ((2, 3), (Shard(1), Shard(2)), [None, (4, 1), (0, 9, 2)]),
+}
+
+
+def spoken(kind: str) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+    """Log probabilities of 11 classes, targets and lengths; a target names classes twice."""
+    words = torch.tensor([[1, 1, 2], [5, 9, 5], [10, 3, 8], [2, 2, 2], [7, 1, 7]])
+    times, lengths = [6, 4, 0, 6, 3], [2, 3, 1, 3, 0]  # the third and the fourth have no way
+    log_probs = numbers(6, 5, 11).log_softmax(-1)
+    if kind == "impossible":
+        log_probs[:, ::2, 3:6] = -torch.inf
+    if kind == "flat":
+        words = torch.cat([row[:n] for row, n in zip(words, lengths, strict=True)]).int()
+    return log_probs, words, times, lengths
+
+
+@pytest.mark.parametrize("kind", ["matrix", "flat", "impossible"])
+@pytest.mark.parametrize("where", SPOKEN)
+def test_ctc_of_times_or_classes_in_shards(where: str, kind: str) -> None:
+    """Infinite losses and their gradients too, and where a class that no target names is
+    impossible."""
+    log_probs, words, times, lengths = spoken(kind)
+    shape, layout, cuts = SPOKEN[where]
+    for reduction, zero_infinity, blank in (
+        ("none", True, 0),
+        ("sum", False, 4),
+        ("mean", True, 6),
+    ):
+
+        def run(p: Any, t: Any, r: str = reduction, z: bool = zero_infinity, b: int = blank) -> Any:
+            return F.ctc_loss(p, t, times, lengths, blank=b, reduction=r, zero_infinity=z)
+
+        assert_same(run, [log_probs, words], [layout, None], eager(*shape), cuts=[cuts, None])
+
+
+def test_ctc_of_one_sequence_whose_classes_are_in_shards() -> None:
+    log_probs, words, *_ = spoken("matrix")
+    given = [log_probs[:, 0].clone(), words[0].clone()]
+    for place in (Shard(0), Shard(1)):
+        assert_same(
+            lambda p, t: F.ctc_loss(p, t, torch.tensor(6), torch.tensor(3)),
+            given,
+            [(place,), (Shard(0),)],
+            eager(3),
+        )
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_ctc_moves_the_classes_that_targets_name(dim: int, batch: int) -> None:
+    """There and back, in place of all classes; one rank has the blank of all sequences."""
+    log_probs = numbers(64, batch, 128, dtype=torch.float32).log_softmax(-1)
+    words, mesh = ints(batch, 7, low=1, high=128), virtual(8)
+    ours = spread(log_probs, mesh, [Shard(dim)]).requires_grad_()
+    theirs = log_probs.clone().requires_grad_()
+    column, each = 64 * 4, -(-batch // 8)
+    with CommDebugMode() as comm:
+        loss = F.ctc_loss(ours, words, [64] * batch, [7] * batch)
+    assert sum(comm.bytes.values()) <= 8 * each * column + 4 * batch
+    with CommDebugMode() as comm:
+        loss.backward()
+    assert sum(comm.bytes.values()) <= (2 * 8 * each + batch) * column + 8 * batch
+    F.ctc_loss(theirs, words, [64] * batch, [7] * batch).backward()
+    torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 def test_bilinear() -> None:
     inputs = (numbers(7, 3), numbers(7, 2, seed=1), numbers(4, 3, 2, seed=2), numbers(4, seed=3))
     check(F.bilinear, *inputs, mesh=virtual(2), limit=8)

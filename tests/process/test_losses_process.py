@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise import init_device_mesh
+from shardwise import Shard, init_device_mesh
 
 from .. import test_every_loss as losses
 from ..compare import assert_same, check
@@ -32,6 +32,14 @@ def sample() -> None:
 
     for targets in (losses.WORDS, losses.FLAT):
         check(ctc, losses.LOG_PROBS, targets, losses.INPUTS, losses.LENGTHS, mesh=mesh, limit=2)
+    log_probs, words, times, lengths = losses.spoken("flat")
+    for dim in (0, 2):
+        assert_same(
+            lambda p, t: F.ctc_loss(p, t, times, lengths, zero_infinity=True),
+            [log_probs, words],
+            [(Shard(dim),), None],
+            eager,
+        )
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
     check(
         lambda x, m, t: F.linear_cross_entropy(x, m, t, options=options),

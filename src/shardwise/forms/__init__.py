@@ -38,6 +38,7 @@ from . import (
     scores,
     searching,
     selecting,
+    sequences,
     sorting,
     uniques,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "scores",
     "searching",
     "selecting",
+    "sequences",
     "sorting",
     "uniques",
 ]

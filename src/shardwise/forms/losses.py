@@ -7,16 +7,9 @@ from typing import Any
 import torch
 
 from ..entry import register_form
-from ..plain import full_local
 from ..rules import Call
 
-__all__ = [
-    "ctc_loss",
-    "ctc_loss_backward",
-    "linear_cross_entropy",
-    "nll_loss",
-    "nll_loss2d",
-]
+__all__ = ["linear_cross_entropy", "nll_loss", "nll_loss2d"]
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -44,29 +37,6 @@ def nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 def nll_loss2d(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """As `nll_loss`, for images."""
     return _mean(aten.nll_loss2d_forward.default, x, target, weight, ignore_index)
-
-
-def _lengths(value: Any) -> list[int]:
-    """Lengths as numbers: the shapes of what follows depend on them."""
-    return [int(length) for length in full_local(value).flatten()]
-
-
-@register_form("_ctc_loss.Tensor", always=True)
-def ctc_loss(
-    log_probs: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any, **kwargs: Any
-) -> Any:
-    """With lengths in tensors, which may be sharded as the batch is."""
-    op = aten._ctc_loss.default
-    return op(log_probs, targets, _lengths(inputs), _lengths(lengths), *rest, **kwargs)
-
-
-@register_form("_ctc_loss_backward.Tensor", always=True)
-def ctc_loss_backward(
-    grad: Any, log_probs: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any, **kwargs: Any
-) -> Any:
-    """As `ctc_loss`."""
-    op = aten._ctc_loss_backward.default
-    return op(grad, log_probs, targets, _lengths(inputs), _lengths(lengths), *rest, **kwargs)
 
 
 def _is_linear_mean(call: Call) -> bool:
