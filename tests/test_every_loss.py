@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import CommDebugMode, Replicate, Shard, communication, distribute_tensor
+from shardwise.errors import OutOfRangeError
 
 from .compare import assert_same, check, ints, numbers, spread, virtual
 from .test_searching import eager
@@ -239,6 +240,15 @@ def test_ctc_of_one_sequence_whose_classes_are_in_shards() -> None:
             [(place,), (Shard(0),)],
             eager(3),
         )
+
+
+@pytest.mark.parametrize("bad", [-1, 11])
+def test_a_class_that_ctc_has_not_is_told_to_every_rank(bad: int) -> None:
+    """One rank alone would look for it, where PyTorch reads what is in memory beside its own."""
+    log_probs, words, times, lengths = spoken("matrix")
+    words[1, 2], words[2, 2] = bad, -7  # of which the last is beyond the length
+    with pytest.raises(OutOfRangeError, match=f"target {bad} is none of 11 classes"):
+        F.ctc_loss(spread(log_probs, eager(4), [Shard(2)]), words, times, lengths)
 
 
 @pytest.mark.parametrize("batch", [2, 16])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..entry import register_form
+from ..errors import OutOfRangeError
 from ..geometry import Cuts, chunk_cuts, contiguous_stride
 from ..mesh import Coord
 from ..placement import Placement, Replicate, Shard
@@ -93,7 +94,9 @@ class _Named(NamedTuple):
         return _Named(*(each[which] for each in self))
 
 
-def _named(targets: torch.Tensor, lengths: Sequence[int], blank: int) -> tuple[_Named, Any]:
+def _named(
+    targets: torch.Tensor, lengths: Sequence[int], blank: int, size: int
+) -> tuple[_Named, Any]:
     """The classes that targets name and the blank, whose column is the first, and targets that name
     columns."""
     found, new = [], torch.zeros_like(targets)
@@ -107,6 +110,9 @@ def _named(targets: torch.Tensor, lengths: Sequence[int], blank: int) -> tuple[_
         classes = torch.cat([others.new_tensor([blank]), others])
         places = torch.arange(len(classes), device=classes.device)
         found.append(_Named(torch.full_like(places, at), classes, places))
+        if len(others) and (others[0] < 0 or others[-1] >= size):
+            bad = int(others[0] if others[0] < 0 else others[-1])
+            raise OutOfRangeError(f"ctc_loss: target {bad} is none of {size} classes")
     return _Named(*(torch.cat(each) for each in zip(*found, strict=True))), new
 
 
@@ -147,7 +153,7 @@ def _columns(op: Any, x: Any, targets: Any, lengths: Sequence[int], blank: int) 
     spec: DTensorSpec = x._spec
     axes, mesh = _cut(spec), spec.topology
     count = prod(mesh.shape[axis] for axis in axes)
-    named, new = _named(whole(op, targets), lengths, blank)
+    named, new = _named(whole(op, targets), lengths, blank, spec.shape[2])
     cuts = _again(spec, count)
     owner = piece_of(named.sequence, list(accumulate(cuts)))
     kind = piece_of(named.classes, list(accumulate(spec.dim_cuts[2])))
