@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shardwise import (
     CommDebugMode,
@@ -243,11 +244,25 @@ NUMBERS = {
     "fill": lambda x: [x.masked_fill(MASK, 2), x.masked_fill(MASK, -INF), x.clone().fill_(INF)],
     "fill with a tensor": lambda x: x.masked_fill(MASK, x.new_tensor(-1.5)),
     "choose": lambda x: torch.where(MASK, x, x.new_tensor(-1.5)),
+    "pad": lambda x: [F.pad(x, (1, 0), value=v) for v in (0, 2, -INF)],
+    "copies": lambda x: [x.clone().zero_(), torch.ops.aten.alias_copy(x)],
+    "places": lambda x: [
+        torch.ops.aten.slice_backward(x, [6, 5], 1, 0, 4, 1),
+        torch.ops.aten.select_backward(x, [2, 6, 4], 0, 1),
+    ],
 }
 ADDED = {
     "add": lambda x: [x + 1.5, 1.5 - x, x - INF, x + INF],
     "lists": lambda x: [*torch._foreach_add([x, x * 2], 1.5), *torch._foreach_sub([x], [INF])],
     "lists in place": lambda x: _in_place(torch._foreach_add_, x, [1.5, -2]),
+    "quotients": lambda x: [
+        x.addcdiv(FACTORS, WHOLE),
+        x.clone().addcdiv_(WHOLE, FACTORS, value=-2),
+    ],
+    "gradient": lambda x: [
+        torch.ops.aten._softmax_backward_data(x, X.softmax(1), 1, x.dtype),
+        torch.ops.aten._log_softmax_backward_data(x, X.log_softmax(0), 0, x.dtype),
+    ],
     "list and whole": lambda x: torch._foreach_sub([x, x.new_ones(6, 4), x[1:]], 3),
 }
 TIMES = {
@@ -272,6 +287,30 @@ WHOLES = {
 }
 
 
+RISING = {
+    "bounds": lambda x: [x.clamp(WHOLE, WHOLE + 2), x.clamp(max=FACTORS), x.clamp_min(WHOLE)],
+    "activations": lambda x: [F.elu(x), F.celu(x, 2.0), F.selu(x), F.hardtanh(x, -2, 1)],
+    "shrinks": lambda x: [F.softshrink(x), F.hardshrink(x, 1.0), F.leaky_relu(x, 0.3)],
+    "specials": lambda x: [torch.special.log_ndtr(x), torch.special.erfcx(x), torch.erfc(x)],
+    "beside": lambda x: [torch.logaddexp(x, FACTORS), torch.logaddexp2(FACTORS, x)],
+    "nan": lambda x: x.isnan(),
+    "lists": lambda x: torch._foreach_mul([x, x], [2.0, -2.0]),
+}
+ONE_WAY = {
+    "greater": (lambda x: [x > 1, x >= FACTORS, x > FACTORS, x >= FACTORS], "min"),
+    "less": (lambda x: [x < 1, x <= FACTORS, x < FACTORS, x <= FACTORS], "max"),
+    "largest": (lambda x: [torch.fmax(x, FACTORS), torch.fmax(FACTORS, x)], "min"),
+    "least": (lambda x: [torch.fmin(x, FACTORS), torch.fmin(FACTORS, x)], "max"),
+    "all infinite": (lambda x: x.isneginf(), "max"),
+    "none infinite": (lambda x: x.isposinf(), "min"),
+    "from one": (torch.acosh, "min"),
+}
+COUNTS = {
+    "compare": lambda x: [x > 1, x >= x.new_tensor(2), x > 2, x <= x.new_ones(6, 4), x < 0],
+    "turn": lambda x: [~x, x.sign(), x.signbit(), x.sgn()],
+}
+
+
 def _in_place(f: Callable[..., Any], x: Any, numbers: Sequence[float]) -> list[Any]:
     f(made := [x.clone(), x.t().clone()], numbers)
     return made
@@ -280,6 +319,8 @@ def _in_place(f: Callable[..., Any], x: Any, numbers: Sequence[float]) -> list[A
 def _odd(coord: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What a rank holds: zeros, infinities and NaN among numbers, or small integers."""
     seed = 7 + sum(c * 10**i for i, c in enumerate(coord))
+    if dtype is torch.bool:
+        return ints(6, 4, high=2, seed=seed).bool()
     if not dtype.is_floating_point:
         return ints(6, 4, low=-5, high=6, seed=seed).to(dtype)
     odd = ODD[ints(6, 4, high=len(ODD), seed=seed)].to(dtype)
@@ -322,6 +363,37 @@ def test_numbers_are_added_to_what_is_pending(name: str, kind: str) -> None:
     _passed_on(ADDED[name], kind)
 
 
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("name", RISING)
+def test_order_is_kept_or_turned(name: str, kind: str) -> None:
+    """NaN, infinities and ties among the parts."""
+    _passed_on(RISING[name], kind)
+
+
+@pytest.mark.parametrize("name", ONE_WAY)
+def test_what_nan_does_not_change(name: str) -> None:
+    """What is false of NaN passes where all parts must be true, and is reduced where one must."""
+    run, kind = ONE_WAY[name]
+    _passed_on(run, kind)
+    with pytest.raises(CommunicationError):
+        _passed_on(run, "max" if kind == "min" else "min")
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_integers_are_compared_before_they_are_reduced(name: str, kind: str) -> None:
+    _passed_on(COUNTS[name], kind, torch.int64)
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_truths_are_joined_before_they_are_reduced(kind: str) -> None:
+    def run(x: Any) -> list[Any]:
+        joined = x | x.flip(0) if kind == "max" else x & x.flip(0)
+        return [joined, x & MASK, MASK | x, x.logical_not(), ~x, torch.logical_and(MASK, x)]
+
+    _passed_on(run, kind, torch.bool)
+
+
 @pytest.mark.parametrize("name", TIMES)
 def test_factors_of_pending_products(name: str) -> None:
     """In any order, infinities, zeros and NaN among them."""
@@ -335,7 +407,20 @@ def test_factors_that_are_integers(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
 def test_integers_wrap_around_in_any_order(dtype: torch.dtype) -> None:
-    _passed_on(lambda x: [x * 77, -x, x * x.clone(), x**5], "product", dtype)
+    _passed_on(lambda x: [x * 77, -x, x * x.clone(), x**5, x.to(torch.uint8)], "product", dtype)
+    _passed_on(lambda x: x.to(torch.int8), "sum", dtype)
+
+
+def test_casts_to_eight_bits() -> None:
+    """Such floats are promoted to no other, and have no infinity."""
+    for place in (Shard(0), Partial(), Partial("max"), Partial("min"), Partial("product")):
+        x = spread(WHOLE, virtual(2), (place,))
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            made = (x * 300).to(dtype)
+            assert made.dtype is dtype
+            torch.testing.assert_close(
+                made.float().full_tensor(), (WHOLE * 300).to(dtype).float(), equal_nan=True
+            )
 
 
 def test_products_in_half_precision_wait_for_no_more_factors() -> None:

@@ -12,7 +12,17 @@ import torch
 from ..spec import DTensorSpec, TensorMeta
 from .rule import Rule
 
-__all__ = ["Call", "Family", "Operand", "has_fractions", "is_plain", "keeps_sums", "stored"]
+__all__ = [
+    "Call",
+    "Family",
+    "Operand",
+    "has_fractions",
+    "is_plain",
+    "is_wider",
+    "keeps_sums",
+    "stored",
+    "wraps_alike",
+]
 
 
 class Operand(int):
@@ -41,7 +51,23 @@ def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
         return False
     if src is torch.int64:
         src = torch.float32  # half precision holds few integers
-    return has_fractions(src) and torch.promote_types(src, dst) is dst
+    return has_fractions(src) and is_wider(src, dst)
+
+
+def is_wider(src: torch.dtype, dst: torch.dtype) -> bool:
+    """Whether `dst` holds all values of `src`: PyTorch promotes no float of 8 bits."""
+    if dst.is_floating_point and dst.itemsize == 1:
+        return src is dst
+    if src.is_floating_point and src.itemsize == 1:
+        return has_fractions(dst)
+    return torch.promote_types(src, dst) is dst
+
+
+def wraps_alike(src: torch.dtype, dst: torch.dtype) -> bool:
+    """Whether integers may be added or multiplied after a cast to no more bits as well as
+    before."""
+    whole = not any(has_fractions(dtype) or dtype is torch.bool for dtype in (src, dst))
+    return whole and dst.itemsize <= src.itemsize
 
 
 def is_plain(number: Any, dtype: torch.dtype) -> bool:

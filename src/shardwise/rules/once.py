@@ -54,13 +54,14 @@ def one_has(args: tuple[Any, ...], place: int, kinds: Sequence[str], site: Site)
     return (*args[:place], type(args[place])(none), *args[place + 1 :])
 
 
-def alone() -> Apart:
-    """One rank alone runs the operator on a pending product; the others keep what they have."""
+def alone(kind: str) -> Apart:
+    """One rank alone runs the operator on a pending value of a kind; the others keep what they
+    have."""
 
     @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        if neutral(site, ("product",)) is None:
+        if neutral(site, (kind,)) is None:
             return op(*args, **kwargs)
         return args[0] if op._schema.is_mutable else args[0].clone()
 
-    return local, lambda site: not _axes(site, ("product",))
+    return local, lambda site: not _axes(site, (kind,))

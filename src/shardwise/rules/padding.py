@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..geometry import Box, Interval
-from .call import Call, has_fractions
+from .call import Call, has_fractions, is_plain
+from .once import COUNTED, neutral
 from .rule import Along, Dims, Rule, Site, copied
 from .sliding import Slide, followed, in_order, reached
 from .spatial import has_planes, is_permuted, of_planes, spatial_dims
@@ -46,26 +47,26 @@ def constant_pad(call: Call) -> Rule:
                 before = min(max(edges[dim][0] - start, 0), stop - start)
                 after = stop - start - before - value.shape[dim]
             pads += [before, after]
-        if any(site.coord[axis] for axis in site.sum_axes):  # the first rank puts the number there
-            return in_order(op(value, pads), site.outputs[0])
+        around = neutral(site, COUNTED)  # if all count, the first rank puts the number there
+        if around is not None and not zero:
+            return in_order(op(value, pads, around), site.outputs[0])
         return in_order(op(value, pads, *args[2:], **kwargs), site.outputs[0])
 
-    number = call.get("value")
+    number, dtype = call.get("value"), call.specs[0].dtype
     zero = number == 0
-    floats = has_fractions(call.specs[0].dtype)
-    kept = ("max", "min") if zero or floats else ()
+    plain = is_plain(number, dtype)
 
     def has_all(site: Site) -> bool:
-        return _is_whole(site) and (zero or not site.sum_axes)
+        return _is_whole(site) and (zero or not site.inputs[0].sums)
 
     return Rule(
         (tuple(Along(f"i{dim}") for dim in range(len(shape))),),
         (_followed(slides, 0),),
         {f"i{dim}": size for dim, size in enumerate(shape)},
         reduce=None,
-        linear=((0,),) if number - number == 0 else (),
-        averages=floats,
-        passes=tuple(((0,), op, op) for op in kept),
+        linear=((0,),) if plain else (),
+        averages=has_fractions(dtype),
+        passes=copied(0) if plain else (),
         local=local,
         unless=None if is_permuted(call) else has_all,
         windows=windows,
@@ -251,7 +252,8 @@ def _mirrored(call: Call, mirrors: _Mirrors, image: int, local: Any) -> Rule:
         (),
         {f"i{dim}": size for dim, size in enumerate(call.shape(image))},
         reduce=None,
-        linear=((0,),) if has_fractions(call.specs[0].dtype) else (),
+        linear=((0,),),
+        averages=has_fractions(call.specs[0].dtype),
         local=somewhere,
         unless=lambda site: (
             not permuted and has_planes(site) and not any(_cut(site.inputs[image], mirrors.first))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from .call import Call, Operand, has_fractions, is_plain, keeps_sums, stored
+from .call import Call, Operand, has_fractions, is_plain, keeps_sums, stored, wraps_alike
+from .monotone import breaks_sums, monotone
 from .once import COUNTED, alone, once
-from .products import products
+from .products import NEGATED, SCALED, products
 from .rule import Along, Dims, Local, Passes, Rule, Site, copied
 
 __all__ = ["base_name", "broadcast_dims", "number_once", "pointwise"]
@@ -41,6 +40,7 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "lift_fresh": ((0,),),
     "conj_physical": ((0,),),
     "conj": ((0,),),
+    "_conj_physical": ((0,),),
     "_conj": ((0,),),
     "real": ((0,),),
     "imag": ((0,),),
@@ -53,37 +53,8 @@ _MOVES = (
 """Operators that copy values: without a change of dtype, every pending sum passes."""
 _COPIES = ("alias", "clone", "detach", "lift_fresh", "positive", "_to_copy")
 """Those that copy one operand."""
-_UP = [
-    "relu",
-    "relu6",
-    "exp",
-    "exp2",
-    "expm1",
-    "sigmoid",
-    "tanh",
-    "atan",
-    "asinh",
-    "sinh",
-    "erf",
-    "ceil",
-    "floor",
-    "round",
-    "trunc",
-    "hardtanh",
-    "softplus",
-    "leaky_relu",
-    "deg2rad",
-    "rad2deg",
-    "cbrt",
-    "hardsigmoid",
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-]
-_UP_FROM = ("sqrt", "log", "log2", "log10", "log1p")
-"""Defined for large numbers only: below there is NaN, which would win over the maximum."""
-_DOWN = ("neg", "negative", "erfc")
-_JOINT = {"maximum": "max", "minimum": "min"}
+_VIEWED = {f"{name}_copy": name for name in ("alias", "detach", "lift_fresh")}
+"""Copies that are named after views."""
 _AFFINE = {"add": 1, "sub": 1, "rsub": 1, "fill": 1, "masked_fill": 2}
 """Where operators take a number that all ranks would add to a pending sum, or put into it."""
 _NUMBERS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -107,7 +78,7 @@ def pointwise(call: Call) -> Rule:
     """The rule of a pointwise call."""
     shapes = [result.shape for result in call.results] or [call.shape(0)]
     out = max(shapes, key=len)
-    name = base_name(call)
+    name = _VIEWED.get(name := base_name(call), name)
     local, unless = _apart(call, name)
     return Rule(
         inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
@@ -128,7 +99,9 @@ def _apart(call: Call, name: str) -> tuple[Local | None, Callable[[Site], bool] 
     number = number_once(call, name)
     if number is not None:
         return once(*number)
-    return alone() if name in ("neg", "negative") else (None, None)
+    if name == "addcdiv" and _adds_quotients(call):
+        return alone("sum")
+    return alone("product") if name in (*NEGATED, *SCALED) else (None, None)
 
 
 def base_name(call: Call) -> str:
@@ -146,10 +119,12 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
     if name in _AFFINE and len(given) <= _AFFINE[name]:
         groups = ((0,),) if _added_number(call, name) is not None else ()
-    if _breaks_sums(name, _multiplying(call, name)):
+    if breaks_sums(name, _multiplying(call, name)):
         return ()
     if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
-        return ()  # a divisor may hold zeros, and the parts of a sum may be infinite both ways
+        # A divisor may hold zeros, and the parts of a sum may be infinite both ways; but what is
+        # divided may be added to a sum, by one rank.
+        groups = ((0,),) if name == "addcdiv" and _adds_quotients(call) else ()
     found = []
     for group in groups:
         kept = tuple(given.index(index) for index in group if index in given)
@@ -160,6 +135,13 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
         if len(call.specs) == 1 or max(sizes) >= stored(call.results[0]):
             found.append(kept)
     return tuple(found)
+
+
+def _adds_quotients(call: Call) -> bool:
+    """Whether one rank alone may add quotients to a sum, and the others keep what they have: a list
+    has one call for all tensors."""
+    same = call.specs[0].dtype is call.results[0].dtype
+    return same and "_foreach_" not in call.op._schema.name and len(call.specs) == 3
 
 
 def number_once(call: Call, name: str) -> tuple[int, tuple[str, ...]] | None:
@@ -187,19 +169,10 @@ def _multiplying(call: Call, name: str) -> list[Any]:
     return [*args, *call.kwargs.values()]
 
 
-def _breaks_sums(name: str, args: Sequence[Any]) -> bool:
-    """Whether a number turns the finite parts of a sum into infinities of both signs."""
-    numbers = [
-        v for v in args if isinstance(v, (int, float, complex)) and not isinstance(v, Operand)
-    ]
-    if name in ("div", "true_divide") and any(value == 0 for value in numbers):
-        return True
-    return any(value - value != 0 for value in numbers)
-
-
 def _keeps_sums(call: Call, name: str, operand: int) -> bool:
     src, dst = call.specs[operand].dtype, call.results[0].dtype
-    return keeps_sums(src, dst) or (src is dst and name in _MOVES)
+    moved = (src is dst and name in _MOVES) or (name == "_to_copy" and wraps_alike(src, dst))
+    return moved or keeps_sums(src, dst)
 
 
 def _averages(call: Call, name: str, linear: Sequence[Sequence[int]]) -> bool:
@@ -208,75 +181,17 @@ def _averages(call: Call, name: str, linear: Sequence[Sequence[int]]) -> bool:
     return all(map(has_fractions, dtypes)) or (same and name in _MOVES)
 
 
-_RISING: Passes = (((0,), "max", "max"), ((0,), "min", "min"))
-_FALLING: Passes = (((0,), "max", "min"), ((0,), "min", "max"))
-
-
-def _joint(call: Call, kind: str) -> Passes:
-    """Pending values through a maximum or minimum of two, which `kind` names.
-
-    A 0-d operand may be cast to fewer bits, where order is lost, and with it what stands for no
-    number: it is reduced before.
-    """
-    out, other = call.results[0].dtype, "min" if kind == "max" else "max"
-    fit = [i for i in (0, 1) if torch.promote_types(call.specs[i].dtype, out) is out]
-    if len(fit) == 2:
-        return ((0, 1), kind, kind), ((0,), other, other), ((1,), other, other)
-    return tuple([((i,), op, op) for i in fit for op in (kind, other)])
-
-
 def _passes(call: Call, name: str) -> Passes:
     """Pending maxima and minima through monotone functions, all that is pending through copies."""
     if name in _COPIES and call.results[0].dtype is call.specs[0].dtype:
         return copied(0)
     if name in ("fill", "masked_fill") and (place := _added_number(call, name)) is not None:
         return copied(0) if is_plain(call.args[place], call.results[0].dtype) else ()
-    if name == "fill" and len(call.specs) == 1:
-        return ()
-    if len(call.specs) == 1 and not any(isinstance(v, Operand) for v in call.args[1:]):
-        if name in _UP_FROM:
-            return (((0,), "min", "min"),)
-        slope = 1 if name in _UP and not _negative_slope(call, name) else _slope(call, name)
-        return _RISING if slope > 0 else _FALLING if slope < 0 else ()
-    if len(call.specs) == 2 and name in _JOINT:
-        return _joint(call, _JOINT[name])
+    if name == "zero":
+        return copied(0)
     if name == "where" and len(call.specs) == 3 and call.specs[1].dtype is call.specs[2].dtype:
         return copied(1, 2)
     overwrites = {"copy": 2, "fill": 2, "masked_fill": 3}.get(name) == len(call.specs)
     if overwrites and call.specs[0].dtype is call.specs[-1].dtype:
         return copied(0, len(call.specs) - 1)
-    return ()
-
-
-def _slope(call: Call, name: str) -> int:
-    """1 if a function of a tensor and numbers is monotone up, -1 if down, 0 if neither is known.
-
-    Integers wrap around. An infinite number would meet the infinities that stand for nothing.
-    """
-    src, dst = call.specs[0].dtype, call.results[0].dtype
-    if name == "_to_copy":
-        wider = not has_fractions(src) and torch.promote_types(src, dst) is dst
-        return int(not src.is_complex and (dst.is_floating_point or (wider and not dst.is_complex)))
-    numbers = [v for v in call.values.values() if isinstance(v, (int, float, complex))]
-    if not (src.is_floating_point and dst.is_floating_point) or _breaks_sums(name, numbers):
-        return 0
-    if name in _DOWN:
-        return -1
-    if not call.args or not isinstance(call.args[0], Operand):
-        return 0
-    if name in ("add", "sub"):
-        return 1
-    if name == "rsub":
-        return _sign(-call.get("alpha", 1))
-    if name in ("mul", "div", "true_divide") and call.get("rounding_mode") is None:
-        return _sign(call.args[1] if len(call.args) > 1 else 0)
-    return 0
-
-
-def _sign(number: Any) -> int:
-    return 0 if isinstance(number, complex) else (number > 0) - (number < 0)
-
-
-def _negative_slope(call: Call, name: str) -> bool:
-    """Whether an argument of a monotone function may turn it around."""
-    return name in ("leaky_relu", "softplus", "hardtanh") and len(call.args) > 1
+    return () if name == "fill" else monotone(call, name)

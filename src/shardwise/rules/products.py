@@ -11,21 +11,22 @@ import torch
 
 from ..engine import has_room
 from ..placement import Partial
-from .call import Call, Operand, has_fractions, stored
+from .call import Call, Operand, has_fractions, is_wider, stored, wraps_alike
 from .rule import Passes
 
-__all__ = ["keeps_products", "products"]
+__all__ = ["NEGATED", "SCALED", "products"]
 
 _SIGNS = ("abs", "_conj", "_conj_physical", "conj_physical")
 """What changes signs of fractions, and no more."""
-_NEGATED = ("neg", "negative")
+NEGATED = ("neg", "negative")
+SCALED = ("deg2rad", "rad2deg")
 _TIMES = ("mul", "div", "true_divide")
-"""What one rank alone multiplies by."""
+"""What one rank alone does: it multiplies by a number."""
 _ALONE: Passes = (((0,), "product", "product"),)
 _BOTH: Passes = (((0, 1), "product", "product"),)
 
 
-def keeps_products(src: torch.dtype, dst: torch.dtype) -> bool:
+def _keeps_products(src: torch.dtype, dst: torch.dtype) -> bool:
     """Whether products of some more factors may be pending in values that go from `src` to `dst`:
     half precision has no room for them, and complex infinities depend on the order."""
     return src is dst and not src.is_complex and (has_room(src) or not has_fractions(src))
@@ -35,29 +36,31 @@ def products(call: Call, name: str) -> Passes:
     """Pending products through a pointwise call."""
     src, dst = call.specs[0].dtype, call.results[0].dtype
     if name == "_to_copy" and src is not dst:
-        wider = dst.is_floating_point and torch.promote_types(src, dst) is dst
-        return _ALONE if has_fractions(src) and keeps_products(src, src) and wider else ()
+        wider = dst.is_floating_point and has_fractions(src) and is_wider(src, dst)
+        kept = wraps_alike(src, dst) or (wider and _keeps_products(src, src))
+        return _ALONE if kept else ()
     if src is not dst or not call.args or not isinstance(call.args[0], Operand):
         return ()
     if len(call.specs) == 1:
         return _ALONE if _of_one(call, name, src) else ()
     if len(call.specs) == 2 and name in _TIMES and _is_product(call):
         whole = max(stored(spec.meta) for spec in call.specs) >= stored(call.results[0])
-        exact = keeps_products(src, dst) and call.get("rounding_mode") is None
+        exact = _keeps_products(src, dst) and call.get("rounding_mode") is None
         return _BOTH if exact and whole and call.specs[1].dtype is src else ()
     return ()
 
 
 def _of_one(call: Call, name: str, dtype: torch.dtype) -> bool:
     """Whether a function of one tensor, and a number, takes factors to factors."""
-    if name in _NEGATED:
+    if name in (*NEGATED, *SCALED):
         # A list has one call for all of its tensors, and no number that could be left out.
-        return "_foreach_" not in call.op._schema.name and _is_product(call)
+        room = name in NEGATED or _keeps_products(dtype, dtype)
+        return room and "_foreach_" not in call.op._schema.name and _is_product(call)
     if name in _TIMES:
         alone = len(call.args) > 1 and call.get("rounding_mode") is None and _is_product(call)
-        return alone and keeps_products(dtype, dtype)
+        return alone and _keeps_products(dtype, dtype)
     if has_fractions(dtype):
-        room = name == "reciprocal" and keeps_products(dtype, dtype)
+        room = name == "reciprocal" and _keeps_products(dtype, dtype)
         return room or name in _SIGNS
     return name == "pow"  # integers wrap around, in what order soever; not so an absolute value
 

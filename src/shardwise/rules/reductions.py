@@ -139,7 +139,8 @@ def dimwise(
     """An operator that needs the named dims whole and works on every other dim apart.
 
     All operands have the shape of the first, or none of its dims; results have it too. With
-    `linear` a pending sum of the only operand passes, with `factors` a pending product of integers.
+    `linear` a pending sum of the first operand passes, with `factors` a pending product of
+    integers.
     """
 
     def family(call: Call) -> Rule:

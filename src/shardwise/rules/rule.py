@@ -129,12 +129,6 @@ class Site:
     def out_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(spec.local_shape(self.coord) for spec in self.outputs)
 
-    @cached_property
-    def sum_axes(self) -> tuple[int, ...]:
-        """The axes along which the first operand is a pending sum."""
-        places = enumerate(self.inputs[0].placements)
-        return tuple([axis for axis, place in places if place.is_partial("sum")])
-
     def is_first(self, axes: Sequence[int] | None = None) -> bool:
         """Whether this is the first coordinate of the axes on which the first result is partial."""
         pending = self.outputs[0].sums if axes is None else axes

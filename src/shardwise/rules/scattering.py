@@ -58,7 +58,9 @@ def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
             (both,) if values and dtype is not torch.bool and alpha - alpha == 0 else ()
         )
     elif merge in ("amax", "amin"):
-        traits["passes"] = ((both, _PENDING[merge], _PENDING[merge]),) if values else ()
+        kind = _PENDING[merge]
+        other = "min" if kind == "max" else "max"
+        traits["passes"] = ((both, kind, kind), ((0,), other, other)) if values else ()
     if stays_pending(call):
         traits["reduce"] = _PENDING[merge]
         # The largest of a value and itself is the value; a sum would count it on every rank.

@@ -176,6 +176,7 @@ def slice_backward(call: Call) -> Rule:
         sizes_of(shape),
         reduce=None,
         linear=((0,),),
+        passes=copied(0),
         tail=tail,
         placed=frozenset([f"i{dim}"]),
     )
@@ -228,6 +229,7 @@ def select_backward(call: Call) -> Rule:
         {f"i{d}": size for d, size in enumerate(shape) if d != dim},
         reduce=None,
         linear=((0,),),
+        passes=copied(0),
         tail=tail,
         placed=frozenset(),
     )

@@ -73,11 +73,13 @@ TABLE: dict[str, Family] = {
     **dict.fromkeys(
         _names(
             "max.dim min.dim argmax argmin median nanmedian mode kthvalue sort topk "
-            "cummax cummin logcumsumexp logsumexp _softmax _log_softmax "
-            "_softmax_backward_data _log_softmax_backward_data _safe_softmax "
+            "cummax cummin logcumsumexp logsumexp _softmax _log_softmax _safe_softmax "
             "linalg_vector_norm"
         ),
         dimwise("dim"),
+    ),
+    **dict.fromkeys(
+        _names("_softmax_backward_data _log_softmax_backward_data"), dimwise("dim", linear=True)
     ),
     "cumsum": dimwise("dim", linear=True),
     "cumprod": dimwise("dim", factors=True),
