@@ -9,7 +9,7 @@ import torch
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_attention, test_recurrent
+from .. import test_attention, test_carrying, test_recurrent
 from ..compare import assert_same, check, numbers
 from .harness import ProcessPool
 
@@ -29,6 +29,16 @@ def recurrent() -> None:
 
 def test_recurrent_layers(processes: Pools) -> None:
     processes(2).run(recurrent, timeout=120)
+
+
+def carried_states() -> None:
+    test_carrying.check_carried("lstm, projection", test_carrying.eager(4), [Shard(0)], 203)
+    test_carrying.check_carried("rnn", test_carrying.eager(2, 2), [Shard(0), Shard(0)], 203)
+    test_carrying.check_ranks_without_times("gru, unbatched", 3)
+
+
+def test_states_carried_along_the_time(processes: Pools) -> None:
+    processes(4).run(carried_states, timeout=120)
 
 
 def attention() -> None:

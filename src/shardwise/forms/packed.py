@@ -20,7 +20,8 @@ from ..ragged import as_dtensor
 from ..ragged import laid as relaid
 from ..spec import DTensorSpec
 from ..wrapper import Wrapper
-from .recurrent import drops, laid, layer_by_layer, on_one_mesh, on_shards
+from .batched import laid, on_one_mesh, on_shards
+from .recurrent import drops, layer_by_layer
 
 __all__ = ["pack_padded_sequence", "pack_padded_sequence_backward", "pad_packed_sequence"]
 

@@ -20,7 +20,7 @@ from ..propagate import decide
 from ..rules import Along, Call, Dims, Operand, Rule, Scaled
 from ..spec import DTensorSpec, TensorMeta
 from ..wrapper import Wrapper
-from .recurrent import laid
+from .batched import laid
 
 __all__ = ["attention_by_scores"]
 

@@ -1,0 +1,213 @@
+"""Recurrent networks whose time is in shards: the state is carried from rank to rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import (
+    CommDebugMode,
+    DTensor,
+    Link,
+    Partial,
+    Replicate,
+    Shard,
+    communication,
+    distribute_module,
+    init_device_mesh,
+    manual_seed,
+)
+from shardwise.errors import CommunicationError
+
+from .compare import numbers, spread
+
+KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+IN, HIDDEN = 8, 2
+# the kind of layer, its options, how many sequences (None: no dim for them)
+CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "lstm": ("lstm", {}, 1),
+    "lstm, unbatched": ("lstm", {}, None),
+    "lstm, two layers": ("lstm", {"num_layers": 2, "batch_first": True}, 3),
+    "lstm, both ways": ("lstm", {"bidirectional": True, "batch_first": True}, 1),
+    "lstm, projection": ("lstm", {"num_layers": 2, "bidirectional": True, "proj_size": 1}, 1),
+    "lstm, dropout": ("lstm", {"num_layers": 2, "dropout": 0.5, "batch_first": True}, 1),
+    "gru": ("gru", {"num_layers": 2, "bidirectional": True}, 2),
+    "gru, unbatched": ("gru", {"bidirectional": True, "bias": False}, None),
+    "rnn": ("rnn", {"num_layers": 2, "nonlinearity": "relu"}, 1),
+}
+
+
+def eager(*shape: int) -> Any:
+    """A mesh whose collectives start at no cost, so that bytes alone decide."""
+    return init_device_mesh("cpu", shape, links=Link(0, 1e9))
+
+
+def layer_of(kind: str, mesh: Any = None, **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    layer: nn.Module = KINDS[kind](IN, HIDDEN, dtype=torch.float64, **options)
+    return layer if mesh is None else distribute_module(layer, mesh)
+
+
+def inputs_of(case: str, steps: int) -> tuple[list[torch.Tensor], int]:
+    """Input and states of a layer, and where the input has the time."""
+    kind, options, batch = CASES[case]
+    time = 1 if options.get("batch_first") and batch is not None else 0
+    shape = [steps, IN] if batch is None else [steps, batch, IN]
+    if time:
+        shape[:2] = shape[1::-1]
+    ways = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    widths = [options.get("proj_size") or HIDDEN, *([HIDDEN] if kind == "lstm" else [])]
+    states = [
+        numbers(*([ways, w] if batch is None else [ways, batch, w]), seed=at)
+        for at, w in enumerate(widths)
+    ]
+    return [numbers(*shape), *states], time
+
+
+def results(layer: nn.Module, given: list[Any]) -> list[Any]:
+    """Output and last states."""
+    manual_seed(7)  # for dropout
+    x, *states = given
+    out, last = layer(x, tuple(states) if len(states) > 1 else states[0])
+    return [out, *(last if isinstance(last, tuple) else [last])]
+
+
+def whole(value: Any) -> torch.Tensor:
+    made: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return made
+
+
+def check_carried(case: str, mesh: Any, places: Any, steps: int, of_states: Any = None) -> None:
+    """Values, strides and gradients as on one device, and the output in the shards of the time."""
+    kind, options, _ = CASES[case]
+    given, time = inputs_of(case, steps)
+    of_states = of_states or [Replicate()] * mesh.ndim
+    ours: list[Any] = [
+        spread(value, mesh, places if not at else of_states).detach().requires_grad_()
+        for at, value in enumerate(given)
+    ]
+    theirs = [value.requires_grad_() for value in given]
+    ends, layers = [], [layer_of(kind, mesh, **options), layer_of(kind, **options)]
+    for layer, inputs in zip(layers, (ours, theirs), strict=True):
+        found = results(layer, inputs)
+        sum((each * each).sum() for each in found).backward()
+        grads = [v.grad for v in inputs] + [p.grad for p in layer.parameters()]
+        ends.append([*found, *grads])
+    for got, want in zip(*ends, strict=True):
+        torch.testing.assert_close(whole(got), want, rtol=1e-9, atol=1e-9)
+    assert ends[0][0].placements[-1] == Shard(time)
+    assert [v.stride() for v in ends[0][:2]] == [v.stride() for v in ends[1][:2]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_carried(case: str) -> None:
+    _, time = inputs_of(case, 1)
+    check_carried(case, eager(4), [Shard(time)], 203, [Shard(0)])
+
+
+def test_beside_shards_of_the_batch() -> None:
+    """One rank has no sequence; and a time over two axes."""
+    check_carried("rnn", eager(2, 4), [Shard(1), Shard(0)], 203)
+    check_carried("lstm, two layers", eager(2, 4), [Shard(0), Shard(1)], 203)
+    check_carried("lstm", eager(2, 2), [Shard(0), Shard(0)], 203)
+
+
+def check_ranks_without_times(case: str, steps: int) -> None:
+    kind, options, _ = CASES[case]
+    (x, *states), time = inputs_of(case, steps)
+    mesh = eager(4)
+    ends = []
+    for where, given in (
+        (mesh, spread(x, mesh, [Shard(time)]).detach().requires_grad_()),
+        (None, x.requires_grad_()),
+    ):
+        layer = layer_of(kind, where, **options).requires_grad_(False)
+        found = results(layer, [given, *states])
+        sum(each.sin().sum() for each in found).backward()
+        ends.append([*found, given.grad])
+    assert ends[0][0].placements == (Shard(time),)
+    for got, want in zip(*ends, strict=True):
+        torch.testing.assert_close(whole(got), want)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("case", ["gru, unbatched", "lstm, both ways"])
+def test_ranks_without_times(case: str, steps: int) -> None:
+    check_ranks_without_times(case, steps)
+
+
+def test_bytes() -> None:
+    """Only states move, once from each rank to the next, and gradients of weights are summed."""
+    mesh, steps = eager(8), 512
+    layer = layer_of("lstm", mesh, bidirectional=True)
+    x = spread(numbers(steps, 1, IN), mesh, [Shard(0)]).detach().requires_grad_()
+    state = 2 * 2 * HIDDEN * 8  # h and c of two directions
+    with CommDebugMode() as comm:
+        out, _ = layer(x)
+    assert comm.bytes == {"exchange": 7 * state // 2}  # a rank gets those of one direction
+    assert comm.get_total_counts() == 7
+    with CommDebugMode() as comm:
+        out.sum().backward()
+    weights = sum(p.numel() for p in layer.parameters()) * 8
+    assert comm.bytes == {"exchange": 7 * state // 2, "all_reduce": 2 * 7 * weights // 8}
+    assert x.grad.placements == (Shard(0),)
+
+
+def test_the_last_state_is_summed_when_it_is_used() -> None:
+    mesh = eager(4)
+    layer = layer_of("gru", mesh).requires_grad_(False)
+    x = numbers(100, 1, IN)
+    _, last = layer(spread(x, mesh, [Shard(0)]))
+    assert last.placements == (Partial(),)
+    _, want = layer_of("gru")(x)
+    torch.testing.assert_close(last.full_tensor(), want)
+
+
+def test_what_is_cheaper_is_done() -> None:
+    """Few times are sent, and so are the sequences of a large batch; nothing moves unasked."""
+    layer = layer_of("gru", eager(4))
+    assert layer(spread(numbers(4, 1, IN), eager(4), [Shard(0)]))[0].placements == (Replicate(),)
+    assert layer(spread(numbers(99, 4, IN), eager(4), [Shard(0)]))[0].placements == (Shard(1),)
+    slow = init_device_mesh("cpu", (4,))
+    layer = layer_of("gru", slow)
+    assert layer(spread(numbers(99, 1, IN), slow, [Shard(0)]))[0].placements == (Replicate(),)
+    x = spread(numbers(9999, 1, IN), slow, [Shard(0)])
+    with communication("error"), pytest.raises(CommunicationError, match=r"aten\.gru.*exchange"):
+        layer(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_again(kind: str) -> None:
+    """Through a graph that was kept, and through the gradient itself."""
+    x = numbers(99, 1, IN)
+    found = []
+    for mesh in (None, eager(4)):
+        layer = layer_of(kind, mesh)
+        given: Any = x.clone() if mesh is None else spread(x, mesh, [Shard(0)]).detach()
+        given.requires_grad_()
+        loss = layer(given)[0].sin().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (slope,) = torch.autograd.grad(layer(given)[0].sin().sum(), [given], create_graph=True)
+        (slope * slope).sum().backward()
+        found.append([given.grad, *(p.grad for p in layer.parameters())])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(whole(got), want)
+
+
+@pytest.mark.parametrize("at", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("written", ["input", "output", "weight"])
+def test_writes_before_the_backward_raise(written: str, at: Any) -> None:
+    """As on one device, carried or on shards of the batch."""
+    mesh = eager(4)
+    torch.manual_seed(1)
+    layer = distribute_module(nn.LSTM(IN, HIDDEN), mesh)  # in float32 the output is kept
+    x = spread(numbers(99, 1 if at == Shard(0) else 4, IN).float(), mesh, [at])
+    out, _ = layer(x)
+    with torch.no_grad():
+        {"input": x, "output": out, "weight": layer.weight_hh_l0}[written].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
