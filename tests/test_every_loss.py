@@ -412,3 +412,59 @@ def test_the_weight_of_each_class_stays_in_shards() -> None:
             spread(x, mesh, [Replicate()]), target, weight=spread(weight, mesh, [Shard(0)])
         )
     assert sum(comm.bytes.values()) <= 2 * 2 * 8
+
+
+APART: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+    "targets by row": ((4,), [(Shard(1),), (Shard(0),), (Replicate(),)]),
+    "weights too": ((4,), [(Shard(1),), (Shard(0),), (Shard(0),)]),
+    "rows and classes": ((2, 3), [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(),) * 2]),
+}
+
+
+def named(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, targets of which some do not count, and weights."""
+    target = ints(shape[0], *shape[2:], high=shape[1], seed=1)
+    return numbers(*shape), torch.where(target == 2, -100, target), numbers(shape[1]).abs()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("where", APART)
+def test_targets_in_other_shards_than_classes(where: str, reduction: str) -> None:
+    """Each asks the owner of its class, and sends it the gradient."""
+    shape, layouts = APART[where]
+
+    def run(x: Any, target: Any, weight: Any) -> Any:
+        return F.nll_loss(x, target, weight.detach(), reduction=reduction)
+
+    assert_same(run, named(301, 20), layouts, eager(*shape))
+    assert_same(run, named(301, 2), layouts, eager(*shape))
+    images = [layouts[0], tuple(Shard(1) for _ in shape), layouts[2]]
+    assert_same(run, named(2, 20, 30, 5), images, eager(*shape))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_targets_ask_for_the_score_of_their_class(reduction: str) -> None:
+    """A place and a score for each, and tables; the gradient likewise."""
+    x, target, _ = named(8192, 64)
+    mesh, plain = virtual(8), x.clone().requires_grad_()
+    ours = spread(x, mesh, [Shard(1)]).requires_grad_()
+    with CommDebugMode() as comm:
+        loss = F.nll_loss(ours, spread(target, mesh, [Shard(0)]), reduction=reduction)
+    assert sum(comm.bytes.values()) <= 8192 // 8 * (4 + 8) + 2000
+    cotangent = spread(torch.ones(loss.shape).double(), mesh, loss.placements)
+    with CommDebugMode() as comm:
+        loss.backward(cotangent)
+    assert sum(comm.bytes.values()) <= 8192 // 8 * (4 + 8) + 2000
+    want = F.nll_loss(plain, target, reduction=reduction)
+    want.backward(torch.ones_like(want))
+    torch.testing.assert_close(loss.full_tensor(), want)
+    torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("bad", [-1, 20])
+def test_a_class_that_is_asked_for_in_vain_is_told_to_every_rank(bad: int) -> None:
+    x, target, weight = named(301, 20)
+    target[250] = bad
+    given = [spread(each, eager(4), [at]) for each, at in ((x, Shard(1)), (target, Shard(0)))]
+    with pytest.raises(IndexError, match=f"index {bad} is out of bounds"):
+        F.nll_loss(*given, weight)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise import Shard, init_device_mesh
+from shardwise import Replicate, Shard, init_device_mesh
 
 from .. import test_every_loss as losses
 from ..compare import assert_same, check
@@ -40,6 +40,8 @@ def sample() -> None:
             [(Shard(dim),), None],
             eager,
         )
+    apart = [(Shard(1),), (Shard(0),), (Replicate(),)]
+    assert_same(lambda x, t, w: F.nll_loss(x, t, w.detach()), losses.named(301, 20), apart, eager)
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
     check(
         lambda x, m, t: F.linear_cross_entropy(x, m, t, options=options),

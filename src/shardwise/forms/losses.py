@@ -1,22 +1,115 @@
-"""Losses whose mean divides by something that all shards know only together."""
+"""Losses of the class that a target names: their mean divides by something that all shards know
+only together, and targets may be in other shards than classes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from ..entry import register_form
+from ..geometry import contiguous_stride
+from ..ragged import as_dtensor, settled
+from ..replicated import mesh_of
 from ..rules import Call
+from ..spec import DTensorSpec, TensorMeta, default_placements
+from .elements import pick, write
+from .places import Given, by_rule, layouts_of, moving
 
-__all__ = ["linear_cross_entropy", "nll_loss", "nll_loss2d"]
+__all__ = ["linear_cross_entropy"]
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def _is_mean(call: Call) -> bool:
-    return bool(call.get("reduction") == _MEAN)
+# --- the class of each target --------------------------------------------------------------------
+
+
+def _shapes(target: Sequence[int]) -> list[tuple[int, ...]]:
+    """The shapes in which the places of each dim stand beside targets."""
+    return [(size, *[1] * (len(target) - dim - 1)) for dim, size in enumerate(target)]
+
+
+def _given(x: DTensorSpec, target: DTensorSpec, values: DTensorSpec | None = None) -> Given:
+    """Targets as one index among those of all dims."""
+    mesh = x.topology
+    metas = [TensorMeta(n, contiguous_stride(n), torch.int64) for n in _shapes(target.shape)]
+    first, *others = [DTensorSpec(mesh, default_placements(mesh), meta) for meta in metas]
+    return Given(x, (first, target, *others), values, adds=True)
+
+
+def _asks(call: Call) -> bool:
+    """Whether it is less to send targets that are in other shards than classes are to their
+    owners."""
+    x, target = (call.specs[call.get(name)] for name in ("self", "target"))
+    used = [call.get(name) for name in ("self", "target", "weight", "grad_output")]
+    laid = [call.laid[each] for each in used if each is not None]
+    if any(spec.groups is not None or (spec.sums and spec.ndim) for spec in laid) or x.ndim < 2:
+        return False
+    cut = {axis for axes in target.dim_axes for axis in axes}
+    if call.get("reduction") == _MEAN and call.get("grad_output") is None:
+        return False
+    if not cut.intersection(x.dim_axes[1]):
+        return False
+    grad, weight = call.get("grad_output"), call.get("weight")
+    values = None if grad is None else target.with_meta(target.meta._replace(dtype=x.dtype))
+    ways = [layouts_of(_given(x, target, values))]
+    if weight is not None and call.specs[weight].is_sharded():
+        ways.append(layouts_of(Given(call.specs[weight], (target,))))
+    if any(way is None for way in ways):
+        return False
+    price = sum(way[0] for way in ways if way is not None)
+    if grad is not None and call.specs[grad].ndim:
+        price += moving(call.specs[grad], target.with_meta(call.specs[grad].meta))
+    return price < by_rule(call)
+
+
+def _indices(target: Any) -> list[Any]:
+    mesh, places = target._spec.topology, []
+    for shape in _shapes(target.shape):
+        place = torch.arange(prod(shape), device=target.device).view(shape)
+        places.append(as_dtensor(place, mesh))
+    return [places[0], target, *places[1:]]
+
+
+def _named(target: Any, ignored: int) -> tuple[Any, Any]:
+    """Which targets count, and a class for each."""
+    counts = target != ignored
+    return counts, torch.where(counts, target, 0)
+
+
+def _weights(op: Any, x: Any, weight: Any, counts: Any, place: Any) -> Any:
+    """What targets weigh: nothing if they do not count."""
+    if weight is None:
+        return counts.to(x.dtype)
+    asked = weight._spec.is_sharded()
+    found = pick(op, weight, [place], wraps=False) if asked else weight[place]
+    return torch.where(counts, found, 0)
+
+
+def _on_mesh(op: Any, *tensors: Any) -> list[Any]:
+    mesh = mesh_of(op, [each for each in tensors if each is not None])
+    return [None if each is None else as_dtensor(each, mesh) for each in tensors]
+
+
+def _nll(
+    op: Any, x: Any, target: Any, weight: Any, reduction: int, ignored: int
+) -> tuple[Any, Any]:
+    """The mean is the sum over all shards divided by the weight of all targets that count; targets
+    that are in other shards than classes are ask for theirs."""
+    if reduction == _MEAN:
+        return _mean(op, x, target, weight, ignored)
+    x, target, weight = _on_mesh(op, x, target, weight)
+    counts, place = _named(target, ignored)
+    each = pick(op, x, _indices(place), wraps=False)  # which tells all ranks what is no class
+    own = _weights(op, x, weight, counts, place)
+    each = torch.where(counts, -each * own, 0)
+    if reduction == _NONE:
+        return each, as_dtensor(x._locals[0].new_zeros(()), x._spec.topology)
+    return each.sum(), own.sum()
 
 
 def _mean(op: Any, x: Any, target: Any, weight: Any, ignored: int) -> tuple[Any, Any]:
@@ -27,16 +120,40 @@ def _mean(op: Any, x: Any, target: Any, weight: Any, ignored: int) -> tuple[Any,
     return (total / count).to(x.dtype), count
 
 
-@register_form("nll_loss_forward", when=_is_mean, blocks=True)
-def nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    """The mean is the sum over all shards divided by the weight of all targets that count."""
-    return _mean(aten.nll_loss_forward.default, x, target, weight, ignore_index)
+def _nll_backward(
+    op: Any,
+    grad: Any,
+    x: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignored: int,
+    total: Any,
+) -> Any:
+    """The gradient of each target goes to the owner of its class."""
+    grad, x, target, weight = _on_mesh(op, grad, x, target, weight)
+    counts, place = _named(target, ignored)
+    own = _weights(op, x, weight, counts, place)
+    scale = settled(op, grad) / total if reduction == _MEAN else settled(op, grad)
+    values = torch.where(counts, -own * scale, 0)
+    # No two targets have the same place, so it does not matter in which order they come.
+    return write(aten.index_put_.default, torch.zeros_like(x), _indices(place), values, adds=True)
 
 
-@register_form("nll_loss2d_forward", when=_is_mean, blocks=True)
-def nll_loss2d(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    """As `nll_loss`, for images."""
-    return _mean(aten.nll_loss2d_forward.default, x, target, weight, ignore_index)
+for _name in ("nll_loss", "nll_loss2d"):
+    _op = getattr(aten, f"{_name}_forward").default
+    register_form(f"{_name}_forward", when=lambda call: _is_mean(call) or _asks(call), blocks=True)(
+        partial(_nll, _op)
+    )
+    _op = getattr(aten, f"{_name}_backward").default
+    register_form(f"{_name}_backward", when=_asks)(partial(_nll_backward, _op))
+
+
+def _is_mean(call: Call) -> bool:
+    return bool(call.get("reduction") == _MEAN)
+
+
+# --- products with classes -----------------------------------------------------------------------
 
 
 def _is_linear_mean(call: Call) -> bool:

@@ -24,7 +24,7 @@ from ..rules import Call, family_of
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from .posting import short
 
-__all__ = ["Given", "Laid", "layouts_of", "moving", "owning_axes", "picks", "writes"]
+__all__ = ["Given", "Laid", "by_rule", "layouts_of", "moving", "owning_axes", "picks", "writes"]
 
 Specs = tuple[DTensorSpec | None, ...]
 
@@ -259,7 +259,7 @@ def layouts_of(given: Given) -> tuple[int, Laid] | None:
     return min(priced, key=lambda pair: pair[0], default=None)
 
 
-def _by_rule(call: Call) -> int:
+def by_rule(call: Call) -> int:
     """What a call costs where operands move to fit a row, and what is left pending is reduced."""
     family, mesh = family_of(call.op), call.specs[0].topology
     assert family is not None
@@ -281,7 +281,7 @@ def _found(call: Call) -> tuple[Given, Laid] | None:
     adds = bool(call.get("accumulate"))
     given = Given(specs[0], indices, None if values is None else specs[values], adds)
     found = layouts_of(given)
-    return None if found is None or found[0] >= _by_rule(call) else (given, found[1])
+    return None if found is None or found[0] >= by_rule(call) else (given, found[1])
 
 
 def picks(call: Call) -> bool:
