@@ -327,10 +327,14 @@ def _odd(coord: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.where(ints(6, 4, high=3, seed=seed + 1) > 0, numbers(6, 4, seed=seed), odd)
 
 
-def _passed_on(run: Callable[[Any], Any], kind: str, dtype: torch.dtype = torch.float64) -> None:
+def passed_on(
+    run: Callable[[Any], Any], kind: str, dtype: torch.dtype = torch.float64, given: Any = None
+) -> None:
     """What is pending goes through a function: no rank hears of another, and the value is right."""
     for shape, pending in PENDING:
-        mesh, places = virtual(*shape), pending(Partial(kind))
+        if given is not None and shape != tuple(given.shape):
+            continue
+        mesh, places = given or virtual(*shape), pending(Partial(kind))
         sizes = [n if place.is_partial() else 1 for n, place in zip(shape, places, strict=True)]
         parts = [_odd(coord, dtype) for coord in itertools.product(*map(range, sizes))]
         whole = reduce(JOIN["sum" if kind == "avg" else kind], parts)
@@ -354,35 +358,35 @@ def _passed_on(run: Callable[[Any], Any], kind: str, dtype: torch.dtype = torch.
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_are_put_into_what_is_pending(name: str, kind: str) -> None:
     """One rank has the number if all would count, and an infinite one stays what it is."""
-    _passed_on(NUMBERS[name], kind)
+    passed_on(NUMBERS[name], kind)
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg"])
 @pytest.mark.parametrize("name", ADDED)
 def test_numbers_are_added_to_what_is_pending(name: str, kind: str) -> None:
-    _passed_on(ADDED[name], kind)
+    passed_on(ADDED[name], kind)
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("name", RISING)
 def test_order_is_kept_or_turned(name: str, kind: str) -> None:
     """NaN, infinities and ties among the parts."""
-    _passed_on(RISING[name], kind)
+    passed_on(RISING[name], kind)
 
 
 @pytest.mark.parametrize("name", ONE_WAY)
 def test_what_nan_does_not_change(name: str) -> None:
     """What is false of NaN passes where all parts must be true, and is reduced where one must."""
     run, kind = ONE_WAY[name]
-    _passed_on(run, kind)
+    passed_on(run, kind)
     with pytest.raises(CommunicationError):
-        _passed_on(run, "max" if kind == "min" else "min")
+        passed_on(run, "max" if kind == "min" else "min")
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("name", COUNTS)
 def test_integers_are_compared_before_they_are_reduced(name: str, kind: str) -> None:
-    _passed_on(COUNTS[name], kind, torch.int64)
+    passed_on(COUNTS[name], kind, torch.int64)
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])
@@ -391,24 +395,24 @@ def test_truths_are_joined_before_they_are_reduced(kind: str) -> None:
         joined = x | x.flip(0) if kind == "max" else x & x.flip(0)
         return [joined, x & MASK, MASK | x, x.logical_not(), ~x, torch.logical_and(MASK, x)]
 
-    _passed_on(run, kind, torch.bool)
+    passed_on(run, kind, torch.bool)
 
 
 @pytest.mark.parametrize("name", TIMES)
 def test_factors_of_pending_products(name: str) -> None:
     """In any order, infinities, zeros and NaN among them."""
-    _passed_on(TIMES[name], "product")
+    passed_on(TIMES[name], "product")
 
 
 @pytest.mark.parametrize("name", WHOLES)
 def test_factors_that_are_integers(name: str) -> None:
-    _passed_on(WHOLES[name], "product", torch.int64)
+    passed_on(WHOLES[name], "product", torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
 def test_integers_wrap_around_in_any_order(dtype: torch.dtype) -> None:
-    _passed_on(lambda x: [x * 77, -x, x * x.clone(), x**5, x.to(torch.uint8)], "product", dtype)
-    _passed_on(lambda x: x.to(torch.int8), "sum", dtype)
+    passed_on(lambda x: [x * 77, -x, x * x.clone(), x**5, x.to(torch.uint8)], "product", dtype)
+    passed_on(lambda x: x.to(torch.int8), "sum", dtype)
 
 
 def test_casts_to_eight_bits() -> None:
@@ -438,7 +442,7 @@ def test_products_in_half_precision_wait_for_no_more_factors() -> None:
         torch.testing.assert_close(run(x).full_tensor(), run(whole))
         with pytest.raises(CommunicationError), communication("error"):
             run(DTensor.from_local(held, mesh, [Partial("product")]))
-    _passed_on(lambda x: [-x, x.abs()], "product", torch.float16)
+    passed_on(lambda x: [-x, x.abs()], "product", torch.float16)
 
 
 def test_powers_of_products_wait_for_the_product() -> None:

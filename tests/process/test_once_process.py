@@ -11,6 +11,7 @@ from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, init_de
 from ..compare import numbers, spread
 from ..test_once import LATER, PROGRAMS, SEEN, Reductions, of_all, pending
 from ..test_once_programs import MODES, Program
+from ..test_partial_kinds import ADDED, NUMBERS, RISING, TIMES, WHOLES, passed_on
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -258,3 +259,19 @@ def test_one_axis(processes: Pools) -> None:
 
 def test_two_axes(processes: Pools) -> None:
     processes(4).run(two_axes, timeout=120)
+
+
+def kinds_pass() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    passed_on(NUMBERS["fill rows"], "sum", given=mesh)
+    passed_on(NUMBERS["pad"], "product", given=mesh)
+    passed_on(ADDED["lists in place"], "sum", given=mesh)
+    passed_on(TIMES["in place"], "product", given=mesh)
+    passed_on(TIMES["signs"], "product", given=mesh)
+    passed_on(WHOLES["lists"], "product", torch.int64, given=mesh)
+    passed_on(RISING["bounds"], "max", given=mesh)
+
+
+def test_kinds_pass(processes: Pools) -> None:
+    """What the virtual engine passes on, each rank by itself."""
+    processes(4).run(kinds_pass, timeout=120)
