@@ -17,6 +17,7 @@ X, POINTS = numbers(7, 4), numbers(9, 2)
 VALUES, LINE = ints(7, 4, high=3), ints(9, high=3)
 EDGES = numbers(6, seed=3).sort().values
 EVERY = {"return_inverse": True, "return_counts": True}
+LONG = ints(2, 90, high=2)
 NAN = torch.where(LINE == 1, float("nan"), LINE.to(torch.float64))
 
 
@@ -34,6 +35,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "unique along -1": (partial(torch.unique, dim=-1, **EVERY), VALUES[:, :2].t().contiguous()),
     "unique_consecutive": (partial(torch.unique_consecutive, **EVERY), VALUES),
     "unique_consecutive of a line": (partial(torch.unique_consecutive, **EVERY), LINE),
+    "unique_consecutive of rows": (partial(torch.unique_consecutive, **EVERY), LONG),
     "unique_consecutive along 0": (partial(torch.unique_consecutive, dim=0), VALUES[:, :2].clone()),
     "nonzero_static": (lambda x: torch.ops.aten.nonzero_static(x, size=5), LINE - 1),
     "nonzero_static, filled": (lambda x: torch.ops.aten.nonzero_static(x, size=30), VALUES),

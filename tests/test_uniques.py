@@ -94,3 +94,29 @@ def test_runs_in_a_tensor_that_is_one_row(shape: tuple[int, ...]) -> None:
         for got, want, plain in zip(made, run(x), run(ours), strict=True):
             assert got.full_tensor().equal(want) and plain.full_tensor().equal(want)
             assert plain.stride() == want.stride()
+
+
+@pytest.mark.parametrize("shape", [(2, 400), (3, 2, 90, 2), (2, 3)], ids=str)
+def test_runs_in_rows_that_are_cut(shape: tuple[int, ...]) -> None:
+    """Each rank finds those of its piece of each row: of few runs little moves. Where a rank has
+    fewer elements than there are pieces of rows, the elements move."""
+    run = partial(torch.unique_consecutive, return_inverse=True, return_counts=True)
+    dim = shape.index(max(shape))
+    cuts = [(1, 0, shape[dim] - 2, 1) if d == dim else None for d in range(len(shape))]
+    few = torch.arange(shape[0] * shape[1]).view(shape[0], -1)
+    few = (few // 70).to(torch.float64) if len(shape) == 2 else torch.zeros(shape)
+    for x in (ints(*shape, high=2), few):
+        for where in (None, cuts):
+            ours = spread(x, virtual(4), [Shard(dim)], where)
+            with CommDebugMode() as comm:
+                made = run(ours)
+            for got, want in zip(made, run(x), strict=True):
+                assert got.full_tensor().equal(want) and got.stride() == want.stride()
+            if x is few and x.numel() > 6:
+                assert sum(comm.bytes.values()) < 700
+                assert made[1].placements == (Shard(dim),)
+    x = numbers(2, 400).round()
+    x[:, ::7] = NAN
+    got, want = run(spread(x, virtual(2, 2), [Shard(1), Shard(1)])), run(x)
+    for value, other in zip(got, want, strict=True):
+        torch.testing.assert_close(value.full_tensor(), other, equal_nan=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..entry import register_form
-from ..geometry import contiguous_stride, flat_index
+from ..geometry import Cuts, contiguous_stride, flat_index
 from ..placement import Replicate, Shard
 from ..ragged import as_dtensor, divided, is_requested, joined, laid, settled, whole
 from ..replicated import fallback_form
@@ -48,13 +48,16 @@ def unique(
     axes = spec.slot_axes
     if spec.is_replicated():
         return None
-    if (neighbours or dim is not None) and spec.dim_axes[cut] != axes:
+    rows_apart = neighbours and dim is None and not is_requested() and _rows_before_the_cut(spec)
+    if not rows_apart and (neighbours or dim is not None) and spec.dim_axes[cut] != axes:
         # Slices, and what lies between neighbours, are whole where the dim itself is cut.
         places = [Shard(cut) if place.is_shard() else place for place in spec.placements]
         x = laid(op, x, spec.with_placements(places))
         spec = x._spec
-    found = [run(part) for part in x._locals]
     places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
+    if rows_apart:
+        return _by_rows(op, x, rows_apart, places, wants)
+    found = [run(part) for part in x._locals]
     rest = [] if dim is None else [size for d, size in enumerate(x.shape) if d != cut]
     if neighbours and not cut and is_requested():
         return _where_found(op, spec, dim, rest, found, wants)
@@ -63,26 +66,79 @@ def unique(
     if dim is None and is_requested() and _is_long(rows._spec):
         return _in_order(op, spec, rows, found, wants)
     values, where, _ = run(whole(op, rows).movedim(0, cut))
-    none = where.new_empty(0)
-    total = as_dtensor(none, mesh)
+    return _of_all(op, x, dim, values, where, found, sizes, wants)
+
+
+def _of_all(
+    op: Any,
+    x: Any,
+    dim: int | None,
+    values: torch.Tensor,
+    where: torch.Tensor,
+    found: Sequence[Sequence[torch.Tensor]],
+    sizes: Cuts,
+    wants: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+    """The results, if all ranks know the values, and which of them is each that a shard found."""
+    spec, mesh = x._spec, x._spec.topology
+    axes, cut = spec.slot_axes, 0 if dim is None else dim % max(x.ndim, 1)
+    none = as_dtensor(where.new_empty(0), mesh)
+    total = inverse = none
     if wants[1]:
+        places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
         own = [f[2].to(short(x.numel())) for f in found]
         counts = whole(op, joined(op, mesh, places, own, cuts=sizes)).to(torch.int64)
         sums = where.new_zeros(values.shape[cut]).index_add_(0, where, counts)
         total = divided(op, as_dtensor(sums, mesh), axes)
-    inverse = None
     if wants[0]:
         starts = [sum(sizes[:at]) for at in range(len(sizes))]
         parts = [
-            where[own[1] + starts[flat_index(coord, mesh.shape, axes)]]
-            for coord, own in zip(spec.slots, found, strict=True)
+            where[each[1] + starts[flat_index(coord, mesh.shape, axes)]]
+            for coord, each in zip(spec.slots, found, strict=True)
         ]
         inverse = _inverse(spec, dim, parts)
-    return (
-        divided(op, as_dtensor(values, mesh), axes, cut),
-        as_dtensor(none, mesh) if inverse is None else inverse,
-        total,
-    )
+    return divided(op, as_dtensor(values, mesh), axes, cut), inverse, total
+
+
+# --- neighbours in rows that are cut -----------------------------------------------------------
+
+
+def _rows_before_the_cut(spec: DTensorSpec) -> int:
+    """How many rows a tensor has before its only dim in shards; 0 if there are others, or to know
+    what each rank finds in each row is more than to move the tensor."""
+    cut = [dim for dim, axes in enumerate(spec.dim_axes) if axes]
+    rows = prod(spec.shape[: cut[0]]) if len(cut) == 1 and cut[0] else 0
+    nbytes = prod(spec.shape) * spec.dtype.itemsize // spec.num_shards
+    return rows if rows * spec.num_shards * 8 < nbytes else 0
+
+
+def _by_rows(op: Any, x: Any, rows: int, places: Sequence[Any], wants: Sequence[bool]) -> Any:
+    """Each rank finds the runs of its piece of each row; runs that go on are joined by all."""
+    spec = x._spec
+    found = [_runs(part, rows) for part in x._locals]
+    table = torch.tensor(told(op, spec, [each[3] for each in found]))
+    sizes = tuple(table.sum(1).tolist())
+    made = whole(op, joined(op, spec.topology, places, [f[0] for f in found], cuts=sizes))
+    # The ranks follow each other, and with each its rows; now the rows, and in each the ranks.
+    first = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)
+    order, often = first.T.flatten(), table.T.flatten()
+    steps = torch.arange(sum(sizes)) - (often.cumsum(0) - often).repeat_interleave(often)
+    order = (order.repeat_interleave(often) + steps).to(made.device)
+    values, at, _ = op(made[order], True, True)
+    where = torch.empty_like(at)
+    where[order] = at
+    return _of_all(op, x, None, values, where, found, sizes, wants)
+
+
+def _runs(part: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    """Values, inverse and counts of the runs of each row, and how many each has."""
+    flat = part.reshape(rows, -1) if part.numel() else part.new_empty(rows, 0)
+    begins = torch.ones_like(flat, dtype=torch.bool)
+    begins[:, 1:] = flat[:, 1:] != flat[:, :-1]
+    line = begins.flatten()
+    at = line.nonzero().flatten()
+    counts = torch.cat([at, at.new_tensor([line.numel()])]).diff()
+    return flat.flatten()[at], (line.cumsum(0) - 1).view(part.shape), counts, begins.sum(1)
 
 
 def _is_line(spec: DTensorSpec) -> bool:
