@@ -263,6 +263,13 @@ ADDED = {
         torch.ops.aten._softmax_backward_data(x, X.softmax(1), 1, x.dtype),
         torch.ops.aten._log_softmax_backward_data(x, X.log_softmax(0), 0, x.dtype),
     ],
+    "lists and a tensor": lambda x: [
+        *torch._foreach_add([x, x[1:]], x.new_tensor(2.0), alpha=-3),
+        *torch._foreach_add([x], x.new_tensor(INF)),
+        *torch._foreach_addcdiv([x, x.clone()], [WHOLE, FACTORS], [FACTORS, X], 2.0),
+        *_written(torch._foreach_add_, [x.clone()], x.new_tensor(INF)),
+        *_written(torch._foreach_addcdiv_, [x.clone(), x * 2], [WHOLE, X], [FACTORS, WHOLE]),
+    ],
     "list and whole": lambda x: torch._foreach_sub([x, x.new_ones(6, 4), x[1:]], 3),
 }
 TIMES = {
@@ -277,6 +284,10 @@ TIMES = {
         *torch._foreach_div([x], 3),
         *torch._foreach_mul([x, x], [FACTORS, x.clone()]),
         *torch._foreach_abs([x]),
+        *torch._foreach_neg([x, x.new_ones(3)]),
+        *torch._foreach_mul([x, x.new_ones(3)], x.new_tensor(-INF)),
+        *torch._foreach_div([x, x.t()], x.new_tensor(4)),
+        *_written(torch._foreach_neg_, [x.clone(), x[1:].clone()]),
     ],
     "lists in place": lambda x: _in_place(torch._foreach_mul_, x, [1.5, -2]),
 }
@@ -312,8 +323,12 @@ COUNTS = {
 
 
 def _in_place(f: Callable[..., Any], x: Any, numbers: Sequence[float]) -> list[Any]:
-    f(made := [x.clone(), x.t().clone()], numbers)
-    return made
+    return _written(f, [x.clone(), x.t().clone()], numbers)
+
+
+def _written(f: Callable[..., Any], tensors: list[Any], *args: Any) -> list[Any]:
+    f(tensors, *args)
+    return tensors
 
 
 def _odd(coord: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

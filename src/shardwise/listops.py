@@ -23,7 +23,7 @@ from .plans import Plan
 from .propagate import decide
 from .ready import ReadyPlan
 from .rules import Call, Operand, Rule
-from .rules.pointwise import base_name, number_once, pointwise
+from .rules.pointwise import base_name, pointwise
 from .wrapper import Plain, Wrapper
 
 __all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
@@ -335,12 +335,31 @@ def _element(
     return given, {name: choose(name, value) for name, value in kwargs.items()}
 
 
-def _sharing(rule: Rule, own: int) -> Rule:
-    """A rule in which operands after the first `own` are never pending: they serve all elements."""
+_ALONE = {"add": "sum", "sub": "sum", "mul": "product", "div": "product", "neg": "product"}
+"""By name: the pending kind of which one rank alone adds, or multiplies by, what all have."""
+
+
+def _alone(call: Call, listing: _Listing) -> str | None:
+    """The pending kind of which one rank alone does what the operator does to an element."""
+    name = base_name(call)
+    if name == "addcdiv":
+        return "sum"
+    return _ALONE.get(name) if len(listing.lists) == 1 else None
+
+
+def _sharing(rule: Rule, own: int, alone: str | None) -> Rule:
+    """A rule in which operands after the first `own` are never pending: they serve all elements,
+    of a pending value those of the one rank that does something."""
+
+    def kept(operands: tuple[int, ...], kind: str) -> tuple[int, ...]:
+        return operands[:own] if kind == alone and operands[:1] == (0,) else operands
+
+    linear = [kept(group, "sum") for group in rule.linear]
+    passes = [(kept(group, kind), kind, result) for group, kind, result in rule.passes]
     return replace(
         rule,
-        linear=tuple(group for group in rule.linear if max(group) < own),
-        passes=tuple(each for each in rule.passes if max(each[0]) < own),
+        linear=tuple(group for group in linear if max(group) < own),
+        passes=tuple(each for each in passes if max(each[0]) < own),
     )
 
 
@@ -365,12 +384,10 @@ def _build(
         own = [specs[i] for i in ids]
         result = metas[index] if returns else own[0].meta
         call = Call(op, *_element(args, kwargs, listing, index), own, [result])
-        rule = _sharing(pointwise(call), len(listing.lists))
+        rule = _sharing(pointwise(call), len(listing.lists), _alone(call, listing))
         decision = decide(rule, call, None if returns else 0)
         outputs = decision.outputs if returns else ()
-        number = number_once(call, base_name(call))
-        alone = () if number is None else number[1]
-        elements.append(Element(ids, decision.inputs, outputs, own, alone))
+        elements.append(Element(ids, decision.inputs, outputs, own, _alone(call, listing)))
     arguments = op._schema.arguments
     written = frozenset(
         i

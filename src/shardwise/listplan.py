@@ -24,7 +24,7 @@ __all__ = ["Element", "ListPlan"]
 class Element:
     """One element of a list operator: its operands' layouts and where its local tensors are.
 
-    If what is pending is one of `alone`, one rank alone uses the number that the operator takes.
+    If what is pending is of the kind `alone`, one rank alone does what the operator does.
     """
 
     __slots__ = ("_alone", "inputs", "moves", "operands", "outputs", "watch")
@@ -35,7 +35,7 @@ class Element:
         inputs: Sequence[DTensorSpec],
         outputs: Sequence[DTensorSpec],
         specs: Sequence[DTensorSpec],
-        alone: Sequence[str] = (),
+        alone: str | None = None,
     ) -> None:
         self._alone = alone
         self.operands = tuple(operands)
@@ -57,12 +57,13 @@ class Element:
             return None
         return [spec.slot(coord) for spec in self.inputs]
 
-    def neutral(self, coord: Coord) -> int | None:
-        """The number that is used at `coord` in place of the one that is given; None if it is that
-        one."""
-        if not self._alone:
-            return None
-        return neutral(Site(coord, self.inputs, self.outputs or self.inputs[:1]), self._alone)
+    def stays(self, coord: Coord) -> bool:
+        """Whether what is held at `coord` stays as it is, because another rank alone changes its
+        own."""
+        if self._alone is None:
+            return False
+        site = Site(coord, self.inputs, self.outputs or self.inputs[:1])
+        return neutral(site, (self._alone,)) is not None
 
 
 class ListPlan(Plan):
@@ -72,8 +73,8 @@ class ListPlan(Plan):
     by_operands = True
     __slots__ = (
         "_build",
+        "_called",
         "_elements",
-        "_neutral",
         "_notice",
         "_op",
         "_reducing",
@@ -109,13 +110,8 @@ class ListPlan(Plan):
             for coord in coords
             if (site := tuple((i, s) for i, e in enumerate(elements) if (s := e.slots(coord))))
         )
-        self._neutral = tuple(
-            {
-                at: number
-                for at, (i, _) in enumerate(site)
-                if (number := elements[i].neutral(coord)) is not None
-            }
-            for coord, site in self._sites
+        self._called = tuple(
+            [i for i, _ in site if not elements[i].stays(coord)] for coord, site in self._sites
         )
         self._watched = tuple(i for i, element in enumerate(elements) if element.watch)
 
@@ -159,13 +155,17 @@ class ListPlan(Plan):
             }
             if place in reduced:
                 chosen |= reduced[place]
-            given, named = self._build(args, kwargs, [index for index, _ in site], chosen)
-            call = self._op
-            if self._neutral[place]:
-                call, given = _with_numbers(call, given, self._neutral[place])
-            made = call._op(*given, **named)
+            called = self._called[place]
+            values: Any = ()
+            if called:
+                given, named = self._build(args, kwargs, called, chosen)
+                values = self._op._op(*given, **named)
             if self._returns:
-                for (index, _), value in zip(site, made, strict=True):
+                if len(called) < len(site):
+                    values = self._with_staying(
+                        site, dict(zip(called, values, strict=True)), chosen
+                    )
+                for (index, _), value in zip(site, values, strict=True):
                     results[index].append(value)
         for index, call, target in zeros:
             (results[index][call] if self._returns else target).zero_()
@@ -176,6 +176,20 @@ class ListPlan(Plan):
             ]
         self._write_back(operands, local)
         return None
+
+    def _with_staying(
+        self, site: Sequence[tuple[int, Any]], made: dict[int, Any], chosen: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The results at a site: what was made, and copies of what stays."""
+        every = []
+        for index, _ in site:
+            element = self._elements[index]
+            value = made.get(index)
+            if value is None:
+                held = chosen[element.operands[0]]
+                value = held.to(element.outputs[0].dtype, copy=True)
+            every.append(value)
+        return every
 
     def _reduce(
         self,
@@ -226,13 +240,3 @@ class ListPlan(Plan):
                 wrote_moved(operands[index], came[index], local[index])
             else:
                 wrote(operands[index])
-
-
-def _with_numbers(op: Any, args: Sequence[Any], numbers: dict[int, int]) -> tuple[Any, list[Any]]:
-    """The overload with a number for each element, and its arguments, with these numbers at some
-    places."""
-    lists, given, *rest = args
-    each = list(given) if isinstance(given, (list, tuple)) else [given] * len(lists)
-    for at, number in numbers.items():
-        each[at] = type(each[at])(number)
-    return op._overloadpacket.ScalarList, [lists, each, *rest]

@@ -11,7 +11,7 @@ from .once import COUNTED, alone, once
 from .products import NEGATED, SCALED, products
 from .rule import Along, Dims, Local, Passes, Rule, Site, copied
 
-__all__ = ["base_name", "broadcast_dims", "number_once", "pointwise"]
+__all__ = ["base_name", "broadcast_dims", "pointwise"]
 
 # Which operands may hold pending sums together. A number in place of an operand counts as given.
 _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -96,7 +96,7 @@ def pointwise(call: Call) -> Rule:
 def _apart(call: Call, name: str) -> tuple[Local | None, Callable[[Site], bool] | None]:
     """The local call of operators by which one rank does something else than the others, and where
     it is the same for all."""
-    number = number_once(call, name)
+    number = _number_once(call, name)
     if number is not None:
         return once(*number)
     if name == "addcdiv" and _adds_quotients(call):
@@ -138,13 +138,11 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _adds_quotients(call: Call) -> bool:
-    """Whether one rank alone may add quotients to a sum, and the others keep what they have: a list
-    has one call for all tensors."""
-    same = call.specs[0].dtype is call.results[0].dtype
-    return same and "_foreach_" not in call.op._schema.name and len(call.specs) == 3
+    """Whether one rank alone may add quotients to a sum, and the others keep what they have."""
+    return len(call.specs) == 3 and call.specs[0].dtype is call.results[0].dtype
 
 
-def number_once(call: Call, name: str) -> tuple[int, tuple[str, ...]] | None:
+def _number_once(call: Call, name: str) -> tuple[int, tuple[str, ...]] | None:
     """The place of a number, and what may be pending of which one rank alone uses it; None if there
     is no such number."""
     place, kinds = _NUMBERS.get(name, (0, ()))
@@ -156,7 +154,7 @@ def number_once(call: Call, name: str) -> tuple[int, tuple[str, ...]] | None:
 
 def _added_number(call: Call, name: str) -> int | None:
     """The place of a number that is added to a tensor, or put into it; None if there is none."""
-    number = number_once(call, name) if name in _AFFINE else None
+    number = _number_once(call, name) if name in _AFFINE else None
     return None if number is None else number[0]
 
 

@@ -53,9 +53,7 @@ def products(call: Call, name: str) -> Passes:
 def _of_one(call: Call, name: str, dtype: torch.dtype) -> bool:
     """Whether a function of one tensor, and a number, takes factors to factors."""
     if name in (*NEGATED, *SCALED):
-        # A list has one call for all of its tensors, and no number that could be left out.
-        room = name in NEGATED or _keeps_products(dtype, dtype)
-        return room and "_foreach_" not in call.op._schema.name and _is_product(call)
+        return _is_product(call) and (name in NEGATED or _keeps_products(dtype, dtype))
     if name in _TIMES:
         alone = len(call.args) > 1 and call.get("rounding_mode") is None and _is_product(call)
         return alone and _keeps_products(dtype, dtype)
