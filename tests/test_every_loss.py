@@ -418,7 +418,12 @@ APART: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "targets by row": ((4,), [(Shard(1),), (Shard(0),), (Replicate(),)]),
     "weights too": ((4,), [(Shard(1),), (Shard(0),), (Shard(0),)]),
     "rows and classes": ((2, 3), [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(),) * 2]),
-}
+    "weights alone": ((4,), [(Replicate(),), (Replicate(),), (Shard(0),)]),
+    "rows, and weights": ((4,), [(Shard(0),), (Shard(0),), (Shard(0),)]),
+    "rows and classes, and weights": (
+        (2, 3), [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Shard(0), Shard(0))]
+    ),
+}  # fmt: skip
 
 
 def named(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -430,14 +435,14 @@ def named(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("where", APART)
 def test_targets_in_other_shards_than_classes(where: str, reduction: str) -> None:
-    """Each asks the owner of its class, and sends it the gradient."""
+    """Each asks the owner of its class, and sends it the gradient; or it asks for its weight."""
     shape, layouts = APART[where]
 
     def run(x: Any, target: Any, weight: Any) -> Any:
         return F.nll_loss(x, target, weight.detach(), reduction=reduction)
 
     assert_same(run, named(301, 20), layouts, eager(*shape))
-    assert_same(run, named(301, 2), layouts, eager(*shape))
+    assert_same(run, named(7, 90), layouts, eager(*shape))
     images = [layouts[0], tuple(Shard(1) for _ in shape), layouts[2]]
     assert_same(run, named(2, 20, 30, 5), images, eager(*shape))
 
@@ -458,6 +463,21 @@ def test_targets_ask_for_the_score_of_their_class(reduction: str) -> None:
     want = F.nll_loss(plain, target, reduction=reduction)
     want.backward(torch.ones_like(want))
     torch.testing.assert_close(loss.full_tensor(), want)
+    torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("place", [Shard(0), Replicate()], ids=str)
+def test_weights_of_targets_are_picked(place: Any) -> None:
+    """Of weights in shards, those of 16 targets, forward and backward."""
+    (x, target, weight), mesh = named(16, 4096), virtual(8)
+    ours = spread(x, mesh, [place]).requires_grad_()
+    with CommDebugMode() as comm:
+        loss = F.nll_loss(ours, target, spread(weight, mesh, [Shard(0)]), reduction="none")
+        loss.backward(spread(torch.ones(16).double(), mesh, [Replicate()]))
+    assert loss.placements == (place,) or place.is_replicate()  # a pending sum will do
+    assert sum(comm.bytes.values()) <= 2 * 2 * 16 * 8
+    plain = x.clone().requires_grad_()
+    F.nll_loss(plain, target, weight, reduction="none").backward(torch.ones(16).double())
     torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
 
 

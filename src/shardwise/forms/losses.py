@@ -18,6 +18,7 @@ from ..rules import Call
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from .elements import pick, write
 from .places import Given, by_rule, layouts_of, moving
+from .shards import relaid
 
 __all__ = ["linear_cross_entropy"]
 
@@ -67,6 +68,23 @@ def _asks(call: Call) -> bool:
     return price < by_rule(call)
 
 
+def _is_apart(x: DTensorSpec, weight: DTensorSpec | None) -> bool:
+    """Whether weights are in shards where the classes of `x` are not."""
+    shards = () if weight is None or x.ndim < 2 else weight.dim_axes[0]
+    return any(axis not in x.dim_axes[1] for axis in shards)
+
+
+def _weighs(call: Call) -> bool:
+    """Whether the weights of all targets are less than those of all classes."""
+    given = [call.get(name) for name in ("self", "weight", "target")]
+    x, weight, target = (None if each is None else call.laid[each] for each in given)
+    if x is None or weight is None or target is None or not _is_apart(x, weight):
+        return False
+    if any(spec.groups is not None or spec.sums for spec in (weight, target)):
+        return False
+    return bool(2 * prod(target.local_shape((0,) * x.topology.ndim)) < weight.shape[0])
+
+
 def _indices(target: Any) -> list[Any]:
     mesh, places = target._spec.topology, []
     for shape in _shapes(target.shape):
@@ -104,9 +122,19 @@ def _nll(
         return _mean(op, x, target, weight, ignored)
     x, target, weight = _on_mesh(op, x, target, weight)
     counts, place = _named(target, ignored)
+    if weight is not None and _is_apart(x._spec, weight._spec):
+        each, _ = op(x, target, None, _NONE, ignored)
+        own, like = weight[place], each._spec
+        if not like.sums:
+            own = relaid(op, own, own._spec.with_placements(like.placements, like.cuts))
+        own = torch.where(counts, own, 0)
+        return _reduced(x, torch.where(counts, each * own, 0), own, reduction)
     each = pick(op, x, _indices(place), wraps=False)  # which tells all ranks what is no class
     own = _weights(op, x, weight, counts, place)
-    each = torch.where(counts, -each * own, 0)
+    return _reduced(x, torch.where(counts, -each * own, 0), own, reduction)
+
+
+def _reduced(x: Any, each: Any, own: Any, reduction: int) -> tuple[Any, Any]:
     if reduction == _NONE:
         return each, as_dtensor(x._locals[0].new_zeros(()), x._spec.topology)
     return each.sum(), own.sum()
@@ -133,24 +161,29 @@ def _nll_backward(
     """The gradient of each target goes to the owner of its class."""
     grad, x, target, weight = _on_mesh(op, grad, x, target, weight)
     counts, place = _named(target, ignored)
-    own = _weights(op, x, weight, counts, place)
     scale = settled(op, grad) / total if reduction == _MEAN else settled(op, grad)
+    if weight is not None and _is_apart(x._spec, weight._spec):
+        own = torch.where(counts, weight[place], 0)
+        return op(own * scale, x, target, None, _NONE, ignored, total)
+    own = _weights(op, x, weight, counts, place)
     values = torch.where(counts, -own * scale, 0)
     # No two targets have the same place, so it does not matter in which order they come.
     return write(aten.index_put_.default, torch.zeros_like(x), _indices(place), values, adds=True)
 
 
+def _asks_or_weighs(call: Call) -> bool:
+    return _weighs(call) or _asks(call)
+
+
+def _is_mean_or_asks(call: Call) -> bool:
+    return bool(call.get("reduction") == _MEAN) or _asks_or_weighs(call)
+
+
 for _name in ("nll_loss", "nll_loss2d"):
     _op = getattr(aten, f"{_name}_forward").default
-    register_form(f"{_name}_forward", when=lambda call: _is_mean(call) or _asks(call), blocks=True)(
-        partial(_nll, _op)
-    )
+    register_form(f"{_name}_forward", when=_is_mean_or_asks, blocks=True)(partial(_nll, _op))
     _op = getattr(aten, f"{_name}_backward").default
-    register_form(f"{_name}_backward", when=_asks)(partial(_nll_backward, _op))
-
-
-def _is_mean(call: Call) -> bool:
-    return bool(call.get("reduction") == _MEAN)
+    register_form(f"{_name}_backward", when=_asks_or_weighs)(partial(_nll_backward, _op))
 
 
 # --- products with classes -----------------------------------------------------------------------

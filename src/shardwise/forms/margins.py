@@ -3,6 +3,7 @@ targets: ranks share the scores of the targets, and sums."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +122,11 @@ def _cuts_labels(call: Call) -> bool:
     x, target = (call.specs[call.get(name)].reduced for name in ("self", "target"))
     if not x.ndim or 0 in x.shape or x.shape != target.shape or not _cut(x, target):
         return False
-    return _is_less(x, target, 1)
+    # Where targets end is looked at before it is known how many they are: let it be little.
+    facts = 0 if target.is_replicated() else 2 * 3 * 8 * (1 if x.ndim == 1 else x.shape[0])
+    sizes = [prod(each.shape) * each.dtype.itemsize for each in (x, target) if each.is_sharded()]
+    count = prod(x.topology.shape[axis] for axis in _cut(x, target))
+    return 8 * facts * count < sum(sizes) and _is_less(x, target, 1)
 
 
 class _Labels(NamedTuple):
