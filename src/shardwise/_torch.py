@@ -26,6 +26,7 @@ __all__ = [
     "reading_lazy_bits",
     "root_mesh",
     "run_composite",
+    "saves_elsewhere",
     "shared_store",
     "take_composite",
     "take_differentiable",
@@ -127,6 +128,12 @@ def autograd_node_name() -> str | None:
     """The name of the autograd node whose backward runs in this thread, like "MmBackward0"."""
     node = torch._C._current_autograd_node()
     return None if node is None else str(node.name())
+
+
+def saves_elsewhere() -> bool:
+    """Whether what autograd saves is handed to hooks now, as in a checkpoint; it has no public
+    name."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def shared_store() -> Any:

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from ..autograd import redistributed
+from .. import policy
+from .._torch import saves_elsewhere
+from ..autograd import Redistribute, redistributed
 from ..cost import Link, debt
 from ..errors import MeshError
 from ..geometry import Cuts, contiguous_stride
@@ -157,6 +159,14 @@ class _Chain:
         meta = TensorMeta(shape, contiguous_stride(shape), self.x.dtype)
         return DTensorSpec(self.x.topology, places, meta, cuts=cuts)
 
+    def notice(self, what: str) -> None:
+        """Tell the policy on communication that all that `what` names is passed on."""
+        turns = len(self.order(0)) - 1
+        if turns and not policy.current().silent:
+            nbytes = prod(self._road(0).shape) * self.x.dtype.itemsize
+            text = f"{what} from each shard of the time to the next ({turns} exchanges of"
+            policy.on_moves(self.op, [f"{text} {nbytes} B)"])
+
     def passed_on(
         self, states: Sequence[dict[int, list[torch.Tensor]]], shards: Sequence[Sequence[int]]
     ) -> list[dict[int, list[torch.Tensor]]]:
@@ -172,7 +182,7 @@ class _Chain:
                 else:
                     parts.append(torch.zeros(here.local_shape(coord), **self._kind()))
             given.append(wrap(here, tuple(parts)))
-        moved = laid(self.op, given, [there for _, there in roads])
+        moved = Redistribute.apply(tuple(there for _, there in roads), False, *given)
         widths = [spec.shape[2] for spec in self.states]
         return [
             {slot: list(self.part(v, slot)[0].split(widths, 2)) for slot in self.slots(shard)}
@@ -244,6 +254,7 @@ def _forward(
     count = len(chain.states)
     states, weights = rest[:count], rest[count:]
     pieces: dict[Key, _Piece] = {}
+    chain.notice("the state")
     orders = [chain.order(way) for way in range(chain.ways)]
     ends: list[dict[int, list[torch.Tensor]]] = []
     for turn in range(len(orders[0])):
@@ -316,6 +327,7 @@ def _backward(
         None if grad is None else redistributed(grad, spec.with_meta(grad._spec.meta))
         for grad, spec in zip(grads, targets, strict=True)
     ]
+    chain.notice("the gradient of the state")
     orders = [chain.order(way) for way in range(chain.ways)]
     found: dict[Key, list[Grad]] = {}
     carry: list[dict[int, list[torch.Tensor]]] = []
@@ -376,7 +388,9 @@ class _Carried(torch.autograd.Function):
         ctx: Any, chain: _Chain, again: Again, reads: bool, learns: bool, *given: Any
     ) -> Any:
         ctx.set_materialize_grads(False)
-        needs = [learns and need for need in ctx.needs_input_grad[4:]]
+        # In a checkpoint each local graph would run the layer again, on its rank alone.
+        keeps = learns and not saves_elsewhere()
+        needs = [keeps and need for need in ctx.needs_input_grad[4:]]
         made, pieces = _forward(chain, given, needs)
         ctx.chain, ctx.again, ctx.pieces = chain, again, pieces if any(needs) else None
         # Local graphs do not see writes that the dispatcher makes.
