@@ -80,7 +80,7 @@ def _weighs(call: Call) -> bool:
     x, weight, target = (None if each is None else call.laid[each] for each in given)
     if x is None or weight is None or target is None or not _is_apart(x, weight):
         return False
-    if any(spec.groups is not None or spec.sums for spec in (weight, target)):
+    if any(spec.groups is not None or spec.sums for spec in (x, weight, target)):
         return False
     return bool(2 * prod(target.local_shape((0,) * x.topology.ndim)) < weight.shape[0])
 
