@@ -300,6 +300,7 @@ WHOLES = {
 
 RISING = {
     "bounds": lambda x: [x.clamp(WHOLE, WHOLE + 2), x.clamp(max=FACTORS), x.clamp_min(WHOLE)],
+    "as bounds": lambda x: [torch.clamp(WHOLE, x, FACTORS), torch.clamp_max(FACTORS, x)],
     "activations": lambda x: [F.elu(x), F.celu(x, 2.0), F.selu(x), F.hardtanh(x, -2, 1)],
     "shrinks": lambda x: [F.softshrink(x), F.hardshrink(x, 1.0), F.leaky_relu(x, 0.3)],
     "specials": lambda x: [torch.special.log_ndtr(x), torch.special.erfcx(x), torch.erfc(x)],
@@ -318,7 +319,7 @@ ONE_WAY = {
 }
 COUNTS = {
     "compare": lambda x: [x > 1, x >= x.new_tensor(2), x > 2, x <= x.new_ones(6, 4), x < 0],
-    "turn": lambda x: [~x, x.sign(), x.signbit(), x.sgn()],
+    "turn": lambda x: [~x, x.sign(), x.signbit(), x.sgn(), x.erfc()],
 }
 
 

@@ -26,8 +26,16 @@ _UP = (
 _UP_FROM = ("sqrt", "log", "log2", "log10", "log1p", "acosh")
 """Defined for large numbers only: below there is NaN, which would win over the maximum."""
 _DOWN = ("neg", "negative", "erfc", "special_erfcx")
-_OF_INTEGERS = {"sign": 1, "sgn": 1, "signbit": -1, "bitwise_not": -1}
-"""What would not be NaN where its operand is: among integers there is none."""
+_OF_INTEGERS = {
+    "sign": 1,
+    "sgn": 1,
+    "signbit": -1,
+    "bitwise_not": -1,
+    "erfc": -1,
+    "special_erfcx": -1,
+}
+"""Functions of integers: some would not be NaN where their operand is, but among these there is
+none."""
 _COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1}
 """Whether a comparison comes true as its first operand rises."""
 _ASKED = {
@@ -39,8 +47,8 @@ _JOINT = {"maximum": "max", "minimum": "min"}
 _TRUTHS = {"logical_or": "max", "bitwise_or": "max", "logical_and": "min", "bitwise_and": "min"}
 _BOTH = ("max", "min")
 _BESIDE: dict[str, dict[int, tuple[str, ...]]] = {
-    **{name: {0: _BOTH} for name in ("clamp", "clamp_min", "clamp_max")},
-    **{name: {0: _BOTH, 1: _BOTH} for name in ("logaddexp", "logaddexp2")},
+    "clamp": {0: _BOTH, 1: _BOTH, 2: _BOTH},
+    **{n: {0: _BOTH, 1: _BOTH} for n in ("clamp_min", "clamp_max", "logaddexp", "logaddexp2")},
     "fmax": {0: ("min",), 1: ("min",)},
     "fmin": {0: ("max",), 1: ("max",)},
 }
@@ -111,12 +119,12 @@ def _compared(call: Call, name: str) -> Passes:
 
 def _beside(call: Call, name: str) -> Passes:
     """A function that rises in one of several tensors, which the others do not broadcast."""
-    out = call.results[0]
+    out, rising = call.results[0], _BESIDE.get(name, {})
     return tuple(
         ((i,), op, op)
-        for i, ops in _BESIDE.get(name, {}).items()
-        for op in ops
-        if call.specs[i].dtype is out.dtype and stored(call.specs[i].meta) >= stored(out)
+        for i, spec in enumerate(call.specs)
+        for op in rising.get(i, ())
+        if spec.dtype is out.dtype and stored(spec.meta) >= stored(out)
     )
 
 
@@ -130,8 +138,8 @@ def _slope(call: Call, name: str) -> int:
         return _slope_of_cast(src, dst)
     if not call.args or not isinstance(call.args[0], Operand):
         return 0
-    if name in _OF_INTEGERS:
-        return 0 if has_fractions(src) else _OF_INTEGERS[name]
+    if name in _OF_INTEGERS and not has_fractions(src):
+        return _OF_INTEGERS[name]
     if name == "logical_not":
         return -1 if src is torch.bool else 0
     numbers = [v for v in call.values.values() if isinstance(v, (int, float, complex))]

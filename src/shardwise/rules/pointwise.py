@@ -48,7 +48,7 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 _MOVES = (
     *("alias", "clone", "copy", "detach", "fill", "lift_fresh", "masked_fill", "where"),
-    "_to_copy",
+    *("positive", "zero", "_to_copy"),
 )
 """Operators that copy values: without a change of dtype, every pending sum passes."""
 _COPIES = ("alias", "clone", "detach", "lift_fresh", "positive", "_to_copy")
