@@ -16,6 +16,7 @@ __all__ = [
     "autograd_node_name",
     "decomposition",
     "disabled_torch_function",
+    "ends_a_checkpoint",
     "fake_tensors",
     "gloo_group",
     "gloo_timeout",
@@ -134,6 +135,13 @@ def saves_elsewhere() -> bool:
     """Whether what autograd saves is handed to hooks now, as in a checkpoint; it has no public
     name."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def ends_a_checkpoint(error: BaseException) -> bool:
+    """Whether PyTorch raises this to stop what it runs again when it has all that it saved."""
+    from torch.utils.checkpoint import _StopRecomputationError
+
+    return isinstance(error, _StopRecomputationError)
 
 
 def shared_store() -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.engine.faults import _count_key, shared_store
@@ -93,6 +94,19 @@ def fail_alike() -> list[float]:
             time.sleep(2.5)
         made.append(float(x.sum()))
     return made
+
+
+def stop_a_checkpoint() -> int:
+    """PyTorch ends what a checkpoint runs again by an error of its own."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(torch.arange(1.0, 9.0), mesh, [Shard(0), Replicate()]).requires_grad_()
+    before = shared_store().add(_count_key(range(4), dist.get_rank()), 0)
+    checkpoint(lambda v: v.sin().prod(0), x, use_reentrant=False).backward()
+    return int(shared_store().add(_count_key(range(4), dist.get_rank()), 0)) - before
+
+
+def test_the_end_of_a_checkpoint_is_no_error(processes: Pools) -> None:
+    assert processes(4).run(stop_a_checkpoint, timeout=60) == [0] * 4
 
 
 def test_ranks_that_fail_alike_go_on(processes: Pools) -> None:

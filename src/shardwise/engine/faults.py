@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch import gloo_timeout, shared_store
+from .._torch import ends_a_checkpoint, gloo_timeout, shared_store
 from ..errors import CommunicationError, OutOfRangeError, ShardwiseError
 from ..mesh import Topology
 from .lane import Lane, here
@@ -60,8 +60,8 @@ def tell(error: BaseException, topology: Topology) -> None:
     alike = isinstance(error, ShardwiseError) and not isinstance(error, OutOfRangeError)
     if alike or topology.virtual or not dist.is_initialized():
         return
-    if getattr(error, "_shardwise_told", False):
-        return  # by the call within this one that it comes from
+    if getattr(error, "_shardwise_told", False) or ends_a_checkpoint(error):
+        return  # told by the call within this one that it comes from, or no error
     error._shardwise_told = True  # type: ignore[attr-defined]
     me = dist.get_rank()
     # Elsewhere nobody looks for notes, so nobody would answer to one.
@@ -219,8 +219,9 @@ def _note() -> str | None:
             continue
         mesh, count, text = store.get(f"{_KEY}/{rank}").decode().split("\n", 2)
         ranks = tuple(map(int, mesh.split(","))) if mesh else ()
-        if me in ranks and rank != me and store.add(_count_key(ranks, me), 0) >= int(count):
-            continue  # it had the error that this rank had: it will go on
+        asked = () if me not in ranks else ranks if rank == me else (me,)
+        if asked and all(store.add(_count_key(ranks, r), 0) >= int(count) for r in asked):
+            continue  # both had the error: both go on
         store.add(_HEARD, 1)
         return str(text)
     return None
