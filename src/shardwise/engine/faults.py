@@ -201,7 +201,8 @@ def look(error: RuntimeError | None) -> None:
             "ended. What ended it is in its own output."
         ) from (error or gone)
     if text is not None:
-        raise CommunicationError(f"a collective cannot finish: {text}.") from error
+        reason = text.rstrip(".")
+        raise CommunicationError(f"a collective cannot finish: {reason}.") from error
 
 
 def _note() -> str | None:
