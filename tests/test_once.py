@@ -72,6 +72,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "times a view": lambda p: p * p.detach(),
     "times a row": lambda p: p * p[:1],
     "by itself": lambda p: p @ p.mT,
+    "each with each": lambda p: [torch.kron(p, p), p.cos()],
     "joined": lambda p: torch.cat([p.cos(), p]),
     "scaled after": lambda p: [p.softmax(-1), p * 2, p.sum(0), p.clone(), -p],
     "seen": lambda p: [p.mT.cos(), p[1:4] * 3, p.reshape(-1).cumsum(0)],

@@ -165,7 +165,7 @@ class Entry:
         self.own = frozenset(a.name for a in writes if a.is_out or alone)
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
-        ) or op._schema.name in ("aten::reshape", "aten::contiguous")
+        ) or op._schema.name in ("aten::_unsafe_view", "aten::contiguous", "aten::reshape")
         # Lazy conjugation and negation are resolved above the dispatcher: below it they are copies.
         self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
