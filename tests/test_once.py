@@ -787,7 +787,7 @@ def test_what_grew_waits_with_other_sums_and_where_nothing_may_move() -> None:
 
 
 def test_little_is_remembered_of_what_grew() -> None:
-    """Nothing is held after the reduction, nor of a long chain of calls."""
+    """Nothing is held after the reduction, nor of a long chain of calls, nor what is between."""
     d: Any = pending(virtual(2), (P,), (4, 6)).repeat(3, 1)
     held = weakref.ref(d._picked.local[0])
     for _ in range(20):
@@ -797,6 +797,9 @@ def test_little_is_remembered_of_what_grew() -> None:
     held = weakref.ref(d._picked.local[0])
     d.cos()
     assert held() is None
+    d = pending(virtual(2), (P,), (4, 6)).repeat(3, 1)
+    between, d = weakref.ref(d), d * 1.5
+    assert d._picked is not None and between() is None
 
 
 def test_what_grows_a_little_stays_pending() -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import torch
+
 from . import policy
 from .grown import grown, grows, remember
 from .moving import agree, describe_moves, known, moved, same_source, source, stamp
@@ -102,10 +104,12 @@ class ReadyPlan(Plan):
         return made
 
     def _again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
-        """The call on another value of its one operand."""
+        """The call on another value of its one operand, which this does not keep."""
+        place = torch.empty(0)
+        kept = filled(args, kwargs, iter((place,)))
 
         def call(value: Any) -> Any:
-            given, named = filled(args, kwargs, iter((value,)))
+            given, named = filled(*kept, iter((value,)))
             return self._op(*given, **named)
 
         return call
