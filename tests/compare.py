@@ -20,6 +20,7 @@ import torch
 
 from shardwise import (
     DTensor,
+    Link,
     Partial,
     Placement,
     Replicate,
@@ -44,6 +45,12 @@ QUICK = 0.5  # of the layouts, in the quick tier
 def virtual(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     """A mesh for tests that read no process group."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def eager(*shape: int) -> Any:
+    """A mesh whose collectives start at no cost, so that bytes alone decide."""
+    names = ("eager", "ready", "prompt")[: len(shape)]  # processes keep the links of each mesh
+    return init_device_mesh("cpu", shape, mesh_dim_names=names, links=Link(0, 1e9))
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

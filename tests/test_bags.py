@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from shardwise import CommDebugMode, Partial, Replicate, Shard, keep_partial_grads
 from shardwise.errors import OutOfRangeError
 
-from .compare import assert_same, ints, numbers, spread, virtual
-from .test_posting import eager
+from .compare import assert_same, eager, ints, numbers, spread, virtual
 
 R, S = Replicate(), Shard
 # Of few different numbers many are the largest: the first counts, as its gradient tells.

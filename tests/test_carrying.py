@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import (
     CommDebugMode,
     DTensor,
-    Link,
     Partial,
     Replicate,
     Shard,
@@ -23,7 +22,7 @@ from shardwise import (
 )
 from shardwise.errors import CommunicationError
 
-from .compare import numbers, spread
+from .compare import eager, numbers, spread
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 IN, HIDDEN = 8, 2
@@ -39,11 +38,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "gru, unbatched": ("gru", {"bidirectional": True, "bias": False}, None),
     "rnn": ("rnn", {"num_layers": 2, "nonlinearity": "relu"}, 1),
 }
-
-
-def eager(*shape: int) -> Any:
-    """A mesh whose collectives start at no cost, so that bytes alone decide."""
-    return init_device_mesh("cpu", shape, links=Link(0, 1e9))
 
 
 def layer_of(kind: str, mesh: Any = None, **options: Any) -> nn.Module:

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from shardwise import CommDebugMode, Replicate, Shard, communication, distribute_tensor
 from shardwise.errors import OutOfRangeError
 
-from .compare import assert_same, check, ints, numbers, spread, virtual
-from .test_searching import eager
+from .compare import assert_same, check, eager, ints, numbers, spread, virtual
 
 X, Y, Z = numbers(7, 4), numbers(7, 4, seed=1), numbers(7, 4, seed=2)
 TARGET, WEIGHT = ints(7, high=4), numbers(4, seed=3).sigmoid()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Link, Partial, Replicate, Shard, init_device_mesh
+from shardwise import CommDebugMode, Partial, Replicate, Shard
 
-from .compare import assert_same, numbers, spread, virtual
+from .compare import assert_same, eager, numbers, spread, virtual
 
 fft = torch.fft
 REAL = numbers(1440)
@@ -27,11 +27,6 @@ CALLS: dict[str, tuple[Any, torch.Tensor]] = {
     "ihfft": (fft.ihfft, REAL),
     "a prime": (lambda x: fft.fft(x[:1439]), COMPLEX),
 }
-
-
-def eager(*shape: int) -> Any:
-    """A mesh whose collectives start at no cost, so that bytes alone decide."""
-    return init_device_mesh("cpu", shape, links=Link(0, 1e9))
 
 
 @pytest.mark.parametrize("name", CALLS)

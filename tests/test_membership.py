@@ -11,8 +11,7 @@ import torch
 from shardwise import CommDebugMode, Partial, Replicate, Shard, communication
 from shardwise.forms import membership
 
-from .compare import assert_same, ints, numbers, spread, virtual
-from .test_sorting import eager
+from .compare import assert_same, eager, ints, numbers, spread, virtual
 
 NAN, INF = float("nan"), float("inf")
 ODD = torch.tensor([NAN, 0.0, INF, -INF, 2.5, -0.0, NAN, 3.0])

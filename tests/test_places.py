@@ -18,8 +18,7 @@ from shardwise import (
 )
 from shardwise.errors import OutOfRangeError
 
-from .compare import assert_same, ints, numbers, spread, virtual
-from .test_posting import eager
+from .compare import assert_same, eager, ints, numbers, spread, virtual
 
 aten = torch.ops.aten
 R, S = Replicate(), Shard

@@ -11,17 +11,15 @@ import torch.nn.functional as F
 
 from shardwise import (
     CommDebugMode,
-    Link,
     Partial,
     Placement,
     Replicate,
     Shard,
     communication,
-    init_device_mesh,
 )
 from shardwise.errors import OutOfRangeError
 
-from .compare import assert_same, ints, numbers, spread, virtual
+from .compare import assert_same, eager, ints, numbers, spread, virtual
 
 X, SOURCE = numbers(211), numbers(300, seed=1)
 INDEX = ints(300, high=210)
@@ -111,11 +109,6 @@ ROWS: dict[str, tuple[Any, ...]] = {
     ),
     "index_put, a number": (lambda x, i, n: x.index_put((i,), n), TALL, WRAPPED, NUMBER),
 }  # fmt: skip
-
-
-def eager(*shape: int) -> Any:
-    """A mesh whose collectives start at no cost, so that bytes alone decide."""
-    return init_device_mesh("cpu", shape, links=Link(0, 1e9))
 
 
 def layouts(given: Any, *where: Any) -> list[Any]:

@@ -11,15 +11,13 @@ import torch
 
 from shardwise import (
     CommDebugMode,
-    Link,
     Partial,
     Replicate,
     Shard,
-    init_device_mesh,
 )
 from shardwise.forms import searching
 
-from .compare import assert_same, ints, layouts, numbers, spread, virtual
+from .compare import assert_same, eager, ints, layouts, numbers, spread, virtual
 
 NAN, INF = float("nan"), float("inf")
 TIES = ints(17, low=-3, high=4).sort().values
@@ -94,12 +92,6 @@ def test_shards_without_elements(cuts: tuple[int, ...]) -> None:
         made = searching.searchsorted(a, b, side="right")
         assert made.cuts == b.cuts
         assert made.full_tensor().equal(torch.searchsorted(TIES.double(), values, right=True))
-
-
-def eager(*shape: int) -> Any:
-    """A mesh whose collectives start at no cost, so that bytes alone decide."""
-    names = ("eager", "ready")[: len(shape)]  # processes keep one set of links for each mesh
-    return init_device_mesh("cpu", shape, mesh_dim_names=names, links=Link(0, 1e9))
 
 
 LINE, LOOKED = numbers(1 << 10).sort().values, numbers(1 << 10, seed=1)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Link, Partial, Replicate, Shard, init_device_mesh
+from shardwise import CommDebugMode, Partial, Replicate, Shard
 from shardwise.forms import sorting
 
-from .compare import assert_same, ints, numbers, spread, virtual
+from .compare import assert_same, eager, ints, numbers, spread, virtual
 from .test_ranks import LAYOUTS, NAN, VECTORS
 
 FEW_COLUMNS: list[tuple[tuple[int, ...], int]] = [
@@ -21,12 +21,6 @@ FEW_COLUMNS: list[tuple[tuple[int, ...], int]] = [
     ((3, 1, 17), 2),
     ((2, 19, 3), 1),
 ]
-
-
-def eager(*shape: int) -> Any:
-    """A mesh whose collectives start at no cost, so that bytes alone decide."""
-    names = ("early", "prompt")[: len(shape)]  # processes keep one set of links for each mesh
-    return init_device_mesh("cpu", shape, mesh_dim_names=names, links=Link(0, 1e9))
 
 
 def assert_sorted(x: torch.Tensor, ours: Any, dim: int) -> None:

@@ -13,17 +13,15 @@ import torch.nn.functional as F
 from shardwise import (
     CommDebugMode,
     DTensor,
-    Link,
     Partial,
     Replicate,
     Shard,
     distribute_module,
     distribute_tensor,
-    init_device_mesh,
 )
 from shardwise.forms.normalising import rms_norm
 
-from .compare import assert_same, check, ints, numbers, spread, virtual
+from .compare import assert_same, check, eager, ints, numbers, spread, virtual
 from .rules import kernels  # noqa: F401  # the backward of the rms norm of GPUs
 
 INF, NAN = float("inf"), float("nan")
@@ -374,7 +372,7 @@ def test_distances_of_long_rows_move_distances(power: float) -> None:
     # Small integers, for parts of them add up to them again: some differences are none.
     x, y = ints(3, 50, low=-4).double(), ints(2, 50, low=-4, seed=1).double()
     y[0, :40] = x[0, :40]
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("eager",), links=Link(0, 1e9))
+    mesh = eager(4)
     column, apart = (Shard(1),), [None, (10, 0, 37, 3)]
     calls: list[tuple[Any, list[torch.Tensor]]] = [
         (lambda a, b: torch.cdist(a, b, power), [x, y]),

@@ -10,8 +10,7 @@ import torch
 
 from shardwise import CommDebugMode, Replicate, Shard, ragged_results
 
-from .compare import ints, numbers, spread, virtual
-from .test_sorting import eager
+from .compare import eager, ints, numbers, spread, virtual
 
 NAN = float("nan")
 EVERY = partial(torch.unique, return_inverse=True, return_counts=True)

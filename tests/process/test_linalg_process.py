@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwise import Link, Shard, distribute_tensor, init_device_mesh
+from shardwise import Shard, distribute_tensor, init_device_mesh
 
 from .. import test_fourier, test_linalg
-from ..compare import assert_same, check, numbers
+from ..compare import assert_same, check, eager, numbers
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -42,7 +42,7 @@ def test_every_rank_hears_of_a_singular_matrix(processes: Pools) -> None:
 
 
 def long_transforms() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("eager",), links=Link(0, 1e9))
+    mesh = eager(4)
     for name in ("fft", "rfft", "irfft, odd", "fft of real"):
         call, x = test_fourier.CALLS[name]
         assert_same(call, [x], [(Shard(0),)], mesh)
