@@ -487,3 +487,47 @@ def test_a_class_that_is_asked_for_in_vain_is_told_to_every_rank(bad: int) -> No
     given = [spread(each, eager(4), [at]) for each, at in ((x, Shard(1)), (target, Shard(0)))]
     with pytest.raises(IndexError, match=f"index {bad} is out of bounds"):
         F.nll_loss(*given, weight)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("classes", [20, 256])
+def test_targets_in_bytes(classes: int, reduction: str) -> None:
+    """Which PyTorch takes: no place in a shard of classes, and no class that does not count, is
+    negative in them."""
+    x, target, weight = numbers(31, classes), ints(31, high=classes).byte(), numbers(classes).abs()
+    target[3] = 256 - 100 if classes == 256 else 5
+
+    def run(x: Any, t: Any, w: Any) -> Any:
+        return F.nll_loss(x, t, w.detach(), reduction=reduction)
+
+    for shape, layouts in APART.values():
+        assert_same(run, [x, target, weight], layouts, eager(*shape))
+    check(run, x, target, weight, mesh=virtual(2), limit=8)
+
+
+@pytest.mark.parametrize("place", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_targets_of_a_dtype_that_no_kernel_takes(place: Any) -> None:
+    """Forms that look at targets themselves do not take them either."""
+    x, target = spread(numbers(40, 20), eager(4), [place]), ints(40, high=5).int()
+    labels = ints(40, 20, high=5).int()
+    for loss, given in (
+        (F.nll_loss, spread(target, eager(4), [Shard(0)])),
+        (F.multi_margin_loss, target),
+        (F.multilabel_margin_loss, labels),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected a target of .* but got torch\.int32"):
+            loss(x, given)
+
+
+@pytest.mark.parametrize("place", [Shard(0), Replicate()], ids=str)
+def test_one_row_has_a_loss_for_each_target(place: Any) -> None:
+    """As many dims as the target has, whatever the scores have."""
+    for x in (numbers(5), numbers(1, 5)):
+        for target in (torch.tensor(3), torch.tensor([3])):
+            for at in (place, Shard(x.ndim - 1)):
+                assert_same(
+                    lambda x, t: F.multi_margin_loss(x, t, reduction="none"),
+                    [x, target],
+                    [(at,), None],
+                    virtual(2),
+                )

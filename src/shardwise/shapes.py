@@ -166,12 +166,31 @@ def _like(place: int) -> Any:
     return shape
 
 
-def _margin(op: Any) -> Any:
-    """One row without a batch has one loss, a number, also where nothing is reduced."""
+_CLASSES = (torch.int64, torch.uint8)
 
-    def shape(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = op(x, *args, **kwargs)
-        if x.ndim == 2:
+
+def _of_classes(op: Any, *kinds: torch.dtype) -> Any:
+    """Kernels take targets of some dtypes, and meta kernels of others."""
+    at = [argument.name for argument in op._schema.arguments].index("target")
+
+    def shape(*args: Any, **kwargs: Any) -> Any:
+        target = args[at]
+        if target.dtype not in kinds:
+            wanted = " or ".join(map(str, kinds))
+            raise RuntimeError(f"{op}: expected a target of {wanted}, but got {target.dtype}")
+        return op(*args[:at], target.to(torch.int64), *args[at + 1 :], **kwargs)
+
+    return shape
+
+
+def _margin(op: Any, own: int) -> Any:
+    """A loss for each row of targets, which have `own` dims: a number if there is no other dim,
+    also where nothing is reduced."""
+    known = _of_classes(op, torch.int64)
+
+    def shape(x: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = (known if target.numel() else op)(x, target, *args, **kwargs)
+        if target.ndim > own:
             return made
         return (x.new_empty(()), *made[1:]) if isinstance(made, tuple) else x.new_empty(())
 
@@ -196,10 +215,14 @@ OWN_SHAPES: dict[str, Any] = {
     "aten::linalg_lstsq": _lstsq,
     "aten::_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known
     "aten::_ctc_loss_backward": _like(1),
-    "aten::multi_margin_loss": _margin(aten.multi_margin_loss.default),
+    "aten::multi_margin_loss": _margin(aten.multi_margin_loss.default, 0),
     "aten::multi_margin_loss_backward": _like(1),
-    "aten::multilabel_margin_loss_forward": _margin(aten.multilabel_margin_loss_forward.default),
+    "aten::multilabel_margin_loss_forward": _margin(aten.multilabel_margin_loss_forward.default, 1),
     "aten::multilabel_margin_loss_backward": _like(1),
+    "aten::nll_loss_forward": _of_classes(aten.nll_loss_forward.default, *_CLASSES),
+    "aten::nll_loss_backward": _of_classes(aten.nll_loss_backward.default, *_CLASSES),
+    "aten::nll_loss2d_forward": _of_classes(aten.nll_loss2d_forward.default, torch.int64),
+    "aten::nll_loss2d_backward": _of_classes(aten.nll_loss2d_backward.default, torch.int64),
     "aten::_fft_c2c": _c2c,
     "aten::_fft_r2c": _r2c,
     "aten::_fft_c2r": _c2r,

@@ -64,7 +64,7 @@ def multi_margin_loss(
         each = each * weight[column]
     each = each.squeeze(1) / x.shape[-1]
     if reduction == _NONE:
-        return each if x.ndim > 1 else each.squeeze(0)
+        return each if target.ndim else each.squeeze(0)
     return each.sum() if reduction == _SUM else each.mean()
 
 

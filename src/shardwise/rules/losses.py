@@ -123,7 +123,7 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         start, stop = site.box(operand)[at]
         given = list(args)
-        target, ignored = (given[place] for place in places)
+        target, ignored = given[places[0]].to(torch.int64), given[places[1]]
         counts = target != ignored
         outside = counts & ((target < 0) | (target >= shape[at]))
         if target.device.type == "cpu" and bool(outside.any()):
@@ -179,7 +179,7 @@ def _operands(call: Call) -> list[str]:
 
 def margin(call: Call) -> Rule:
     """`"n c!, n -> n"` and its backward; a mean is over the rows of all shards."""
-    batched = len(call.shape(call.get("self"))) == 2
+    batched = len(call.shape(call.get("self"))) == 2 and len(call.shape(call.get("target"))) > 0
 
     def dims(ndim: int, name: str = "") -> Dims:
         free = batched and ndim and name != "weight"
