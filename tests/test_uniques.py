@@ -119,3 +119,13 @@ def test_runs_in_rows_that_are_cut(shape: tuple[int, ...]) -> None:
     got, want = run(spread(x, virtual(2, 2), [Shard(1), Shard(1)])), run(x)
     for value, other in zip(got, want, strict=True):
         torch.testing.assert_close(value.full_tensor(), other, equal_nan=True)
+
+
+def test_runs_of_a_vector_along_its_dim() -> None:
+    """What was not asked for is not given, so that it need not move; along other dims it is."""
+    x = ints(400, high=2)
+    ours, op = spread(x, virtual(4), [Shard(0)]), torch.ops.aten.unique_consecutive.default
+    for flags in ((False, False), (True, False), (False, True), (True, True)):
+        for dim in (None, 0, -1):
+            for got, want in zip(op(ours, *flags, dim), op(x, *flags, dim), strict=True):
+                assert got.full_tensor().equal(want)

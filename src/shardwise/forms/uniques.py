@@ -269,6 +269,8 @@ def unique_consecutive(
     """The values of a tensor, each as often as it does not follow itself."""
     op = aten.unique_consecutive.default
     wants = (return_inverse, return_counts)
+    if dim == 0 and x.ndim == 1:
+        dim = None
     asked = wants if dim is None else (True, True)  # along a dim PyTorch always gives both
     made = unique(op, x, dim, True, asked, lambda part: op(part, True, True, dim))
     return made or fallback_form(op)(x, *wants, dim)
