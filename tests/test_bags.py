@@ -148,6 +148,21 @@ def test_indices_are_counted_where_the_rows_are(mode: str) -> None:
     torch.testing.assert_close(ours[0].grad.full_tensor(), theirs.grad)
 
 
+def test_few_indices_are_counted_by_ranks_that_have_columns() -> None:
+    """They are less than a number for each row of the table."""
+    weight, words, grad, mesh = numbers(4096, 32), ints(64, high=4096), numbers(64, 32), eager(8)
+    for run, place in (
+        (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), R),
+        (lambda w, i: F.embedding_bag(i.view(-1, 1), w, mode="sum", scale_grad_by_freq=True), S(0)),
+    ):
+        ours, theirs = spread(weight, mesh, [S(1)]).requires_grad_(), weight.clone()
+        made, given = run(ours, spread(words, mesh, [S(0)])), spread(grad, mesh, [place])
+        got, _ = received(lambda made=made, given=given: made.backward(given))
+        assert got < 64 * 32 * 8 // 8 + 4 * 64 * 8
+        run(theirs.requires_grad_(), words).backward(grad)
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 def test_sums_that_half_precision_cannot_hold_are_divided_first() -> None:
     """Each of 4000 gradients of 100 is divided by 4000 on one device."""
     weight, words = numbers(64, 4, dtype=torch.float16), torch.arange(8000) % 2

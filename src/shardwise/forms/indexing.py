@@ -153,9 +153,12 @@ def _adds_or_counts(call: Call) -> bool:
 
 
 def frequencies(op: Any, rows: Any, index: Any) -> Any:
-    """How often an index names each of the rows, which is counted where they are."""
+    """How often an index names each of the rows, which is counted where they are; all indices are
+    given to ranks that have all rows, if they are fewer."""
     spec = rows._spec
     ours = as_dtensor(index, spec.topology).reshape(-1)
+    if not spec.dim_axes[0] and ours.numel() * ours.dtype.itemsize < 2 * 4 * rows.shape[0]:
+        ours = as_dtensor(whole(op, ours), spec.topology)
     ones = torch.ones_like(ours, dtype=torch.int32)
     counts = aten.index_add.default(ones.new_zeros(rows.shape[0]), 0, ours, ones)
     places = [place if place.is_shard(0) else Replicate() for place in spec.placements]
