@@ -140,3 +140,11 @@ def test_cuts_that_do_not_fit(cuts: tuple[int, ...]) -> None:
         spec_of(mesh, [S0], (7,), cuts=[cuts])
     with pytest.raises(LayoutError, match="2 entries were given for 1 dims"):
         spec_of(mesh, [S0], (7,), cuts=[None, None])
+
+
+def test_the_largest_shard_need_not_be_the_first() -> None:
+    mesh = topology(init_device_mesh("cpu", (2, 2)))
+    meta = TensorMeta((5, 6), (6, 1), torch.float32)
+    uneven = DTensorSpec(mesh, [Shard(0), Shard(1)], meta, cuts=[(0, 5), (2, 4)])
+    assert uneven.largest_shape == (5, 4)
+    assert DTensorSpec(mesh, [Shard(0), Shard(0)], meta).largest_shape == (2, 6)

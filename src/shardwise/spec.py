@@ -336,6 +336,14 @@ class DTensorSpec:
             return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
         return box_shape(self.box(coord))
 
+    @lazy
+    def largest_shape(self) -> tuple[int, ...]:
+        """For each dim the size of its largest piece: what a rank may hold, whichever it is."""
+        if self.fine is not None:
+            sizes = iter(self.fine.largest_shape)
+            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
+        return tuple([max(cuts) for cuts in self.dim_cuts])
+
     # --- which local tensors this process holds ----------------------------------------------
 
     @lazy

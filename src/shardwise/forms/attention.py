@@ -130,8 +130,8 @@ def _pays(call: Call) -> bool:
     plan = _plan(call)
     moved = decide(attention(call), call).inputs
     width = plan.out.dtype.itemsize
-    result = prod(plan.out.local_shape((0,) * plan.out.topology.ndim)) * width
-    rows = prod(plan.out.local_shape((0,) * plan.out.topology.ndim)[:3]) * max(width, 4)
+    result = prod(plan.out.largest_shape) * width
+    rows = prod(plan.out.largest_shape[:3]) * max(width, 4)
     shared = 0
     for axis in plan.axes:
         count, link = plan.out.topology.shape[axis], plan.out.topology.links[axis]

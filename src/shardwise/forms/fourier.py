@@ -105,7 +105,7 @@ def _serves(call: Call) -> bool:
     sides = _sides(result, count, kind)
     if sides is None:
         return False
-    local = spec.local_shape((0,) * spec.topology.ndim)
+    local = spec.largest_shape
     others = [n for d, n in enumerate(local) if d != dim]
     width = _COMPLEX.get(spec.dtype, spec.dtype).itemsize
     steps = [(count - 1) * prod(others) * n // count for n in _moved(sides, count, kind, width)]

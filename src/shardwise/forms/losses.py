@@ -82,7 +82,7 @@ def _weighs(call: Call) -> bool:
         return False
     if any(spec.groups is not None or spec.sums for spec in (x, weight, target)):
         return False
-    return bool(2 * prod(target.local_shape((0,) * x.topology.ndim)) < weight.shape[0])
+    return bool(2 * prod(target.largest_shape) < weight.shape[0])
 
 
 def _indices(target: Any) -> list[Any]:

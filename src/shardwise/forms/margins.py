@@ -108,7 +108,7 @@ def _in_rows(spec: DTensorSpec, x: DTensorSpec, target: DTensorSpec) -> DTensorS
 def _is_less(x: DTensorSpec, target: DTensorSpec, count: int) -> bool:
     """Whether the scores of `count` targets of each row, and sums, are less than rows."""
     axes = _cut(x, target)
-    rows = 1 if x.ndim == 1 else x.local_shape((0,) * x.topology.ndim)[0]
+    rows = 1 if x.ndim == 1 else x.largest_shape[0]
     # Twice what each rank then has: sums are scattered and gathered.
     sizes = [2 * rows * count * x.dtype.itemsize, 2 * rows * 8]
     if not target.is_replicated():  # where each row's targets end, and which they are

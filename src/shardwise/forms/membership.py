@@ -40,7 +40,7 @@ def _laid(spec: DTensorSpec, other: DTensorSpec) -> DTensorSpec:
     """A layout in shards over the axes that cut the other tensor, too: each rank takes its share of
     what it has."""
     places: list[Placement] = list(spec.placements)
-    local = list(spec.local_shape((0,) * spec.topology.ndim))
+    local = list(spec.largest_shape)
     for axis in other.slot_axes:
         if not places[axis].is_shard():
             dim = local.index(max(local))
@@ -56,11 +56,10 @@ def _pays(call: Call) -> bool:
     common = _common(elements, tests)
     if not shared or not prod(elements.shape) or not prod(tests.shape) or not known(common):
         return False
-    first = (0,) * elements.topology.ndim
     asked, told_of = (
-        prod(_laid(a, b).local_shape(first)) for a, b in ((elements, tests), (tests, elements))
+        prod(_laid(a, b).largest_shape) for a, b in ((elements, tests), (tests, elements))
     )
-    own, held = (prod(spec.local_shape(first)) for spec in (elements, tests))
+    own, held = (prod(spec.largest_shape) for spec in (elements, tests))
     shards = _laid(elements, tests).num_shards
     steps = [16 * shards**2, (asked + told_of) * common.itemsize, asked]
     for axis in shared:

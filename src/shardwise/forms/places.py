@@ -231,7 +231,7 @@ def moving(src: DTensorSpec | None, dst: DTensorSpec | None) -> int:
 
 def _price(given: Given, laid: Laid) -> int:
     """What it costs to lay the operands out, to learn who gets how much, and to exchange that."""
-    index, (_, *rest) = laid.lead, laid.vector.local_shape((0,) * laid.x.topology.ndim)
+    index, (_, *rest) = laid.lead, laid.vector.largest_shape
     count = index.num_shards
     place, row = short(prod(given.x.shape)).itemsize, prod(rest) * given.x.dtype.itemsize
     sent = place if given.repeats else place + row
@@ -266,7 +266,7 @@ def by_rule(call: Call) -> int:
     decision = decide(family(call), call, 0 if call.op._schema.is_mutable else None)
     price = sum(moving(src, dst) for src, dst in zip(call.specs, decision.inputs, strict=True))
     for out in decision.outputs:
-        nbytes = prod(out.local_shape((0,) * mesh.ndim)) * out.dtype.itemsize
+        nbytes = prod(out.largest_shape) * out.dtype.itemsize
         for axis in out.sums:
             if not any(spec.placements[axis].is_partial() for spec in call.specs):
                 price += debt(True, mesh.shape[axis], nbytes, mesh.links[axis])

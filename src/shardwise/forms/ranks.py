@@ -53,7 +53,7 @@ def _pays(call: Call, ranks: int = 1) -> bool:
         return False
     width = spec.dtype.itemsize
     price, _ = rounds(prod(spec.shape), spec.num_shards, 1, ranks, width, _links(spec))
-    own = prod(spec.local_shape((0,) * spec.topology.ndim))
+    own = prod(spec.largest_shape)
     nbytes = (prod(spec.shape) - own) * width
     return all(price + link.price(0) < link.price(nbytes) for link in _links(spec))
 

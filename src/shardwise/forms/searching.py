@@ -35,7 +35,7 @@ def _laid(sequence: DTensorSpec, values: DTensorSpec) -> DTensorSpec | None:
     """A layout of the values in shards over all axes that cut the sequence; None if some rank would
     have values of rows that it has not."""
     places: list[Placement] = list(values.placements)
-    local = list(values.local_shape((0,) * values.topology.ndim))
+    local = list(values.largest_shape)
     for axis in sequence.dim_axes[-1]:
         if not places[axis].is_shard():  # each rank asks for its share of them
             dim = local.index(max(local))
@@ -60,9 +60,9 @@ def _pays(sequence: DTensorSpec, values: DTensorSpec) -> bool:
     if at is None:
         return False
     mesh = at.topology
-    own, asked = (prod(spec.local_shape((0,) * mesh.ndim)) for spec in (sequence, at))
+    own, asked = (prod(spec.largest_shape) for spec in (sequence, at))
     count, width, wide = len(sequence.dim_cuts[-1]), sequence.dtype.itemsize, values.dtype.itemsize
-    rows = own // max(sequence.local_shape((0,) * mesh.ndim)[-1], 1)
+    rows = own // max(sequence.largest_shape[-1], 1)
     told_of = 4 if rows > 1 else 0
     steps = [
         rows * count * width,
@@ -202,12 +202,11 @@ def _orders(call: Call) -> bool:
     axes = sequence.dim_axes[-1]
     if not axes or order.placements != sequence.placements or not prod(sequence.shape):
         return False
-    first = (0,) * sequence.topology.ndim
-    own, width, dim = prod(sequence.local_shape(first)), sequence.dtype.itemsize, sequence.ndim - 1
+    own, width, dim = prod(sequence.largest_shape), sequence.dtype.itemsize, sequence.ndim - 1
     table = 8 * sequence.num_shards**2
     asked: list[int] = []
     if isinstance(call.get("self"), Operand) and call.specs[1].is_sharded():
-        count = prod(call.specs[1].local_shape(first))
+        count = prod(call.specs[1].largest_shape)
         asked = [table, 0, count * call.specs[1].dtype.itemsize, count * 4]
     for link in (sequence.topology.links[axis] for axis in axes):
         whole = link.price(lacking(sequence, dim))

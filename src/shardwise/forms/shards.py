@@ -221,7 +221,7 @@ def lacking(spec: DTensorSpec, dim: int) -> int:
     """The bytes that a rank receives if a dim is made whole by a rule: all of the dim, or shards of
     another one that has places enough."""
     count = len(spec.dim_cuts[dim])
-    local = spec.local_shape((0,) * spec.topology.ndim)
+    local = spec.largest_shape
     others = [size for d, size in enumerate(local) if d != dim]
     most = prod(others) * spec.shape[dim] * spec.dtype.itemsize * (count - 1) // count
     return min([most, *(most * -(-size // count) // size for size in others if size)])
