@@ -25,6 +25,7 @@ from shardwise import (
     init_device_mesh,
     per_rank,
 )
+from shardwise.engine import identity
 from shardwise.errors import CommunicationError
 
 from .compare import check, ints, numbers, spread, virtual
@@ -139,6 +140,28 @@ def test_a_number_that_makes_parts_infinite_waits_for_the_sum(number: float) -> 
     whole = pending.full_tensor()
     for ours, theirs in ((pending / number, whole / number), (pending * number, whole * number)):
         torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [1e39, -1e39, 1e-39, 1e-60, -1e-60])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_a_number_that_single_precision_does_not_hold_waits(op: str, number: float) -> None:
+    """1e39 is infinite there, and an infinity times 1e-60, which is zero, no number: the plan of 2
+    is of no use."""
+    mesh = init_device_mesh("cpu", (2,))
+    parts = torch.tensor([3.0, 0.0, 2.0]), torch.tensor([-1.0, 5.0, identity(op, torch.float32)])
+    for run in (
+        lambda x, n: x * n,
+        lambda x, n: x / n,
+        lambda x, n: torch._foreach_mul([x], n)[0],
+        lambda x, n: x + n,
+        lambda x, n: torch.rsub(x, 1, alpha=n if abs(n) < 1 else 2),  # PyTorch refuses others
+        lambda x, n: F.leaky_relu(x, n if abs(n) < 1 else 2),
+    ):
+        for each in (2.0, -2.0, number):
+            held = per_rank(mesh, lambda coord: parts[coord[0]].clone())
+            x = DTensor.from_local(held, mesh, [Partial(op)])
+            want = run(DTensor.from_local(held, mesh, [Partial(op)]).full_tensor(), each)
+            torch.testing.assert_close(run(x, each).full_tensor(), want, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])

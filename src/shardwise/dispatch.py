@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from math import inf, nan
+from math import nan
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .errors import LayoutError
 from .pending import PendingValue
 from .plain import adopt, check_plain
 from .plans import Plan
-from .rules.call import has_fractions
+from .rules.call import LEAST, MOST, has_fractions
 from .sparse import has_sparse, run_sparse
 from .trace import planned
 from .wrapper import Plain, Wrapper
@@ -168,11 +168,11 @@ def _add(value: Any, by_type: bool, operands: list[Any], key: list[Any]) -> bool
     """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
     kind = type(value)
     if kind in _NUMBERS:
-        # 0, infinity and the sign are special; 1, 1.0 and True are equal, but not the same; no NaN
-        # is equal to another, so that one stands for all
-        if by_type and kind is not complex and 0 < value < inf:
+        # 0, infinity, what may be so in single precision, and the sign are special; 1, 1.0 and True
+        # are equal, but not the same; no NaN is equal to another, so that one stands for all
+        if by_type and kind is not complex and LEAST < value < MOST:
             key.append(kind)
-        elif by_type and value != 0 and value - value == 0:
+        elif by_type and LEAST < abs(value) < MOST:
             key.append((kind, None))
         else:
             key.append((kind, value if value == value else nan))

@@ -23,6 +23,7 @@ from .plans import Plan
 from .propagate import decide
 from .ready import ReadyPlan
 from .rules import Call, Operand, Rule
+from .rules.call import LEAST, MOST
 from .rules.pointwise import base_name, pointwise
 from .wrapper import Plain, Wrapper
 
@@ -257,14 +258,14 @@ def _chosen(
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument enters the key: of a number its type and sign, and whether it is 0 or
-    infinite."""
+    """What of an argument enters the key: of a number its type and sign, and its value if that is 0
+    or infinite, or may be so in single precision."""
     if isinstance(value, (bool, torch.dtype)):
         return value
     if isinstance(value, (int, float, complex)):
         if value != value:
             return type(value), "nan"  # which is equal to no other, not even to itself
-        if value == 0 or value - value != 0:
+        if not LEAST < abs(value) < MOST:
             return type(value), value
         return type(value), isinstance(value, complex) or value > 0
     if not isinstance(value, (list, tuple)):

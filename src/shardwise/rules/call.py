@@ -4,6 +4,7 @@ metas."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import c_float
 from math import prod
 from typing import Any
 
@@ -13,16 +14,24 @@ from ..spec import DTensorSpec, TensorMeta
 from .rule import Rule
 
 __all__ = [
+    "LEAST",
+    "MOST",
     "Call",
     "Family",
     "Operand",
     "has_fractions",
+    "is_finite",
     "is_plain",
     "is_wider",
     "keeps_sums",
+    "seen",
     "stored",
     "wraps_alike",
 ]
+
+
+LEAST, MOST = 1e-38, 1e38
+"""Numbers between these have reciprocals, and are neither infinite nor zero in any dtype."""
 
 
 class Operand(int):
@@ -70,10 +79,26 @@ def wraps_alike(src: torch.dtype, dst: torch.dtype) -> bool:
     return whole and dst.itemsize <= src.itemsize
 
 
+def seen(number: Any, dtype: torch.dtype) -> Any:
+    """A number as kernels of `dtype` see it: in single precision, which they have for less, 1e39 is
+    infinite and 1e-60 is zero."""
+    if dtype in (torch.float64, torch.complex128) or not isinstance(number, (float, complex)):
+        return number
+    if isinstance(number, complex):
+        return complex(c_float(number.real).value, c_float(number.imag).value)
+    return c_float(number).value
+
+
+def is_finite(number: Any, dtype: torch.dtype) -> bool:
+    """Whether kernels of `dtype` see a number that is neither infinite nor NaN."""
+    own = seen(number, dtype)
+    return bool(own - own == 0)
+
+
 def is_plain(number: Any, dtype: torch.dtype) -> bool:
     """Whether a number stays what it is when a rank has it and others have what changes nothing: an
     infinite one of complex `dtype` is NaN after a product with 1, or a division."""
-    return not dtype.is_complex or number - number == 0
+    return not dtype.is_complex or is_finite(number, dtype)
 
 
 def stored(meta: TensorMeta) -> int:

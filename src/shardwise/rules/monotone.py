@@ -7,11 +7,12 @@ for nothing holds an infinity, or the last of the integers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
 
-from .call import Call, Operand, has_fractions, stored
+from .call import Call, Operand, has_fractions, is_finite, seen, stored
 from .rule import Passes
 
 __all__ = ["breaks_sums", "monotone"]
@@ -58,14 +59,14 @@ _RISING: Passes = (((0,), "max", "max"), ((0,), "min", "min"))
 _FALLING: Passes = (((0,), "max", "min"), ((0,), "min", "max"))
 
 
-def breaks_sums(name: str, args: Sequence[Any]) -> bool:
-    """Whether a number turns the finite parts of a sum into infinities of both signs."""
+def breaks_sums(name: str, args: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether a number turns the finite parts of a sum of `dtype` into infinities of both signs."""
     numbers = [
         v for v in args if isinstance(v, (int, float, complex)) and not isinstance(v, Operand)
     ]
-    if name in ("div", "true_divide") and any(value == 0 for value in numbers):
-        return True
-    return any(value - value != 0 for value in numbers)
+    if name in ("div", "true_divide"):  # some kernels multiply by the reciprocal
+        numbers += [1 / value if value else inf for value in numbers]
+    return not all(is_finite(value, dtype) for value in numbers)
 
 
 def monotone(call: Call, name: str) -> Passes:
@@ -143,16 +144,16 @@ def _slope(call: Call, name: str) -> int:
     if name == "logical_not":
         return -1 if src is torch.bool else 0
     numbers = [v for v in call.values.values() if isinstance(v, (int, float, complex))]
-    if not (src.is_floating_point and dst.is_floating_point) or breaks_sums(name, numbers):
+    if not (src.is_floating_point and dst.is_floating_point) or breaks_sums(name, numbers, dst):
         return 0
     if name in _DOWN:
         return -1
     if name in ("add", "sub"):
         return 1
     if name == "rsub":
-        return _sign(-call.get("alpha", 1))
+        return _sign(seen(-call.get("alpha", 1), dst))
     if name in ("mul", "div", "true_divide") and call.get("rounding_mode") is None:
-        return _sign(call.args[1] if len(call.args) > 1 else 0)
+        return _sign(seen(call.args[1], dst) if len(call.args) > 1 else 0)
     return 0
 
 
@@ -172,5 +173,7 @@ def _sign(number: Any) -> int:
 def _may_turn(call: Call, name: str) -> bool:
     """Whether an argument of a monotone function may turn it around, or break it."""
     if name in ("leaky_relu", "elu", "celu"):
-        return any(_sign(number) <= 0 or number - number != 0 for number in call.args[1:])
+        dtype = call.results[0].dtype
+        own = [seen(number, dtype) for number in call.args[1:]]
+        return any(_sign(number) <= 0 or number - number != 0 for number in own)
     return name == "softplus" and len(call.args) > 1

@@ -119,7 +119,7 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     given = [place for place, value in enumerate(call.args) if isinstance(value, Operand)]
     if name in _AFFINE and len(given) <= _AFFINE[name]:
         groups = ((0,),) if _added_number(call, name) is not None else ()
-    if breaks_sums(name, _multiplying(call, name)):
+    if breaks_sums(name, _multiplying(call, name), call.results[0].dtype):
         return ()
     if name in ("div", "true_divide", "addcdiv") and len(given) > 1:
         # A divisor may hold zeros, and the parts of a sum may be infinite both ways; but what is
