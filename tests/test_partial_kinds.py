@@ -406,6 +406,18 @@ def test_numbers_are_added_to_what_is_pending(name: str, kind: str) -> None:
     passed_on(ADDED[name], kind)
 
 
+@pytest.mark.parametrize("shapes", [((4,), (1, 4)), ((1, 0), (3, 0)), ((2, 1), (2, 4))], ids=str)
+def test_quotients_that_are_larger_than_the_sum(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """What ranks keep would have another shape than what one of them makes."""
+    own, other = numbers(*shapes[0]), numbers(*shapes[1])
+    for run in (
+        lambda x: x.addcdiv(other, other + 3),
+        lambda x: torch._foreach_addcdiv([x], [other], [other + 3])[0],
+    ):
+        made, want = run(spread(own, virtual(2), [Partial()])), run(own)
+        torch.testing.assert_close(made.full_tensor(), want)
+
+
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("name", RISING)
 def test_order_is_kept_or_turned(name: str, kind: str) -> None:

@@ -139,7 +139,8 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
 
 def _adds_quotients(call: Call) -> bool:
     """Whether one rank alone may add quotients to a sum, and the others keep what they have."""
-    return len(call.specs) == 3 and call.specs[0].dtype is call.results[0].dtype
+    own, made = call.specs[0].meta, call.results[0]
+    return len(call.specs) == 3 and (own.shape, own.dtype) == (made.shape, made.dtype)
 
 
 def _number_once(call: Call, name: str) -> tuple[int, tuple[str, ...]] | None:
