@@ -246,6 +246,30 @@ def test_a_number_that_is_cast_to_fewer_bits_is_no_extreme(f: Any) -> None:
                 torch.testing.assert_close(f(*pair[::-1]).full_tensor(), f(y, x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("f", [torch.gt, torch.ge, torch.lt, torch.le])
+def test_a_number_that_is_cast_to_fewer_bits_is_compared_whole(f: Any) -> None:
+    """The larger of 2**32 + 1 and 5 is 1 beside int32."""
+    mesh, x = virtual(2), torch.tensor([3], dtype=torch.int32)
+    for kind, other in itertools.product(("max", "min"), (2**32 + 1, -(2**32) + 4)):
+        held = per_rank(mesh, lambda coord, other=other: torch.tensor((other, 3)[coord[0]]))
+        y = DTensor.from_local(held, mesh, [Partial(kind)])
+        whole = DTensor.from_local(held, mesh, [Partial(kind)]).full_tensor()
+        assert f(x, y).full_tensor().equal(f(x, whole))
+        assert f(y, x).full_tensor().equal(f(whole, x))
+
+
+def test_integers_without_a_sign_are_cast() -> None:
+    """PyTorch promotes them to no other integers, and cannot reduce uint64."""
+    every = torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64
+    for src, dst in itertools.product(every, (*every, torch.uint64)):
+        for kind in ("sum", "max", "min", "product"):
+            x, mesh = torch.tensor([1, 5, 70000, 2]).to(src), virtual(2)
+            held = per_rank(mesh, lambda coord, x=x: x.roll(coord[0]))
+            made = DTensor.from_local(held, mesh, [Partial(kind)]).to(dst).full_tensor()
+            want = DTensor.from_local(held, mesh, [Partial(kind)]).full_tensor().to(dst)
+            assert made.dtype is dst and made.equal(want)
+
+
 INF = float("inf")
 ODD = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, 0.5, INF, -INF, float("nan")])
 FACTORS = ODD[ints(6, 4, high=len(ODD), seed=5)].double()

@@ -64,19 +64,25 @@ def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
 
 
 def is_wider(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether `dst` holds all values of `src`: PyTorch promotes no float of 8 bits."""
+    """Whether `dst` holds all values of `src`: PyTorch promotes no float of 8 bits, and integers
+    without a sign to few others."""
+    if src is dst:
+        return True
+    if torch.bool not in (src, dst) and not has_fractions(src) and not has_fractions(dst):
+        own, wide = torch.iinfo(src), torch.iinfo(dst)
+        return wide.min <= own.min and own.max <= wide.max
     if dst.is_floating_point and dst.itemsize == 1:
-        return src is dst
+        return False
     if src.is_floating_point and src.itemsize == 1:
         return has_fractions(dst)
     return torch.promote_types(src, dst) is dst
 
 
 def wraps_alike(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether integers may be added or multiplied after a cast to no more bits as well as
-    before."""
+    """Whether integers may be added or multiplied after a cast to no more bits as well as before.
+    PyTorch cannot reduce those of 64 bits without a sign."""
     whole = not any(has_fractions(dtype) or dtype is torch.bool for dtype in (src, dst))
-    return whole and dst.itemsize <= src.itemsize
+    return whole and dst.itemsize <= src.itemsize and dst is not torch.uint64
 
 
 def seen(number: Any, dtype: torch.dtype) -> Any:

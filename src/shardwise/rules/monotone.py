@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .call import Call, Operand, has_fractions, is_finite, seen, stored
+from .call import Call, Operand, has_fractions, is_finite, is_wider, seen, stored
 from .rule import Passes
 
 __all__ = ["breaks_sums", "monotone"]
@@ -100,7 +100,7 @@ def _joint(call: Call, kind: str) -> Passes:
     number: it is reduced before.
     """
     out, other = call.results[0].dtype, "min" if kind == "max" else "max"
-    fit = [i for i in (0, 1) if torch.promote_types(call.specs[i].dtype, out) is out]
+    fit = [i for i in (0, 1) if is_wider(call.specs[i].dtype, out)]
     if len(fit) == 2:
         return ((0, 1), kind, kind), ((0,), other, other), ((1,), other, other)
     return tuple([((i,), op, op) for i in fit for op in (kind, other)])
@@ -108,11 +108,13 @@ def _joint(call: Call, kind: str) -> Passes:
 
 def _compared(call: Call, name: str) -> Passes:
     """Comparisons, with numbers or tensors. With NaN they are false: so they are where all parts
-    have to be true, but not where one suffices, as among integers."""
+    have to be true, but not where one suffices, as among integers. As in `_joint`, a 0-d operand
+    may be cast to fewer bits."""
     whole = not any(has_fractions(spec.dtype) for spec in call.specs)
     passes = []
     for i, spec in enumerate(call.specs):
-        if stored(spec.meta) >= stored(call.results[0]):
+        fits = spec.ndim == len(call.results[0].shape) or spec.dtype is call.specs[1 - i].dtype
+        if fits and stored(spec.meta) >= stored(call.results[0]):
             few, many = _BOTH if _COMPARED[name] * (1 - 2 * i) < 0 else _BOTH[::-1]
             passes += [((i,), few, "min"), *([((i,), many, "max")] if whole else [])]
     return tuple(passes)
@@ -158,12 +160,13 @@ def _slope(call: Call, name: str) -> int:
 
 
 def _slope_of_cast(src: torch.dtype, dst: torch.dtype) -> int:
-    """A float of 8 bits has no infinity: what is too large for it is NaN."""
-    if src.is_complex or dst.is_complex:
+    """A float of 8 bits has no infinity: what is too large for it is NaN. PyTorch cannot reduce
+    integers of 64 bits without a sign."""
+    if src.is_complex or dst.is_complex or dst is torch.uint64:
         return 0
     if dst.is_floating_point:
         return int(dst.itemsize > 1)
-    return int(not has_fractions(src) and torch.promote_types(src, dst) is dst)
+    return int(not has_fractions(src) and is_wider(src, dst))
 
 
 def _sign(number: Any) -> int:
