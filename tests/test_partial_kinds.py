@@ -258,6 +258,29 @@ def test_a_number_that_is_cast_to_fewer_bits_is_compared_whole(f: Any) -> None:
         assert f(y, x).full_tensor().equal(f(whole, x))
 
 
+CAST = {
+    "slice": lambda x, y: x.slice_scatter(y[:2], 0, 1, 3),
+    "place": lambda x, y: x.select_scatter(y[1], 0, 1),
+    "diagonal": lambda x, y: x.diagonal_scatter(y.diagonal()),
+    "rows": lambda x, y: x.index_fill(0, torch.tensor([0, 2]), y[0, 1]),
+    "rows in place": lambda x, y: x.clone().index_fill_(1, torch.tensor([1]), y[0, 1]),
+    "copy": lambda x, y: x.clone().copy_(y),
+    "joined": lambda x, y: torch.cat([x, y]),
+}
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
+@pytest.mark.parametrize("name", CAST)
+def test_what_is_cast_as_it_is_written_is_reduced_before(name: str, kind: str) -> None:
+    """Of 1.5 and 1.5 there is no more than 2 if they are integers first."""
+    mesh, x = virtual(2), ints(3, 3)
+    y = DTensor.from_local(per_rank(mesh, lambda coord: X[:3, :3] + 1.5), mesh, [Partial(kind)])
+    whole = {"sum": 2 * (X + 1.5), "product": (X + 1.5) ** 2}.get(kind, X + 1.5)[:3, :3]
+    for place in (Replicate(), Partial()):
+        made = CAST[name](spread(x, mesh, [place]), y)
+        torch.testing.assert_close(made.full_tensor(), CAST[name](x, whole))
+
+
 def test_integers_without_a_sign_are_cast() -> None:
     """PyTorch promotes them to no other integers, and cannot reduce uint64."""
     every = torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..spec import DTensorSpec, TensorMeta
-from .rule import Rule
+from .rule import Rule, copied
 
 __all__ = [
     "LEAST",
@@ -26,6 +26,7 @@ __all__ = [
     "keeps_sums",
     "seen",
     "stored",
+    "together",
     "wraps_alike",
 ]
 
@@ -171,6 +172,20 @@ class Call:
     @property
     def name(self) -> str:
         return str(self.op)
+
+
+def together(call: Call, operands: Sequence[int] | None = None) -> dict[str, Any]:
+    """The traits of a call that copies elements of its operands: what is pending passes if all of
+    them hold it and no dtype is in the way."""
+    every = tuple(range(len(call.specs)) if operands is None else operands)
+    dst = call.results[0].dtype
+    dtypes = [call.specs[index].dtype for index in every]
+    same = all(dtype is dst for dtype in dtypes)
+    return {
+        "linear": (every,) if same or all(keeps_sums(dtype, dst) for dtype in dtypes) else (),
+        "averages": same or all(map(has_fractions, dtypes)),
+        "passes": copied(*every) if same else (),
+    }
 
 
 Family = Callable[[Call], Rule]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .call import Call, Operand, has_fractions, is_plain
+from .call import Call, Operand, has_fractions, is_plain, together
 from .indexing import Names, has_mask, index_dims, indexed_whole, local_address, within
 from .once import COUNTED, one_has
 from .pointwise import base_name
@@ -22,7 +22,6 @@ __all__ = ["index_put", "index_write", "put", "scatter", "stays_pending"]
 
 _PENDING = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}
 _SAME = {"add": "sum", "multiply": "prod"}
-_KINDS = ("max", "min", "product")
 
 
 def _merge(call: Call) -> str:
@@ -46,8 +45,7 @@ def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
     both = (0, *values)
     traits: dict[str, Any] = {"reduce": None, "averages": has_fractions(dtype)}
     if merge == "copy" and values:
-        traits["linear"] = (both,)
-        traits["passes"] = tuple((both, kind, kind) for kind in _KINDS)
+        traits |= together(call, both)
     elif merge == "copy":  # a number: one rank writes it, if others would count
         plain = is_plain(call.get("value"), dtype)
         traits["linear"] = (both,) if plain else ()

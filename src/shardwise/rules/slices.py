@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..geometry import Cuts, Interval, chunk_cuts, intervals
-from .call import Call, has_fractions, keeps_sums
+from .call import Call, together
 from .rule import Along, Dims, Rule, Site, along, copied
 from .views import each_dim, form_of, reordered, sizes_of
 
@@ -153,8 +153,7 @@ def slice_scatter(call: Call) -> Rule:
         (whole,),
         sizes_of(shape),
         reduce=None,
-        linear=((0, 1),),
-        passes=copied(0, 1) if call.specs[0].dtype is call.specs[1].dtype else (),
+        **together(call),
         tail=tail,
         placed=frozenset([f"i{dim}"]),
     )
@@ -252,27 +251,13 @@ def select_scatter(call: Call) -> Rule:
         (along(names),),
         sizes_of(shape),
         reduce=None,
-        linear=((0, 1),),
-        passes=copied(0, 1) if call.specs[0].dtype is call.specs[1].dtype else (),
+        **together(call),
         local=local,
         placed=frozenset([f"i{dim}"]),
     )
 
 
 # --- joining ---------------------------------------------------------------------------------
-
-
-def _together(call: Call) -> dict[str, Any]:
-    """What is pending passes if all operands hold it and no dtype is in the way."""
-    dst = call.results[0].dtype
-    dtypes = [spec.dtype for spec in call.specs]
-    same = all(dtype is dst for dtype in dtypes)
-    every = tuple(range(len(dtypes)))
-    return {
-        "linear": (every,) if same or all(keeps_sums(dtype, dst) for dtype in dtypes) else (),
-        "averages": same or all(map(has_fractions, dtypes)),
-        "passes": copied(*every) if same else (),
-    }
 
 
 def cat(call: Call) -> Rule:
@@ -296,4 +281,4 @@ def stack(call: Call) -> Rule:
 
 def _joined(call: Call, inputs: Sequence[list[str | None]], dims: list[str | None]) -> Rule:
     sizes = {name: size for name, size in zip(dims, call.results[0].shape, strict=True) if name}
-    return Rule(tuple(map(along, inputs)), (along(dims),), sizes, reduce=None, **_together(call))
+    return Rule(tuple(map(along, inputs)), (along(dims),), sizes, reduce=None, **together(call))

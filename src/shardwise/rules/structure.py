@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..geometry import Interval
-from .call import Call, has_fractions, keeps_sums
+from .call import Call, has_fractions, keeps_sums, together
 from .rule import Along, Dims, Rule, Site, along, copied
 from .slices import Spread, Window
 
@@ -188,4 +188,6 @@ def diagonal_scatter(call: Call) -> Rule:
         part = args[1].narrow(-1, start - first, stop - start)
         return op(args[0], part, found.offset_in(box), *found.dims)
 
-    return _moved([names, found.along(_side(call, found))], names, _sizes(shape), local=local)
+    source = found.along(_side(call, found))
+    sizes = _sizes(shape)
+    return Rule((names, source), (names,), sizes, reduce=None, local=local, **together(call))
