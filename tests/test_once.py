@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -800,6 +801,27 @@ def test_little_is_remembered_of_what_grew() -> None:
     d = pending(virtual(2), (P,), (4, 6)).repeat(3, 1)
     between, d = weakref.ref(d), d * 1.5
     assert d._picked is not None and between() is None
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda s: torch.no_grad()(s.repeat)(5, 1),
+        lambda s: s.repeat(5, 1).detach(),
+        lambda s: torch.no_grad()(F.pad)((s * 2), (20, 30)) * 2,
+        lambda s: s[None].expand(9, -1).detach().clone().t(),
+    ],
+)
+def test_what_grew_holds_no_history(f: Callable[[Any], Any]) -> None:
+    """As detached losses: not what the sum was computed of."""
+    leaf = spread(numbers(8, 4), virtual(4), (S0,)).requires_grad_()
+    saved = leaf.exp()
+    held, want = weakref.ref(saved._locals[0]), f(numbers(8, 4).exp().sum(0))
+    kept = f((saved * 1).sum(0))
+    del saved
+    gc.collect()
+    assert held() is None
+    torch.testing.assert_close(kept.full_tensor(), want)
 
 
 def test_what_grows_a_little_stays_pending() -> None:

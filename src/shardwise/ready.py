@@ -28,6 +28,8 @@ __all__ = ["ReadyPlan"]
 
 Known = tuple[DTensorSpec, Locals] | None
 _MOST = 64
+_PLACE = torch.empty(0)
+"""Stands where an operand was."""
 
 
 class ReadyPlan(Plan):
@@ -104,12 +106,12 @@ class ReadyPlan(Plan):
         return made
 
     def _again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
-        """The call on another value of its one operand, which this does not keep."""
-        place = torch.empty(0)
-        kept = filled(args, kwargs, iter((place,)))
+        """The call on another value of its one operand, which it does not hold: that has a
+        history."""
+        rest, others = filled(args, kwargs, iter((_PLACE,)))
 
         def call(value: Any) -> Any:
-            given, named = filled(*kept, iter((value,)))
+            given, named = filled(rest, others, iter((value,)))
             return self._op(*given, **named)
 
         return call
