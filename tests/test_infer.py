@@ -26,6 +26,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "any over no dims": (lambda x: torch.any(x.t(), dim=[]), [ints(5, 3) > 2]),
     "nansum over no dims": (lambda x: aten.nansum(x, [], True), [numbers(5, 3)]),
     "copysign": (lambda x, y: torch.copysign(x.t(), y), [numbers(5, 3), numbers(5)]),
+    "floor of a number": (
+        lambda x: [x[:, 1] // 2, x[:, :2] // 2, x[0].expand(3, 3) // 2],
+        [ints(5, 3)],
+    ),
     "div by floor": (
         lambda x, y: torch.div(x.t(), y, rounding_mode="floor"),
         [numbers(5, 3), numbers(5, seed=1)],

@@ -276,7 +276,7 @@ def as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
         return tuple(plain) if isinstance(made, tuple) else plain[0]
     if name in _ITERATED:
         tensors = [t.real if t.is_complex() else t for t in given if isinstance(t, torch.Tensor)]
-        return reduce(torch.add, tensors).to(made.dtype)
+        return reduce(torch.add, tensors[1:], tensors[0] + 0).to(made.dtype)
     if name == "ldexp.Tensor":
         kind = torch.result_type(given[0], given[1])
         return (given[0] + given[1]).to(kind if kind.is_floating_point else made.dtype)
