@@ -843,3 +843,25 @@ def test_the_gradient_of_the_first_place_is_reduced_before_it_is_spread() -> Non
     want = numbers(2, 64, 8).requires_grad_()
     (want[:, 0] @ numbers(8, 12, seed=1)).sum().backward()
     torch.testing.assert_close(h.grad.full_tensor(), want.grad)
+
+
+UNUSED: dict[str, Callable[[Any], Any]] = {
+    "running sums": lambda x: x.cumsum(0),
+    "local tensors": lambda x: (
+        DTensor.from_local(x.to_local(grad_placements=x.placements), x.device_mesh, x.placements)
+        if isinstance(x, DTensor)
+        else x.view_as(x)
+    ),
+    "padded": lambda x: F.pad(x[None], (1, 1, 2, 2), mode="circular")[0],
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_the_gradient_of_a_result_of_a_list_that_nobody_uses(name: str) -> None:
+    """PyTorch would fill it in with zeros that are no DTensor."""
+    want = numbers(6, 3).requires_grad_()
+    torch._foreach_mul([want.exp(), UNUSED[name](want * 2)], 3.0)[0].sum().backward()
+    for place in (R, S0, S1):
+        leaf = spread(numbers(6, 3), virtual(3), (place,)).requires_grad_()
+        torch._foreach_mul([leaf.exp(), UNUSED[name](leaf * 2)], 3.0)[0].sum().backward()
+        torch.testing.assert_close(leaf.grad.full_tensor(), want.grad)

@@ -132,6 +132,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: DTensorSpec, *parts: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)  # zeros would be no DTensor
         ctx.spec = spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
         cell = share_cell(made)
@@ -142,6 +143,8 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         spec: DTensorSpec = ctx.spec
+        if grad is None:
+            return None, *[None for _ in spec.slots]
         back = _without_partial(spec, grad._spec.meta)
         whole = ToLocal.apply(redistributed(grad, back), back)
         scale = 1

@@ -86,6 +86,7 @@ def _reduced(spec: DTensorSpec) -> DTensorSpec:
 class _Padded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, ring: _Ring) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.ring = ring
         target = ring.padded()
         x = laid(_OP, x, ring.spec.with_meta(x._spec.meta))
@@ -95,7 +96,7 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Folded.apply(grad, ctx.ring), None
+        return None if grad is None else _Folded.apply(grad, ctx.ring), None
 
 
 class _Folded(torch.autograd.Function):
@@ -103,6 +104,7 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Any, ring: _Ring) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.ring = ring
         grad = laid(_OP, grad, _reduced(ring.padded().with_meta(grad._spec.meta)))
         pieces = ring.spec.pieces(ring.dim)
@@ -121,7 +123,7 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Padded.apply(grad, ctx.ring), None
+        return None if grad is None else _Padded.apply(grad, ctx.ring), None
 
 
 def _consecutive(x: Any) -> Any:

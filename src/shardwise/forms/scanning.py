@@ -98,12 +98,13 @@ class FromHereOn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, dim: int) -> Any:
+        ctx.set_materialize_grads(False)  # zeros would be no DTensor
         ctx.dim = dim
         return _from_here_on(x, dim % x.ndim)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return Cumsum.apply(grad, ctx.dim), None
+        return None if grad is None else Cumsum.apply(grad, ctx.dim), None
 
 
 class Cumsum(torch.autograd.Function):
@@ -111,12 +112,13 @@ class Cumsum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, dim: int) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.dim = dim
         return aten.cumsum.default(x, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return FromHereOn.apply(grad, ctx.dim), None
+        return None if grad is None else FromHereOn.apply(grad, ctx.dim), None
 
 
 def _from_here_on(x: Any, dim: int) -> Any:
