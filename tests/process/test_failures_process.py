@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.engine.faults import _count_key, shared_store
 from shardwise.errors import CommunicationError, OutOfRangeError
 
@@ -94,6 +95,56 @@ def fail_alike() -> list[float]:
             time.sleep(2.5)
         made.append(float(x.sum()))
     return made
+
+
+def _next_sum(slowest: int = -1) -> tuple[str, float]:
+    """What is heard after an error that all ranks had, one that ranks 1 and 2 had, and the next
+    communication; how long it took."""
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    table = distribute_tensor(torch.arange(8.0), mesh, [Replicate()])
+    everywhere = DTensor.from_local(torch.tensor([0, 9]), mesh, [Replicate()], run_check=False)
+    alone = distribute_tensor(torch.tensor([0, 99, 99, 0]), mesh, [Shard(0)])
+    if dist.get_rank() == slowest:
+        time.sleep(5)
+    started = time.monotonic()
+    with pytest.raises(OutOfRangeError):
+        x[everywhere]
+    with contextlib.suppress(IndexError):
+        table.take(alone)
+    with pytest.raises(CommunicationError) as caught:
+        x.sum().item()
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("slowest", [-1, 2])
+def test_an_error_after_one_that_all_had_is_heard_of(slowest: int) -> None:
+    """Also if a rank has it when others have heard of it already."""
+    pool = ProcessPool(4)
+    try:
+        found = pool.run(_next_sum, slowest, timeout=50)
+    finally:
+        pool.stop()
+    for rank, (text, seconds) in enumerate(found):
+        started = "a call failed on this rank and not" if rank in (1, 2) else "a collective cannot"
+        assert text.startswith(started)
+        assert seconds < 40, "it heard of it only when the backend's time was over"
+
+
+def fail_aside() -> float:
+    """Some ranks fail alike on a mesh of theirs; the others have long waited when they go on."""
+    mesh, ours = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [0, 1])
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Replicate()])
+    if dist.get_rank() < 2:
+        bad = DTensor.from_local(torch.tensor([0, 9]), ours, [Replicate()], run_check=False)
+        with pytest.raises(OutOfRangeError):
+            distribute_tensor(torch.arange(8.0), ours, [Shard(0)])[bad]
+        time.sleep(3)
+    return float(x.sum())
+
+
+def test_ranks_that_fail_alike_beside_others_go_on(processes: Pools) -> None:
+    assert processes(4).run(fail_aside, timeout=60) == [28.0] * 4
 
 
 def stop_a_checkpoint() -> int:

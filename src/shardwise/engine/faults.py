@@ -7,7 +7,8 @@ A program may catch an error and go on. If all ranks of the mesh had one in the 
 have of an index that all of them hold, they are still in step. Else those that had none come to a
 collective that was meant for the results of the call: they must hear of the error all the same,
 and the ranks that went on raise with them. So each rank counts its failures on a mesh, and one that
-goes on first waits until the others have failed as often as it has.
+goes on first waits until the others have failed as often as it has. Of each failure there is a note
+until then: the ranks may have had the first one alike and not the next.
 """
 
 from __future__ import annotations
@@ -39,17 +40,15 @@ __all__ = [
 
 _KEY = "shardwise/fault"
 _STANDING = f"{_KEY}/standing"
-"""How many ranks have left a note that stands."""
-_HEARD = f"{_KEY}/heard"
-"""How often a rank has raised because of another's note."""
+"""How many notes stand."""
 LOOK_AFTER = timedelta(seconds=2)
 
 
 class _Told:
-    """The meshes on which this rank has failed since it last talked, and what it had heard then."""
+    """How often this rank has failed since it last talked, and on which meshes."""
 
+    notes = 0
     meshes: tuple[tuple[int, ...], ...] = ()
-    heard = 0
 
 
 def tell(error: BaseException, topology: Topology) -> None:
@@ -66,23 +65,36 @@ def tell(error: BaseException, topology: Topology) -> None:
     me = dist.get_rank()
     # Elsewhere nobody looks for notes, so nobody would answer to one.
     ranks = topology.ranks if topology.device_type == "cpu" else ()
+    text = f"rank {me} failed: {type(error).__name__}: {error}"[:2000]
     try:
         store = shared_store()
         count = store.add(_count_key(ranks, me), 1)
-        if not _Told.meshes:
-            _Told.heard = store.add(_HEARD, 0)
-            text = f"rank {me} failed: {type(error).__name__}: {error}"
-            store.set(f"{_KEY}/{me}", f"{','.join(map(str, ranks))}\n{count}\n{text[:2000]}")
-            store.add(_STANDING, 1)
+        note = f"{','.join(map(str, ranks))}\n{count}\n{text}"
+        store.set(f"{_notes_key(me)}/{_Told.notes}", note)
+        store.add(_notes_key(me), 1)
+        store.add(_STANDING, 1)
     except RuntimeError:
         return  # the store is gone, and with it the process that had it: all hear of that
+    _Told.notes += 1
     if ranks not in _Told.meshes:
         _Told.meshes = (*_Told.meshes, ranks)
+
+
+def _notes_key(rank: int) -> str:
+    """Where a rank counts its notes that stand; the notes are below. None is ever deleted, because
+    a rank that looks for what was there a moment ago would wait for it."""
+    return f"{_KEY}/notes/{rank}"
 
 
 def _count_key(ranks: Sequence[int], rank: int) -> str:
     """Where a rank counts its failures on a mesh of these ranks."""
     return f"{_KEY}/{sha256(str(tuple(ranks)).encode()).hexdigest()[:32]}/{rank}"
+
+
+def _apart_key(rank: int) -> str:
+    """Set when a rank has raised because another failed, or another because it did: it is not in
+    step with all others any more."""
+    return f"{_KEY}/apart/{rank}"
 
 
 def leave_note(lane: Lane, error: BaseException) -> None:
@@ -95,9 +107,10 @@ def leave_note(lane: Lane, error: BaseException) -> None:
 
 
 def note_stands(lane: Lane) -> bool:
-    """Whether some rank has failed and does not go on."""
+    """Whether some rank has failed where this one did not."""
     try:
-        return bool(lane.store.add(_STANDING, 0) > 0 or lane.store.check([_key_of(lane)]))
+        found = _note(lane.store, lane.rank, lane.size)
+        return found is not None or bool(lane.store.check([_key_of(lane)]))
     except RuntimeError:
         return True  # the store is gone, and with it the process that had it
 
@@ -107,26 +120,29 @@ def _key_of(lane: Lane) -> str:
 
 
 def forgive() -> None:
-    """Take the note back if the program caught the error and goes on, on every rank that ran the
-    call; raise if some of them had no error."""
-    if not _Told.meshes or here.lane is not None:
+    """Take the notes back if the program caught the errors and goes on, on every rank that ran the
+    calls; raise if some of them had no error."""
+    if not _Told.notes or here.lane is not None:
         return
     store, me = shared_store(), dist.get_rank()
     for ranks in _Told.meshes:
         own = store.add(_count_key(ranks, me), 0)
         for rank in ranks:
             _await_failure(store, _count_key(ranks, rank), own, rank)
-    _Told.meshes = ()
-    if store.delete_key(f"{_KEY}/{me}"):
-        store.add(_STANDING, -1)
+    store.add(_notes_key(me), -_Told.notes)
+    store.add(_STANDING, -_Told.notes)
+    _Told.notes, _Told.meshes = 0, ()
 
 
 def _await_failure(store: Any, key: str, count: int, rank: int) -> None:
-    """Wait until another rank has failed as often; raise if it heard of this one's error."""
+    """Wait until another rank has failed as often; raise if one has heard that this one failed, or
+    that one raised because of somebody's error."""
+    me = dist.get_rank()
     pause, start = 0.001, time.monotonic()
     while store.add(key, 0) < count:
         late = time.monotonic() - start > gloo_timeout().total_seconds()
-        if late or store.add(_HEARD, 0) > _Told.heard:
+        if late or any(store.check([_apart_key(each)]) for each in (me, rank)):
+            store.set(_apart_key(me), "")
             raise CommunicationError(
                 f"a call failed on this rank and not on rank {rank}. The program caught the error "
                 "here and went on, but the others have results of the call and use them, so the "
@@ -192,7 +208,7 @@ def look(error: RuntimeError | None) -> None:
     """Raise if another rank has left a note: in the background one of those that were left there,
     for what a rank has called before it failed is run all the same."""
     try:
-        text = _note()
+        text = _heard()
     except RuntimeError as gone:
         if isinstance(gone, CommunicationError):
             raise
@@ -205,24 +221,40 @@ def look(error: RuntimeError | None) -> None:
         raise CommunicationError(f"a collective cannot finish: {reason}.") from error
 
 
-def _note() -> str | None:
-    """The note of a rank that failed where this one did not."""
+def _heard() -> str | None:
+    """What there is to hear of another rank that failed."""
     if here.lane is not None:
         key = _key_of(here.lane)
         return here.lane.store.get(key).decode() if here.lane.store.check([key]) else None
     if not dist.is_initialized():
         return None
     store, me = shared_store(), dist.get_rank()
+    found = _note(store, me, dist.get_world_size())
+    if found is None:
+        return None
+    rank, text = found
+    for each in {me, rank}:
+        store.set(_apart_key(each), "")
+    return text
+
+
+def _note(store: Any, me: int, size: int) -> tuple[int, str] | None:
+    """A rank that failed where another one did not, and its note."""
     if store.add(_STANDING, 0) <= 0:
         return None
-    for rank in range(dist.get_world_size()):
-        if not store.check([f"{_KEY}/{rank}"]):
-            continue
-        mesh, count, text = store.get(f"{_KEY}/{rank}").decode().split("\n", 2)
-        ranks = tuple(map(int, mesh.split(","))) if mesh else ()
-        asked = () if me not in ranks else ranks if rank == me else (me,)
-        if asked and all(store.add(_count_key(ranks, r), 0) >= int(count) for r in asked):
-            continue  # both had the error: both go on
-        store.add(_HEARD, 1)
-        return str(text)
+    for rank in range(size):
+        for index in range(store.add(_notes_key(rank), 0)):
+            note = store.get(f"{_notes_key(rank)}/{index}").decode()
+            mesh, count, text = note.split("\n", 2)
+            ranks = tuple(map(int, mesh.split(","))) if mesh else ()
+            if _is_apart(store, me, rank, ranks, int(count)):
+                return rank, text
     return None
+
+
+def _is_apart(store: Any, me: int, rank: int, ranks: tuple[int, ...], count: int) -> bool:
+    """Whether a failure of `rank` means that it and this rank are not in step."""
+    if rank == me:  # the others may still be on their way to theirs
+        return bool(store.check([_apart_key(me)]))
+    asked = (me,) if me in ranks else ranks
+    return not asked or any(store.add(_count_key(ranks, each), 0) < count for each in asked)

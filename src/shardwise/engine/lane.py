@@ -32,7 +32,7 @@ class Lane:
     def __init__(self, ends: Ends) -> None:
         self.name = f"shardwise/lane/{_digest(ends)}"
         self.world = dist.group.WORLD
-        self.rank = dist.get_rank()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.home: Any = shared_store()  # one process has the server, and must keep it
         self.store: Any = self.home.clone()
         self.timeout = gloo_timeout()
