@@ -225,3 +225,46 @@ def test_writes_before_the_backward_raise(written: str, at: Any) -> None:
         {"input": x, "output": out, "weight": layer.weight_hh_l0}[written].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def _flat(made: Any) -> tuple[Any, ...]:
+    out, last = made
+    return out, *last
+
+
+class _Unasked(torch.autograd.Function):
+    """A gradient that does not go on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Any:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> None:
+        return None
+
+
+def test_no_gradient_to_differentiate_again() -> None:
+    mesh = eager(4)
+    x = spread(numbers(99, 1, IN), mesh, [Shard(0)]).detach().requires_grad_()
+    out, _ = layer_of("gru", mesh)(x)
+    loss = _Unasked.apply(out).sum()
+    assert torch.autograd.grad(loss, [x], create_graph=True, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_results_that_a_checkpoint_has_and_nobody_uses(batch: int) -> None:
+    """PyTorch makes plain zeros of their gradients, carried or on shards of the batch."""
+    found = []
+    for mesh in (eager(4), None):
+        layer, x = layer_of("lstm", mesh), numbers(99, batch, IN)
+        given: Any = x if mesh is None else spread(x, mesh, [Shard(0)]).detach()
+        out, *_ = checkpoint(
+            lambda v: _flat(layer(v)),  # noqa: B023
+            given.requires_grad_(),
+            use_reentrant=True,
+        )
+        out.sin().sum().backward()
+        found.append([given.grad, *(p.grad for p in layer.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(whole(got), want)

@@ -10,6 +10,7 @@ import torch
 
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
+from .mesh import Topology
 from .moving import lend, moved, started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
@@ -23,6 +24,7 @@ __all__ = [
     "Replaced",
     "ToLocal",
     "WholeLocal",
+    "as_gradient",
     "keep_partial_grads",
     "keeps_partial_grads",
     "not_partial",
@@ -88,6 +90,16 @@ def _without_partial(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
     return DTensorSpec._intern(spec.topology, not_partial(spec), meta, spec.cuts)
 
 
+def as_gradient(grad: Any, topology: Topology) -> Any:
+    """A gradient as a DTensor. It may be plain and whole: of a result that nobody has used PyTorch
+    makes zeros itself."""
+    if isinstance(grad, Wrapper):
+        return grad
+    meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
+    whole = DTensorSpec._intern(topology, default_placements(topology), meta, None)
+    return FromLocal.apply(whole, *[grad] * len(whole.slots))
+
+
 class WholeLocal(torch.autograd.Function):
     """From a DTensor to a plain tensor with its whole value; a pending sum keeps what is reduced
     for it."""
@@ -102,12 +114,9 @@ class WholeLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
-        mesh = ctx.spec.topology
-        whole = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
-        back = _without_partial(ctx.spec, meta)
-        made = FromLocal.apply(whole, grad)
-        return made if back is whole else redistributed(made, back)
+        made = as_gradient(grad, ctx.spec.topology)
+        back = _without_partial(ctx.spec, made._spec.meta)
+        return made if back is made._spec else redistributed(made, back)
 
 
 class ToLocal(torch.autograd.Function):
@@ -145,6 +154,7 @@ class FromLocal(torch.autograd.Function):
         spec: DTensorSpec = ctx.spec
         if grad is None:
             return None, *[None for _ in spec.slots]
+        grad = as_gradient(grad, spec.topology)
         back = _without_partial(spec, grad._spec.meta)
         whole = ToLocal.apply(redistributed(grad, back), back)
         scale = 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import policy
-from ..autograd import Redistribute, redistributed
+from ..autograd import Redistribute, as_gradient, redistributed
 from ..errors import MeshError
 from ..geometry import Cuts, contiguous_stride
 from ..moving import describe_moves
@@ -70,6 +70,7 @@ class _Joined(torch.autograd.Function):
         spec: DTensorSpec = ctx.spec
         if grad is None:
             return None, None, None, *[None] * ctx.count
+        grad = as_gradient(grad, spec.topology)
         places = [Replicate() if place.is_partial() else place for place in spec.placements]
         back = spec.with_meta(grad._spec.meta)
         settled = redistributed(grad, back.with_placements(places, spec.cuts))

@@ -20,7 +20,7 @@ import torch
 
 from .. import policy
 from .._torch import saves_elsewhere
-from ..autograd import Redistribute, redistributed
+from ..autograd import Redistribute, as_gradient, redistributed
 from ..cost import Link, debt
 from ..errors import MeshError
 from ..geometry import Cuts, contiguous_stride
@@ -400,7 +400,8 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         needs, given = ctx.needs_input_grad[4:], ctx.saved_tensors
-        given = given[: len(needs)]
+        given, mesh = given[: len(needs)], ctx.chain.x.topology
+        grads = tuple(None if grad is None else as_gradient(grad, mesh) for grad in grads)
         if torch.is_grad_enabled():
             return None, None, None, None, *_differentiable(ctx.again, given, needs, grads)
         pieces, ctx.pieces = ctx.pieces, None  # as autograd does: what is not needed again is freed
@@ -415,6 +416,8 @@ def _differentiable(
     known = [
         (made, grad) for made, grad in zip(again(*given), grads, strict=True) if grad is not None
     ]
+    if not known:
+        return [None] * len(needs)
     asked = [value for value, need in zip(given, needs, strict=True) if need]
     ends, starts = zip(*known, strict=True)
     found = iter(torch.autograd.grad(ends, asked, starts, create_graph=True, allow_unused=True))
