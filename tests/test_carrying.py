@@ -268,3 +268,23 @@ def test_results_that_a_checkpoint_has_and_nobody_uses(batch: int) -> None:
         found.append([given.grad, *(p.grad for p in layer.parameters())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(whole(got), want)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("at", [Shard(0), Shard(1)], ids=str)
+def test_a_projected_output_may_be_written(at: Any) -> None:
+    """As on one device: the gradients do not need it."""
+    x = numbers(99, 1 if at == Shard(0) else 4, IN).float()
+    found = []
+    for mesh in (eager(4), None):
+        torch.manual_seed(1)
+        layer: Any = nn.LSTM(IN, HIDDEN, proj_size=1)
+        layer = layer if mesh is None else distribute_module(layer, mesh)
+        out, _ = layer(x if mesh is None else spread(x, mesh, [at]))
+        loss = out.sum()
+        with torch.no_grad():
+            out.mul_(2)
+        loss.backward()
+        found.append([p.grad for p in layer.parameters()])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(whole(got), want)
