@@ -281,6 +281,16 @@ def test_what_is_cast_as_it_is_written_is_reduced_before(name: str, kind: str) -
         torch.testing.assert_close(made.full_tensor(), CAST[name](x, whole))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_are_added_up_before_they_are_floats(dtype: torch.dtype) -> None:
+    """They are exact, and wrap around; floats are not, and do not."""
+    mesh, large = virtual(2), torch.iinfo(dtype).max
+    parts = torch.tensor([[2**24 + 1, large], [-(2**24), large]]).to(dtype)
+    x = DTensor.from_local(per_rank(mesh, lambda coord: parts[coord[0]]), mesh, [Partial()])
+    for f in (torch.Tensor.float, torch.Tensor.double, lambda t: t * 1.0, lambda t: t / 1):
+        torch.testing.assert_close(f(x).full_tensor(), f(torch.tensor([1, -2])), rtol=0, atol=0)
+
+
 def test_integers_without_a_sign_are_cast() -> None:
     """PyTorch promotes them to no other integers, and cannot reduce uint64."""
     every = torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64

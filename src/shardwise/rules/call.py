@@ -52,16 +52,13 @@ def has_fractions(dtype: torch.dtype) -> bool:
 def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
     """Whether a sum may be pending while values go from `src` to `dst`.
 
-    Truth values saturate, narrow integers wrap around, a cast to integers drops fractions, and one
-    to a narrower float may overflow where the sum does not.
+    Truth values saturate, integers are exact and wrap around, which floats are not and do not, a
+    cast to integers drops fractions, and one to a narrower float may overflow where the sum does
+    not.
     """
     if src is dst:
         return src is not torch.bool
-    if not has_fractions(dst):
-        return False
-    if src is torch.int64:
-        src = torch.float32  # half precision holds few integers
-    return has_fractions(src) and is_wider(src, dst)
+    return has_fractions(src) and has_fractions(dst) and is_wider(src, dst)
 
 
 def is_wider(src: torch.dtype, dst: torch.dtype) -> bool:
