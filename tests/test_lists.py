@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -221,6 +223,27 @@ def test_elements_that_are_views_of_one_tensor() -> None:
         torch._foreach_add_([x, x], 1.0)
         torch._foreach_copy_([x[1], x[3:5]], [torch.ones(4).double(), torch.zeros(2, 4).double()])
     torch.testing.assert_close(ours.full_tensor(), plain)
+
+
+READ_AND_WRITTEN: dict[str, Callable[[Any, Any], Any]] = {
+    "the first of all": lambda a, b: torch._foreach_sub_([a, b], [a, a]),
+    "each other": lambda a, b: torch._foreach_addcmul_([a, b], [b, a], [a, a]),
+    "parts": lambda a, b: torch._foreach_copy_([a[:2], b[:2]], [b[:2], a[:2]]),
+    "a number": lambda a, b: torch._foreach_mul_([a[0, 0], b], a[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", READ_AND_WRITTEN)
+def test_elements_are_written_one_after_another(name: str) -> None:
+    """What an element has written the next ones read, whatever has to move."""
+    for places in itertools.product((R, S0, S1, P), repeat=2):
+        plain = [numbers(4, 4), numbers(4, 4, seed=1)]
+        pairs = zip(plain, places, strict=True)
+        ours = [spread(each.clone(), virtual(2), (place,)) for each, place in pairs]
+        READ_AND_WRITTEN[name](*plain)
+        READ_AND_WRITTEN[name](*ours)
+        for mine, theirs in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
 def test_elements_with_cuts_of_their_own() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -116,7 +116,7 @@ def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     listing = _Listing(args, kwargs)
     listing.check()
     written = [each for n in entry.writes if n in listing.lists for each in args[n]]
-    if any(map(is_deferred, written)) or _overlap(written):
+    if any(map(is_deferred, written)) or (written and _overlap(written, entry.writes, listing)):
         return _one_by_one(op, entry.writes, listing, args, kwargs)
     meshes = {t._spec.topology for t in listing.tensors if isinstance(t, Wrapper)}
     first = next(iter(listing.lists.values()))
@@ -202,10 +202,44 @@ def _with_numbers(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
     return op._overloadpacket.ScalarList(*lists, numbers.tolist(), **named)
 
 
-def _overlap(written: Sequence[Any]) -> bool:
-    """Whether two written elements may be the same memory."""
-    cells = [id(each._cell) for each in written if getattr(each, "_cell", None) is not None]
-    return len({id(each) for each in written}) < len(written) or len(set(cells)) < len(cells)
+def _overlap(written: Sequence[Any], writes: Sequence[int], listing: _Listing) -> bool:
+    """Whether an element may write into memory that another one writes into or reads."""
+    tensors, length = listing.tensors, listing.length
+    read = [ids for place, ids in listing.lists.items() if place not in writes]
+    others = [tensors[operand] for ids in (*read, listing.shared.values()) for operand in ids]
+    ids, cells = set(map(id, written)), _cells(written)
+    apart = len(ids) == len(written) and len(set(cells)) == len(cells)
+    if (
+        apart
+        and ids.isdisjoint(map(id, others))
+        and (not cells or set(cells).isdisjoint(_cells(others)))
+    ):
+        return False
+    # Some memory is there twice. What an element alone writes and reads is no matter.
+    owner: dict[int, int] = {}
+    given = [ids for place, ids in listing.lists.items() if place in writes]
+    for index in range(length):
+        for memory in _memory(tensors[own[index]] for own in given):
+            if owner.setdefault(memory, index) != index:
+                return True
+    every = [*read, *([operand] * length for operand in listing.shared.values())]
+    return any(
+        owner.get(memory, index) != index
+        for index in range(length)
+        for memory in _memory(tensors[own[index]] for own in every)
+    )
+
+
+def _cells(tensors: Iterable[Any]) -> list[int]:
+    """What tells tensors of the same memory of writes, where there are several."""
+    cells = [getattr(each, "_cell", None) for each in tensors]
+    return [id(cell) for cell in cells if cell is not None]
+
+
+def _memory(tensors: Iterable[Any]) -> set[int]:
+    """What tensors have in common with others of the same memory."""
+    every = list(tensors)
+    return {*map(id, every), *_cells(every)}
 
 
 def _one_by_one(
