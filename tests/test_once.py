@@ -787,6 +787,23 @@ def test_what_grew_waits_with_other_sums_and_where_nothing_may_move() -> None:
     torch.testing.assert_close(beside.full_tensor(), want + numbers(12, 6, seed=5))
 
 
+def test_views_of_what_grew_are_reduced_with_it() -> None:
+    for first, second in ((slice(1, None), slice(None)), (slice(10), slice(2, None))):
+        p = pending(virtual(2), (P,))
+        whole, d = p.full_tensor().repeat(3, 1), pending(virtual(2), (P,)).repeat(3, 1)
+        with Reductions(1) as found:
+            seen = [d[first].cos(), (d[second] * 2).cos()]
+        assert len(found.seen) == 1
+        torch.testing.assert_close(seen[0].full_tensor(), whole[first].cos())
+        torch.testing.assert_close(seen[1].full_tensor(), (whole[second] * 2).cos())
+        d = pending(virtual(2), (P,)).repeat(3, 1)
+        view = d[first]
+        view.mul_(2)  # which is no more a view of what it grew from
+        whole[first] *= 2
+        torch.testing.assert_close(view.cos().full_tensor(), whole[first].cos())
+        torch.testing.assert_close(d.cos().full_tensor(), whole.cos())
+
+
 def test_little_is_remembered_of_what_grew() -> None:
     """Nothing is held after the reduction, nor of a long chain of calls, nor what is between."""
     d: Any = pending(virtual(2), (P,), (4, 6)).repeat(3, 1)

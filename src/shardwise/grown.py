@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 from .moving import origin_of, own_copy, stamps
@@ -33,6 +34,11 @@ class Grown:
     calls: tuple[Callable[[Any], Any], ...]
     seen: object = None
     index: ClassVar[None] = None
+
+    @property
+    def size(self) -> int:
+        """How many elements it was made of."""
+        return prod(self.spec.meta.shape)
 
     def brought(
         self, spec: DTensorSpec, local: Locals, target: DTensorSpec
@@ -69,8 +75,9 @@ def grown(tensor: Any) -> Grown | None:
 
 
 def remember(made: Any, tensor: Any, call: Callable[[Any], Any]) -> None:
-    """Let what `call` makes of a pending sum know what it grew from, if it did."""
-    if not isinstance(made, Wrapper):  # a list of one
+    """Let what `call` makes of a pending sum know what it grew from, if it did; a view asks what it
+    is a view of."""
+    if not isinstance(made, Wrapper) or made._origin is not None:  # a list of one, or a view
         return
     before = grown(tensor)
     if before is not None:

@@ -265,13 +265,16 @@ def _price(src: DTensorSpec, dst: DTensorSpec) -> int:
 def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
     """A view of a pending sum, as a view of what is reduced; None if that would not be less.
 
-    It is if the other is reduced already, or if both are as large and the whole is asked for.
+    It is if the other is reduced already, or grew from less than the view is, or if both are as
+    large and the whole is asked for.
     """
     origin = origin_of(tensor)
     if origin is None:
         return None
     spec = origin.before
-    if not _is_reduced(origin.base):
+    little = _grew_from(origin.base)
+    less = little is not None and little <= prod(tensor._spec.meta.shape)
+    if not less and not _is_reduced(origin.base):
         larger = prod(spec.meta.shape) > prod(tensor._spec.meta.shape) or _is_crowded(tensor)
         if larger or not alone or target.topology is not spec.topology:
             return None
@@ -279,6 +282,16 @@ def _by_origin(tensor: Any, target: DTensorSpec, alone: bool) -> Any:
             return None
     whole = spec.reduced
     return origin.call(wrap(whole, moved(origin.base, whole)))
+
+
+def _grew_from(tensor: Any) -> int | None:
+    """How many elements a pending sum grew from, or that of which it is a view, if it did."""
+    picked = tensor._picked
+    if picked is not None and picked.seen == stamps(tensor, picked.index):
+        size: int | None = picked.size
+        return size
+    origin = origin_of(tensor)
+    return None if origin is None else _grew_from(origin.base)
 
 
 def _is_crowded(tensor: Any) -> bool:

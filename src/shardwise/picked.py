@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,6 +48,7 @@ class Picked:
     how: Picker
     index: Any
     seen: object
+    size: ClassVar[None] = None  # it did not grow
 
     def brought(
         self, spec: DTensorSpec, local: Locals, target: DTensorSpec
