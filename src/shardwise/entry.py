@@ -14,7 +14,7 @@ from ._torch import OpOverload, take_composite, take_differentiable
 from .deferred import DeferredPlan, defer, is_deferred, write_through
 from .engine import tell
 from .listops import is_list_op, run_list
-from .plans import CallPlan, Plan
+from .plans import CallPlan, Plan, tensors_in
 from .rules import Call, family_of
 from .rules.registered import Registered, registered
 from .rules.resampling import READ_NUMBERS
@@ -83,10 +83,9 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except BaseException as error:
-            for value in (*args, *kwargs.values()):
-                for each in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(each, Wrapper):
-                        tell(error, each._spec.topology)
+            given = (v for v in tensors_in(args, kwargs) if isinstance(v, Wrapper))
+            if (first := next(given, None)) is not None:
+                tell(error, first._spec.topology)
             raise
 
     return told

@@ -54,8 +54,10 @@ def _take_layer(op: Any, cell: bool) -> None:
         out: list[tuple[int, tuple[int, ...]]] = [(at, (1, 0, 2) if at == 0 else (0, 1, 2))]
 
         # A kernel for both time and gates keeps its output for the backward; it does not project.
+        # Elsewhere than on CPUs there are such kernels for every layer.
         fused = op is aten.lstm.input and states[0].shape[2] == states[1].shape[2]
         reads = fused and x.dtype is not torch.float64 and not options[4]
+        reads = reads or (not cell and x.device.type != "cpu")
 
         def by_batch(x: Any, *given: Any) -> list[Any]:
             held = [(x, at), *((state, of_state) for state in given[: len(states)])]
