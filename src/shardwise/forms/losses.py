@@ -95,7 +95,8 @@ def _indices(target: Any) -> list[Any]:
 
 def _named(target: Any, ignored: int) -> tuple[Any, Any]:
     """Which targets count, and a class for each."""
-    target = target.to(torch.int64)  # bytes would be masks, and never negative
+    if target.dtype is not torch.int64:
+        target = target.to(torch.int64)  # bytes would be masks, and never negative
     counts = target != ignored
     return counts, torch.where(counts, target, 0)
 
