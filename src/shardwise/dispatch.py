@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import infer, policy
-from ._torch import OpOverload, reading_lazy_bits
+from ._torch import OpOverload, reading_lazy_bits, run_composite
 from .build import build
 from .deferred import root_of
 from .engine import in_flight, settle, tell
@@ -82,6 +82,9 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
+    if entry.composite and torch.is_inference_mode_enabled():
+        # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
+        return run_composite(op, *args, **(kwargs or {}))
     if in_flight and entry.altered:
         _before_writing(entry, args, kwargs or {})
     if entry.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._torch import OpOverload, take_composite, take_differentiable
+from ._torch import OpOverload, is_composite, take_composite, take_differentiable
 from .deferred import DeferredPlan, defer, is_deferred, write_through
 from .engine import tell
 from .listops import is_list_op, run_list
@@ -125,6 +125,7 @@ class Entry:
     __slots__ = (
         "altered",
         "by_type",
+        "composite",
         "copies",
         "family",
         "form",
@@ -147,6 +148,7 @@ class Entry:
         self.op = op
         self.plans: dict[tuple[Any, ...], Plan] = {}
         user = self.user = registered(op)
+        self.composite = user is None and is_composite(op)
         self.family = family_of(op) if user is None else user.family
         self.form = _form_of(op) if user is None else None
         self.by_type = tuple([_by_type(a, user) for a in arguments])
