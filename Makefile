@@ -23,6 +23,7 @@ lint: $(READY)
 
 verify: $(READY)
 	$(BIN)/python -m verification --page docs/operators.md
+	$(BIN)/python -m verification --inference --out verification/inference.jsonl
 
 redistribute: $(READY)
 	$(BIN)/python -m pytest -m '' tests/test_redistribute_any.py --hypothesis-profile=thorough -o faulthandler_timeout=3600

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from verification.entry import MESHES, Finding, check_entry, entries, entry_name
+from verification.entry import MESHES, Finding, Inferring, check_entry, entries, entry_name
 
 from shardwise import DTensor, init_device_mesh
 
@@ -31,6 +31,16 @@ def test_an_entry_is_right_in_every_layout(place: int, database: dict[str, objec
     meshes = [init_device_mesh("cpu", shape) for shape in MESHES]
     with torch.random.fork_rng():
         finding = check_entry(database[name], meshes, most=2, seconds=60)
+    assert not finding.examples
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", range(COUNT))
+def test_an_entry_is_right_in_inference_mode(place: int, database: dict[str, object]) -> None:
+    name = random.Random(SEED + 1).sample(sorted(database), COUNT)[place]
+    meshes = [init_device_mesh("cpu", shape) for shape in MESHES]
+    with torch.random.fork_rng():
+        finding = check_entry(Inferring(database[name]), meshes, most=1, seconds=60)
     assert not finding.examples
 
 

@@ -21,7 +21,7 @@ from shardwise.trace import unwatch, watch
 
 from .rounding import ROUNDING, Differs, widened
 
-__all__ = ["Finding", "check_entry", "check_index", "entries", "entry_name"]
+__all__ = ["Finding", "Inferring", "check_entry", "check_index", "entries", "entry_name"]
 
 MESHES = [(2,), (2, 2)]
 MOST_ALONE = 4
@@ -475,8 +475,25 @@ def entries() -> list[Any]:
     return list(op_db)
 
 
-def check_index(index: int, most: int | None, seconds: int) -> dict[str, Any]:
+class Inferring:
+    """An entry that is called in inference mode, where composites reach the library whole."""
+
+    supports_autograd = False
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode():
+            return self._entry(*args, **kwargs)
+
+
+def check_index(index: int, most: int | None, seconds: int, inference: bool) -> dict[str, Any]:
     """Check one entry of the database, in a process of its own."""
     torch.set_num_threads(1)
     meshes = [shardwise.init_device_mesh("cpu", shape) for shape in MESHES]
-    return check_entry(entries()[index], meshes, most, seconds).as_dict()
+    entry = Inferring(entries()[index]) if inference else entries()[index]
+    return check_entry(entry, meshes, most, seconds).as_dict()
