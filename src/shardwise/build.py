@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import policy
-from ._torch import OpOverload, decomposition, is_composite, run_composite
+from ._torch import OpOverload, decomposition, run_composite
 from .conform import conforming
 from .deferred import DeferredPlan
 from .entry import Entry
@@ -117,7 +117,7 @@ def _build(
     if entry.form is not None and entry.form.always:
         return FormPlan(entry.op, entry.form.run)
     if is_random(op) and not is_without_dropout(op, args, kwargs):
-        if is_composite(op):  # only in inference mode: elsewhere its parts arrive
+        if entry.composite:  # only below autograd: elsewhere its parts arrive
             return FormPlan(entry.op, as_form(op, partial(run_composite, op)), "decomposition")
         return FormPlan(entry.op, random_form(op), "random")
     if entry.mixed:
