@@ -158,7 +158,8 @@ def _same(ours: Any, theirs: Any, values: bool, slack: Slack | None = None) -> N
         assert ours.dtype == theirs.dtype, f"dtype {ours.dtype}, not {theirs.dtype}"
         assert ours.layout == theirs.layout, f"layout {ours.layout}, not {theirs.layout}"
         if values and theirs.layout is not torch.strided:
-            _same(ours.to_dense(), theirs.to_dense(), values, slack)
+            with torch.inference_mode(theirs.is_inference()):
+                _same(ours.to_dense(), theirs.to_dense(), values, slack)
         elif values:
             whole = ours.full_tensor() if isinstance(ours, shardwise.DTensor) else ours
             close = TOLERANCE.get(theirs.dtype, 0)
