@@ -20,6 +20,7 @@ __all__ = [
     "fake_tensors",
     "gloo_group",
     "gloo_timeout",
+    "in_one_memory",
     "is_composite",
     "is_held_elsewhere",
     "make_wrapper",
@@ -178,6 +179,11 @@ def gloo_timeout() -> timedelta:
     assert dist.group.WORLD is not None
     found: timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     return found
+
+
+def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are in one storage: those without memory have no address to compare."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def is_held_elsewhere(parts: Sequence[torch.Tensor]) -> bool:

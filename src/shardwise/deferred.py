@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._torch import OpOverload, make_wrapper
+from ._torch import OpOverload, in_one_memory, make_wrapper
 from .engine import identity
 from .errors import LayoutError
 from .geometry import contiguous_stride
@@ -29,10 +29,13 @@ __all__ = [
     "DeferredPlan",
     "DeferredView",
     "defer",
+    "is_conjugate",
     "is_deferred",
+    "is_negative",
     "own_value",
+    "put_back",
     "root_of",
-    "store_through",
+    "view_of_lazy",
     "write_through",
 ]
 
@@ -49,7 +52,8 @@ _SAME_ORDER = frozenset(
     ]
 )
 """Views with the elements of their base in the order of their base."""
-_LAZY = ("aten::_conj", "aten::_neg_view")
+_CONJ, _NEG = "aten::_conj", "aten::_neg_view"
+_AS_REAL = "aten::view_as_real"
 _OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
 
 
@@ -141,6 +145,57 @@ def _tell_origin(view: Any) -> None:
     tell_origin(view, base, again, view_key(op, args, kwargs, place, view._spec))
 
 
+def _made_by(view: Any) -> str:
+    """The name of the operator that made a deferred view."""
+    return view._how[0]._schema.name  # type: ignore[no-any-return]
+
+
+def _is_lazy(view: object) -> bool:
+    """Whether a view is the conjugate or the negative of its base."""
+    return isinstance(view, DeferredView) and _made_by(view) in (_CONJ, _NEG)
+
+
+def is_negative(view: object) -> bool:
+    """Whether a tensor is a view of negatives, as `torch.is_neg` says of a plain one."""
+    return isinstance(view, DeferredView) and _made_by(view) == _NEG
+
+
+def is_conjugate(view: object) -> bool:
+    """Whether a tensor is a view of conjugates, as `torch.is_conj` says of a plain one."""
+    inner = view._of if isinstance(view, DeferredView) and is_negative(view) else view
+    return isinstance(inner, DeferredView) and _made_by(inner) == _CONJ
+
+
+def view_of_lazy(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A view of conjugates as the conjugates of a view, negatives likewise; None if it is neither.
+
+    So what is lazy is always done last, and a write undoes it first. Of negatives of conjugates the
+    negation is last, and what is done twice is not done.
+    """
+    first, name = args[0], op._schema.name
+    if not _is_lazy(first) or op is torch.ops.aten.view.dtype:
+        return None
+    lazy, base = first._how[0], first._of
+    if name == lazy._schema.name:
+        return torch.ops.aten.alias.default(base)
+    if name == _NEG or (name == _AS_REAL and _made_by(first) == _CONJ):
+        return None
+    made = op(base, *args[1:], **kwargs)
+    if isinstance(made, (list, tuple)):
+        return type(made)([_lazily(lazy, each, base) for each in made])
+    return _lazily(lazy, made, base)
+
+
+def _lazily(lazy: OpOverload, made: Any, base: Any) -> Any:
+    """What is made of a base, lazily conjugated or negated; at once if it is a copy."""
+    is_view = made._cell is not None and made._cell is root_of(base)._cell
+    return lazy(made) if is_view else _physical(lazy._schema.name, made)
+
+
+def _physical(name: str, value: Any) -> Any:
+    return torch.conj_physical(value) if name == _CONJ else torch.neg(value)
+
+
 def _without_history(base: Any) -> Any:
     """The same memory, apart from what autograd knows of it, which a view would hold."""
     if not base.requires_grad:
@@ -194,8 +249,8 @@ def write_through(
     when they are next read. `writes` are the arguments that the operator writes into."""
     first = args[0]
     if is_deferred(first) and writes == (0,) and family is pointwise:
-        made_by, base = first._how[0]._schema.name, first._of
-        if made_by in _SAME_ORDER and base.dtype is first.dtype:
+        base = first._of
+        if _made_by(first) in _SAME_ORDER and base.dtype is first.dtype:
             op(base, *[_as_base(value, first, base) for value in args[1:]], **kwargs)
             return first
     given = list(args)
@@ -207,7 +262,7 @@ def write_through(
     made = op(*given, **kwargs)
     for place in writes:
         if place < len(args) and is_deferred(args[place]):
-            store_through(args[place], full_local(given[place]))
+            put_back(args[place], given[place])
     if isinstance(made, (list, tuple)):
         return type(made)([views.get(id(value), value) for value in made])
     return views.get(id(made), made)
@@ -215,11 +270,6 @@ def write_through(
 
 def own_value(op: OpOverload, view: Any) -> Any:
     """A tensor of its own with the value of a view, or with none if the operator overwrites it."""
-    made_by = view._how[0]._schema.name
-    if made_by in _LAZY:
-        raise LayoutError(
-            f"{op}: a write into {made_by} of a DTensor. Write into the tensor itself."
-        )
     if torch.Tag.inplace_view in op.tags:
         raise LayoutError(
             f"{op}: a view of elements that live on other ranks cannot change its shape in place. "
@@ -246,12 +296,20 @@ def _as_base(value: Any, view: Any, base: Any) -> Any:
     return value.expand(view.shape).reshape(base.shape)
 
 
-def store_through(view: Any, value: torch.Tensor) -> None:
+def put_back(view: Any, value: Any) -> None:
+    """Let a view have the elements of a tensor that `own_value` made, which were written since."""
+    if _is_lazy(view):
+        view._of.copy_(_physical(_made_by(view), value))
+    else:
+        _store(view, full_local(value))
+
+
+def _store(view: Any, value: torch.Tensor) -> None:
     """Put the elements of a view where they live: every rank writes those in its box."""
     root = root_of(view)
     spec = root._spec.fine or root._spec
     shape = spec.meta.shape
-    address = _addresses(view, root).to(value.device)
+    address, value = _elements(root, _addresses(view, root).to(value.device), value)
     index: list[torch.Tensor] = []
     for size, stride in zip(shape, contiguous_stride(shape), strict=True):
         index.append((address // stride) % max(size, 1))
@@ -271,30 +329,53 @@ def store_through(view: Any, value: torch.Tensor) -> None:
     wrote(root)
 
 
+def _elements(
+    root: Any, address: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places and the values of the elements of the root that a value at these bytes changes.
+
+    A view as another dtype may have several of them in one of its own, or parts of them.
+    """
+    size, own = root.dtype.itemsize, value.dtype.itemsize
+    if value.dtype is root.dtype:
+        return address // size, value
+    if own >= size:
+        steps = torch.arange(own // size, device=address.device)
+        value = value.contiguous().unsqueeze(-1).view(root.dtype)
+        return (address // size).unsqueeze(-1) + steps, value
+    whole = full_local(root).clone(memory_format=torch.contiguous_format).view(-1)
+    whole.view(value.dtype)[address // own] = value
+    changed = (address // size).unique()
+    return changed, whole[changed]
+
+
 def _addresses(view: Any, root: Any) -> torch.Tensor:
-    """For each element of a view its place in the root, counted as in a contiguous tensor.
+    """For each element of a view its first byte in the root, counted as in a contiguous tensor.
 
     Views go by index, so it does not matter how the root really lies in memory; only `as_strided`
     goes by memory, and needs a root that is contiguous.
     """
     chain: list[Any] = []
     while is_deferred(view):
-        chain.append((view._how, view.dtype))
+        chain.append((view._how, _is_lazy(view)))
         view = view._of
     shape, stride, dtype = root._spec.meta
     meta: Any = torch.empty(shape, dtype=dtype, device="meta")
-    for (op, _, args, kwargs, place), seen in reversed(chain):
+    for (op, _, args, kwargs, place), is_lazy in reversed(chain):
         by_memory = op._schema.name == "aten::as_strided" and stride != contiguous_stride(shape)
-        if by_memory or seen is not dtype:
+        before = meta
+        meta = op(meta, *args, **kwargs)
+        meta = meta if place is None else meta[place]
+        # Of conjugates as another dtype PyTorch makes no view; a copy would be none.
+        if by_memory or is_lazy or not in_one_memory(meta, before):
             raise LayoutError(
                 f"a write into the result of {op} of {root._spec}, whose elements live on other "
                 "ranks, is not supported. Write into the tensor itself."
             )
-        meta = op(meta, *args, **kwargs)
-        meta = meta if place is None else meta[place]
     address = torch.full(tuple(meta.shape), meta.storage_offset())
     for dim, (size, step) in enumerate(zip(meta.shape, meta.stride(), strict=True)):
         ones = [1] * meta.ndim
         ones[dim] = size
         address = address + (torch.arange(size) * step).view(ones)
-    return address
+    first_bytes: torch.Tensor = address * meta.dtype.itemsize
+    return first_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._torch import OpOverload, is_composite, take_composite, take_differentiable
-from .deferred import DeferredPlan, defer, is_deferred, write_through
+from .deferred import DeferredPlan, defer, is_deferred, view_of_lazy, write_through
 from .engine import tell
 from .listops import is_list_op, run_list
 from .plans import CallPlan, Plan, tensors_in
@@ -167,7 +167,7 @@ class Entry:
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
         ) or op._schema.name in ("aten::_unsafe_view", "aten::contiguous", "aten::reshape")
-        # Lazy conjugation and negation are resolved above the dispatcher: below it they are copies.
+        # Nothing below the dispatcher is lazy: what these give is a copy, made when it is read.
         self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
         self.is_list = user is None and self.form is None and is_list_op(op)
@@ -181,6 +181,8 @@ class Entry:
             if any(is_deferred(args[place]) for place in self.writes if place < len(args)):
                 made = write_through(self.op, self.family, self.writes, args, kwargs)
                 return made if self.op._schema.returns else None
+        elif (made := view_of_lazy(self.op, args, kwargs)) is not None:
+            return made
         elif isinstance(plan, DeferredPlan) or (is_deferred(first) and isinstance(plan, CallPlan)):
             return defer(self.op, plan, first, args, kwargs)
         return plan.run(operands, args, kwargs)

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from . import policy
 from ._torch import OpOverload
-from .deferred import is_deferred, own_value, store_through
+from .deferred import is_deferred, own_value, put_back
 from .engine import tell
 from .errors import LayoutError
 from .infer import infer
@@ -257,7 +257,7 @@ def _one_by_one(
             given[place] = [own_value(op, view)]
         op(*given, **named)
         for place, view in views.items():
-            store_through(view, full_local(given[place][0]))
+            put_back(view, given[place][0])
 
 
 def _mesh(listing: _Listing, index: int) -> Topology | None:

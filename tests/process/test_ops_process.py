@@ -18,6 +18,7 @@ from .. import (
     test_bags,
     test_frequent,
     test_inplace,
+    test_lazy_views,
     test_membership,
     test_memory,
     test_ops_ordering,
@@ -262,6 +263,21 @@ def grads_of_statements() -> None:
 
 def test_writes_with_autograd(processes: Pools) -> None:
     processes(2).run(grads_of_statements, timeout=120)
+
+
+def lazy_views() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for at in [(Replicate(),), (Shard(0),), (Shard(1),), (Partial(),)]:
+        for name, (value, run) in test_lazy_views.STATEMENTS.items():
+            test_lazy_views.compare(name, value, run, mesh, at)
+        for name, (value, run) in test_lazy_views.BITS.items():
+            test_lazy_views.compare(name, value, run, mesh, at)
+        for name in ("z.conj()[0] = 1j", "several views", "both parts"):
+            test_lazy_views.compare_gradients(name, mesh, [at])
+
+
+def test_writes_into_conjugates(processes: Pools) -> None:
+    processes(2).run(lazy_views, timeout=120)
 
 
 def stale_row() -> list[float]:

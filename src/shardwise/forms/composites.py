@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from .._torch import run_composite
+from ..deferred import is_conjugate, is_negative
 from ..entry import register_composite
 from ..outs import out_form
 from ..ragged import settled
 from ..wrapper import Wrapper
 
-__all__ = ["one_hot", "tensor_split", "vander"]
+__all__ = ["imag", "one_hot", "real", "resolve_conj", "resolve_neg", "tensor_split", "vander"]
 
 aten = torch.ops.aten
 
@@ -48,6 +50,29 @@ def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
     return torch.cat(powers if increasing else [powers[1].flip(1), powers[0]], 1)
 
 
+def resolve_conj(x: Any) -> Any:
+    """A copy of conjugates, the tensor itself if it is no view of such: PyTorch asks for a bit that
+    a DTensor has not."""
+    return x.clone() if is_conjugate(x) else run_composite(aten.resolve_conj.default, x)
+
+
+def resolve_neg(x: Any) -> Any:
+    """A copy of negatives, the tensor itself if it is no view of such."""
+    return x.clone() if is_negative(x) else run_composite(aten.resolve_neg.default, x)
+
+
+def real(x: Any) -> Any:
+    """The real part of conjugates is that of what they are conjugates of."""
+    return run_composite(aten.real.default, x.conj() if is_conjugate(x) else x)
+
+
+def imag(x: Any) -> Any:
+    """The imaginary part of conjugates is a view of negatives."""
+    if is_conjugate(x):
+        return aten._neg_view.default(run_composite(aten.imag.default, x.conj()))
+    return run_composite(aten.imag.default, x)
+
+
 def _into_out(op: Any) -> Any:
     """`op` computed without `out` and copied into it: parts of it write into memory that they take
     for a view of `out`."""
@@ -72,3 +97,7 @@ for _op in (
 register_composite(aten.tensor_split.tensor_indices_or_sections, tensor_split)
 register_composite(aten.one_hot.default, one_hot)
 register_composite(aten.vander.default, vander)
+register_composite(aten.resolve_conj.default, resolve_conj)
+register_composite(aten.resolve_neg.default, resolve_neg)
+register_composite(aten.real.default, real)
+register_composite(aten.imag.default, imag)

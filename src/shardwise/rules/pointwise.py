@@ -23,6 +23,7 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "true_divide": ((0,),),
     "neg": ((0,),),
     "negative": ((0,),),
+    "_neg_view": ((0,),),
     "positive": ((0,),),
     "clone": ((0,),),
     "copy": ((0, 1),),
