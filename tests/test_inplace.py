@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard
+from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from .compare import numbers, spread, virtual
 from .tier import some
@@ -277,6 +277,57 @@ def test_writes_into_expanded_tensors(name: str, base: torch.Tensor) -> None:
     for place in (Shard(0), Shard(1), Partial()) if not name.startswith("x[") else ():
         have = outcome(spread(base.clone(), mesh, [Replicate()]), place)
         assert same(have[0], wanted[0]), (place, have, wanted)
+
+
+ONE_ROW = torch.arange(4.0).view(1, 4) - 1.5
+OF_ONE_ROW: dict[str, Callable[[Any], Any]] = {
+    "add_": lambda x: x.add_(1),
+    "mul_ of a tensor": lambda x: x.mul_(ONE_ROW),
+    "relu_": lambda x: x.relu_(),
+    "copy_": lambda x: x.copy_(ONE_ROW),
+    "copy_ of itself": lambda x: x.copy_(x),
+    "fill_": lambda x: x.fill_(3.0),
+    "zero_": lambda x: x.zero_(),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 2.0),
+    "threshold_": lambda x: torch.nn.functional.threshold_(x, 0, 1),
+    "conj_physical_": lambda x: x.conj_physical_(),
+    "tril_": lambda x: x.tril_(),
+    "index_fill_": lambda x: x.index_fill_(2, torch.tensor([1]), 5.0),
+    "index_add_": lambda x: x.index_add_(2, torch.tensor([1]), torch.ones(3, 1, 1)),
+    "scatter_": lambda x: x.scatter_(2, torch.zeros(3, 1, 1, dtype=torch.int64), 1.0),
+    "cumsum_": lambda x: x.cumsum_(2),
+    "baddbmm_": lambda x: x.baddbmm_(torch.ones(3, 1, 2), torch.ones(3, 2, 4), beta=0),
+    "normal_": lambda x: x.normal_(),
+    "add(out=x)": lambda x: torch.add(x, 1, out=x),
+    "x[1] += 1": lambda x: x[1].add_(1),
+    "x[1:] += 1": lambda x: x[1:].add_(1),
+    "_foreach_add_": lambda x: torch._foreach_add_([x], 1),
+    "_foreach_zero_": lambda x: torch._foreach_zero_([x]),
+}
+
+
+def write_into_one_row(name: str, mesh: Any) -> list[list[Any]]:
+    """What a write into rows that are one memory says, or does, in layouts with empty shards."""
+    whole, found = ONE_ROW.clone(), []
+    last = (0,) * (mesh.size() - 1) + (1,)
+    layouts = [(Shard(0), None), (Shard(0), [last, None]), (Shard(1), [None, (*last[:-1], 4)])]
+    rows = [distribute_tensor(whole, mesh, [place], cuts=cuts) for place, cuts in layouts]
+    for row in (whole, *rows):
+        try:
+            OF_ONE_ROW[name](row.expand(3, 1, 4))
+        except RuntimeError as error:
+            found.append([type(error), str(error)[:60]])
+        else:
+            found.append((row.full_tensor() if isinstance(row, DTensor) else row).tolist())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Use of")
+@pytest.mark.parametrize("name", OF_ONE_ROW)
+def test_writes_into_expanded_tensors_with_empty_shards(name: str) -> None:
+    for size in (2, 3):
+        wanted, *have = write_into_one_row(name, virtual(size))
+        assert all(each == wanted for each in have), (have, wanted)
 
 
 # --- out= -----------------------------------------------------------------------------------------

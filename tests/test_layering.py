@@ -38,6 +38,7 @@ ORDER = [
     "grown",
     "infinite",
     "plans",
+    "repeats",
     "ready",
     "listplan",
     "shapes",

@@ -29,8 +29,10 @@ from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
 from .ready import ReadyPlan
 from .redistribute import steps_between
+from .repeats import ask_about_repeats, has_empty_shards, repeating
 from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
+from .rules.pointwise import pointwise
 from .spec import DTensorSpec, default_placements
 from .wrapper import Wrapper, tell_layout
 
@@ -68,8 +70,11 @@ def build(
 def _checked(
     entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
+    written = [args[place] for place in entry.writes if place < len(args)]
+    if entry.family is pointwise and not is_random(entry.op):
+        ask_about_repeats(entry.op, written, args, kwargs)
     made = _build(entry, operands, args, kwargs)
-    if entry.written is not None and _writes_repeated(entry, made, args):
+    if written and _writes_repeated(entry, made, written):
         made = FormPlan(entry.op, fallback_form(entry.op), "fallback")
     return made
 
@@ -134,17 +139,18 @@ def _build(
     return _by_rule(entry, specs, args, kwargs)
 
 
-def _writes_repeated(entry: Entry, plan: Plan, args: Sequence[Any]) -> bool:
-    """Whether a plan would write into a tensor that repeats itself, and not into one memory.
+def _writes_repeated(entry: Entry, plan: Plan, written: Sequence[Any]) -> bool:
+    """Whether a plan would write into a tensor that repeats itself, and not into one memory on
+    every rank.
 
     PyTorch refuses some of these writes; in others a place sees what was written into the last.
     """
-    given = [args[place] for place in entry.writes if place < len(args)]
-    targets = [t._spec for t in given if isinstance(t, Wrapper) and t._spec.meta.repeated]
+    targets = [tensor._spec for tensor in repeating(written)]
     if not targets or torch.Tag.inplace_view in entry.op.tags or plan.tier == "random":
         return False
     apart = any(spec.dim_axes[dim] for spec in targets for dim in spec.meta.repeated)
-    return apart or not (isinstance(plan, CallPlan) and plan.is_local)
+    unseen = entry.family is not pointwise and any(map(has_empty_shards, targets))
+    return apart or unseen or not (isinstance(plan, CallPlan) and plan.is_local)
 
 
 def _takes_blocks(entry: Entry) -> bool:

@@ -22,6 +22,7 @@ from .plain import adopt, bring_grads_back, check_plain, full_local
 from .plans import Plan
 from .propagate import decide
 from .ready import ReadyPlan
+from .repeats import ask_about_repeats
 from .rules import Call, Operand, Rule
 from .rules.call import LEAST, MOST
 from .rules.pointwise import base_name, pointwise
@@ -331,6 +332,8 @@ def _run_on(
     if found is None:
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()
+        written = [each for n in entry.writes if n in listing.lists for each in args[n]]
+        ask_about_repeats(entry.op, written, args, kwargs)
         made = _build(entry, mesh, listing, operands, args, kwargs)
         found = entry.plans[key] = _ready(entry, mesh, made, operands)
     try:

@@ -290,3 +290,20 @@ def stale_row() -> list[float]:
 
 def test_a_row_taken_before_reads_zeros_after(processes: Pools) -> None:
     assert processes(2).run(stale_row) == [[0.0] * 4] * 2
+
+
+def writes_into_one_row() -> list[str]:
+    """The writes that some rank did or refused alone."""
+    mesh = init_device_mesh("cpu", (2,))
+    wrong = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Use of")
+        for name in test_inplace.OF_ONE_ROW:
+            wanted, *have = test_inplace.write_into_one_row(name, mesh)
+            if any(each != wanted for each in have):
+                wrong.append(f"{name}: {have}, not {wanted}")
+    return wrong
+
+
+def test_writes_into_expanded_tensors_with_empty_shards(processes: Pools) -> None:
+    assert processes(2).run(writes_into_one_row) == [[], []]
