@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import shardwise
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, per_rank
@@ -18,7 +21,7 @@ from shardwise.errors import (
     ShardwiseError,
 )
 
-from .compare import numbers, virtual
+from .compare import numbers, spread, virtual
 
 X = numbers(5, 3)
 
@@ -207,6 +210,84 @@ def test_policies_refuse_what_they_should() -> None:
         ),
     ):
         x + torch.ones(3)
+
+
+LONG = torch.zeros(6, dtype=torch.int64)
+IMAGE = numbers(2, 4, 6, 6)
+REFUSED: dict[str, tuple[Callable[..., Any], Sequence[torch.Tensor]]] = {
+    "an index of floats": (lambda x, i: x[i], (numbers(6, 4), numbers(2))),
+    "indices that do not go together": (
+        lambda x, i: x[i, torch.tensor([1, 2, 3])],
+        (numbers(6, 4), torch.tensor([1, 2])),
+    ),
+    "a mask of another size": (lambda x, m: x[m], (numbers(6, 4), torch.ones(5) > 0)),
+    "index_copy of more rows": (
+        lambda x, i, rows: x.index_copy(0, i, rows),
+        (numbers(6, 4), LONG[:2], numbers(3, 4)),
+    ),
+    "index_add of longer rows": (
+        lambda x, i, rows: x.index_add(-2, i, rows),
+        (numbers(6, 4), LONG[:2], numbers(2, 5)),
+    ),
+    "weights of other classes": (
+        lambda x, t, w: F.cross_entropy(x, t, w),
+        (numbers(6, 4), LONG, numbers(3)),
+    ),
+    "weights of other classes, smoothed": (
+        lambda x, t, w: F.cross_entropy(x, t, w, label_smoothing=0.1),
+        (numbers(6, 4), LONG, numbers(3)),
+    ),
+    "weights in two dims": (F.nll_loss, (numbers(6, 4), LONG, numbers(4, 4))),
+    "two targets of one row": (F.nll_loss, (numbers(4), LONG[:2])),
+    "classes of other pixels": (
+        F.cross_entropy,
+        (numbers(2, 4, 5, 5), torch.zeros(2, 5, 4, dtype=torch.int64)),
+    ),
+    "embedding in a vector": (lambda w, i: F.embedding(i, w), (numbers(6), LONG)),
+    "embedding in a block": (lambda w, i: F.embedding(i, w), (numbers(6, 4, 2), LONG)),
+    "convolution of other channels": (F.conv2d, (IMAGE, numbers(5, 3, 3, 3))),
+    "convolution with another bias": (F.conv2d, (IMAGE, numbers(5, 4, 3, 3), numbers(4))),
+    "transposed convolution": (F.conv_transpose2d, (IMAGE, numbers(3, 5, 3, 3))),
+    "transposed convolution with another bias": (
+        F.conv_transpose2d,
+        (IMAGE, numbers(4, 5, 3, 3), numbers(4)),
+    ),
+    "a bias of other features": (F.linear, (numbers(6, 4), numbers(5, 4), numbers(3))),
+    "layer norm": (lambda x, w: F.layer_norm(x, (4,), w), (numbers(6, 4), numbers(3))),
+    "group norm": (lambda x, w: F.group_norm(x, 2, w), (numbers(6, 4, 5), numbers(3))),
+    "batch norm": (
+        lambda x, mean, var: F.batch_norm(x, mean, var, training=True),
+        (numbers(6, 4), numbers(4), numbers(3)),
+    ),
+    "a grid of three coordinates": (
+        lambda x, grid: F.grid_sample(x, grid, align_corners=False),
+        (IMAGE, numbers(2, 5, 5, 3)),
+    ),
+    "bucketize": (lambda x, b: torch.bucketize(x, b), (numbers(6, 4), numbers(5, 4))),
+    "clamp of nothing": (lambda x: x.clamp(), (numbers(6, 4),)),
+    "argmax of nothing": (lambda x: x.argmax(), (torch.empty(0, 4),)),
+    "amax of nothing": (lambda x: x.amax(0), (torch.empty(0, 4),)),
+    "softmax of integers": (lambda x: x.softmax(0), (torch.ones(6, 4, dtype=torch.int64),)),
+    "one_hot of floats": (lambda x: F.one_hot(x, 2), (torch.ones(6),)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_raises_what_it_raises_on_one_device(name: str) -> None:
+    call, given = REFUSED[name]
+    with pytest.raises(Exception) as wanted:
+        call(*given)
+    for place, others in itertools.product((Replicate(), Shard(0), Shard(1), Partial()), range(3)):
+        with pytest.raises(wanted.type):
+            call(*[_laid(t, place, others if at else 1) for at, t in enumerate(given)])
+
+
+def _laid(tensor: torch.Tensor, place: Any, how: int) -> torch.Tensor:
+    """A tensor as it is, laid out like the first if it can be, or whole on all ranks."""
+    if how == 0:
+        return tensor
+    fits = place.dim < tensor.ndim if isinstance(place, Shard) else tensor.is_floating_point()
+    return spread(tensor.clone(), virtual(2), [place if fits and how == 1 else Replicate()])
 
 
 def test_every_error_is_also_a_builtin_one() -> None:

@@ -42,6 +42,7 @@ ORDER = [
     "ready",
     "listplan",
     "shapes",
+    "refusals",
     "infer",
     "plain",
     "ragged",

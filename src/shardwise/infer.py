@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .plans import Fixed, filled
+from .refusals import CHECKS, as_kernels_raise
 from .shapes import OWN_SHAPES, STRICT, Unknown, as_on_devices
 from .spec import DTensorSpec, TensorMeta
 
@@ -90,14 +91,17 @@ def _infer(
         given[3] = 0  # means divide by the number of elements; the result is as large without
     if name == "linalg_vector_norm" and len(given) > 1 and not given[0].numel():
         given[1] = 2  # the meta kernel refuses other norms even where there are none to take
+    check = CHECKS.get(name.removesuffix("_"))
+    if check is not None:
+        check(*given, **named)
     try:
         made = (own or op)(*given, **named)
     except (NotImplementedError, ZeroDivisionError) as error:  # losses divide by numel()
         raise Unknown from error
-    except RuntimeError as error:
-        if name in STRICT:
+    except (RuntimeError, ValueError, AssertionError) as error:
+        if name in STRICT and isinstance(error, RuntimeError):
             raise Unknown from error
-        raise
+        raise as_kernels_raise(name, error) from None
     return _listed(as_on_devices(op, given, made))
 
 

@@ -162,3 +162,33 @@ def test_the_end_of_a_checkpoint_is_no_error(processes: Pools) -> None:
 
 def test_ranks_that_fail_alike_go_on(processes: Pools) -> None:
     assert processes(4).run(fail_alike, timeout=60) == [[28.0, 28.0]] * 4
+
+
+def fail_where_nothing_is_held() -> list[str]:
+    """What calls raise with an index that is out of range, also on the rank without columns."""
+    mesh = init_device_mesh("cpu", (2,))
+    index = distribute_tensor(torch.tensor([1, 99]), mesh, [Replicate()])
+    table = distribute_tensor(torch.ones(6, 1), mesh, [Shard(1)])
+    wrong = []
+    for name, call in {
+        "embedding": lambda: F.embedding(index, table),
+        "x[i]": lambda: table[index],
+        "index_select": lambda: table.index_select(0, index),
+    }.items():
+        try:
+            call()
+        except IndexError:
+            continue
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}")
+        else:
+            wrong.append(name)
+    return wrong
+
+
+def test_an_index_out_of_range_of_an_empty_shard() -> None:
+    pool = ProcessPool(2)  # of its own: ranks cannot talk after one has failed
+    try:
+        assert pool.run(fail_where_nothing_is_held) == [[], []]
+    finally:
+        pool.stop()

@@ -30,6 +30,8 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     """For tensors without memory PyTorch does not look at the classes; each rank looks at its
     own."""
     if isinstance(x, Wrapper):
+        if x.dtype is not torch.int64:
+            raise RuntimeError(f"one_hot: classes must be of torch.int64, but got {x.dtype}")
         x = settled(aten.one_hot.default, x)
         for part in x._locals:
             if part.numel() and part.min() < 0:

@@ -80,6 +80,18 @@ def indexed_whole(dims: Sequence[int], operand: int = 0) -> Callable[[Site], boo
     return whole
 
 
+def _holds_rows(dims: Sequence[int]) -> Callable[[Site], bool]:
+    """Whether the operator's own call is right, its errors too: some kernels do not look at the
+    indices, or raise something else, where they find nothing to pick."""
+    whole = indexed_whole(dims)
+
+    def holds(site: Site) -> bool:
+        spec = site.inputs[0]
+        return whole(site) and (0 in spec.meta.shape or 0 not in spec.local_shape(site.coord))
+
+    return holds
+
+
 def _picking(locate: Callable[[tuple[Any, ...], Site], Located]) -> Local:
     """A local call that finds what lies in the box, and zeros elsewhere."""
 
@@ -120,7 +132,7 @@ def _pick_rule(
         averages=has_fractions(dtype),
         passes=tuple(((0,), kind, kind) for kind in _KINDS),
         local=local,
-        unless=indexed_whole(dims),
+        unless=_holds_rows(dims),
         placed=frozenset(name for dim in dims if (name := inputs[0][dim]) is not None),
     )
 
@@ -262,7 +274,7 @@ class _Index:
         here = None
         for dim, each in enumerate(given):
             piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
-            if each is None or piece == (0, size):
+            if each is None or (piece == (0, size) and x.numel()):
                 continue
             place, mine = within(each, piece, size, wraps=True, dim=dim)
             given[dim] = place.masked_fill_(~mine, 0)
