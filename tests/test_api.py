@@ -295,6 +295,15 @@ def test_indices_from_a_dtensor() -> None:
     assert list(range(5))[i] == 2 and torch.equal(X[int(i)], X[2])
 
 
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_apply_names_a_way_out(place: Placement) -> None:
+    x = distribute_tensor(X, virtual(2), [place])
+    with pytest.raises(LayoutError, match=r"apply_: .*x\.full_tensor\(\)"):
+        x.apply_(lambda number: number + 1)
+    x.copy_(x.full_tensor().clone().apply_(lambda number: number + 1))
+    assert torch.equal(x.full_tensor(), X + 1)
+
+
 def test_a_dtensor_cannot_be_made_by_calling_its_class() -> None:
     with pytest.raises(TypeError, match="distribute_tensor"):
         DTensor(X)

@@ -166,6 +166,14 @@ class DTensor(Wrapper):
         """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
         raise LayoutError(_no_memory("__dlpack__", self))
 
+    def apply_(self, callable: Any) -> DTensor:
+        """An error: PyTorch would read and write memory that a tensor on a mesh does not have."""
+        raise LayoutError(
+            f"apply_: a function of Python numbers cannot be run on a DTensor {self._spec!r}. "
+            "Write it with operators of torch, or use x.copy_(x.full_tensor().clone().apply_(f)), "
+            "in which every rank runs it on all elements."
+        )
+
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
         """PyTorch's own goes by the offset in memory, which a view of a DTensor does not have."""
         if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):
