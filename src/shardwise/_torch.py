@@ -23,9 +23,12 @@ __all__ = [
     "in_one_memory",
     "is_composite",
     "is_held_elsewhere",
+    "is_recorded",
     "make_wrapper",
     "never_free",
     "reading_lazy_bits",
+    "recorder",
+    "recording",
     "root_mesh",
     "run_composite",
     "saves_elsewhere",
@@ -67,6 +70,44 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op)
+
+
+recording: Any = torch.fx._symbolic_trace
+"""Its `_is_fx_tracing_flag` says whether some thread records calls with `torch.fx`, at the price of
+reading an attribute; no public function is as quick."""
+
+
+def recorder() -> Callable[[torch.Tensor], bool] | None:
+    """If `make_fx` records the calls of this thread, a function that makes it know a tensor.
+
+    It knows the arguments of the function that it records. A tensor from elsewhere becomes a
+    constant of the graph; if it is a plain one, PyTorch does that itself. The function says whether
+    the tensor was not known before.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return None
+    tracer = mode.tracer
+
+    def make_known(tensor: torch.Tensor) -> bool:
+        if proxy_tensor.has_proxy_slot(tensor, tracer):
+            return False
+        node: Any = tracer.create_arg(tensor)
+        constant = torch.fx.Proxy(node, tracer)
+        proxy_tensor.track_tensor(tensor, constant, constant=None, tracer=tracer)
+        return True
+
+    return make_known
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether `make_fx` records what this thread does with a tensor."""
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    return mode is not None and proxy_tensor.has_proxy_slot(tensor, mode.tracer)
 
 
 _library = torch.library.Library("aten", "IMPL")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ._torch import is_recorded, recording
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
 from .mesh import Topology
@@ -29,6 +30,7 @@ __all__ = [
     "keeps_partial_grads",
     "not_partial",
     "redistributed",
+    "refuse_recording",
     "take_data",
     "watch_leaf",
 ]
@@ -44,6 +46,19 @@ def not_partial(spec: DTensorSpec) -> tuple[Placement, ...]:
     return tuple(Replicate() if p.is_partial() else p for p in spec.placements)
 
 
+def refuse_recording(what: str, values: Sequence[Any]) -> None:
+    """An error if `make_fx` would record a result as a constant: this is no operator."""
+    if not recording._is_fx_tracing_flag:
+        return
+    # In fake tensors DTensors are taken apart, and what their local tensors do is recorded.
+    if any(isinstance(v, Wrapper) or type(v) is torch.Tensor for v in values if is_recorded(v)):
+        raise LayoutError(
+            f"{what}: make_fx, which torch.func.linearize uses, records operators, and this is "
+            "none. Bring tensors into their layout before, or use torch.func.jvp, which records "
+            "nothing."
+        )
+
+
 class Redistribute(torch.autograd.Function):
     """Tensors in other layouts, all in few collectives.
 
@@ -52,6 +67,7 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, targets: Sequence[DTensorSpec], async_op: bool, *values: Any) -> Any:
+        refuse_recording("redistribute", values)
         ctx.set_materialize_grads(False)
         ctx.specs = [value._spec for value in values]
         pairs = list(zip(values, targets, strict=True))
@@ -106,6 +122,7 @@ class WholeLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Any:
+        refuse_recording("full_tensor", (value,))
         ctx.spec = spec = value._spec
         if not value._locals:
             raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
@@ -128,6 +145,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
+        refuse_recording("to_local", (value,))
         ctx.spec = grad_spec
         return tuple(part.view_as(part) for part in exposed_locals(value))
 
@@ -141,6 +159,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: DTensorSpec, *parts: torch.Tensor) -> Any:
+        refuse_recording("from_local", parts)
         ctx.set_materialize_grads(False)  # zeros would be no DTensor
         ctx.spec = spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))

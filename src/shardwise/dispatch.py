@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import infer, policy
-from ._torch import OpOverload, reading_lazy_bits, run_composite
+from ._torch import OpOverload, reading_lazy_bits, recorder, recording, run_composite
 from .build import build
 from .deferred import root_of
 from .engine import in_flight, settle, tell
@@ -22,7 +22,7 @@ from .entry import Entry
 from .errors import LayoutError
 from .pending import PendingValue
 from .plain import adopt, check_plain
-from .plans import Plan
+from .plans import Plan, tensors_in
 from .rules.call import LEAST, MOST, has_fractions
 from .sparse import has_sparse, run_sparse
 from .trace import planned
@@ -79,6 +79,8 @@ def dispatch(
     cls: type, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """Run an operator on DTensors: the `__torch_dispatch__` of the public class."""
+    if recording._is_fx_tracing_flag and _is_recorded(args, kwargs or {}):
+        return op(*args, **(kwargs or {}))
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
@@ -136,6 +138,23 @@ def dispatch(
         # an error in values is this rank's alone: the others must not wait for it
         tell(error, operands[0]._spec.topology)
         raise
+
+
+def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether `make_fx` can record a call of DTensors as it is, now that it knows them all.
+
+    It leaves calls to us if it does not know all of their operands, and would go on recording what
+    local tensors do, among which those of its arguments are constants.
+    """
+    make_known = recorder()
+    if make_known is None:
+        return False
+    found = [t for t in tensors_in(args, kwargs) if isinstance(t, Wrapper)]
+    # Where PyTorch took DTensors apart, as `torch.compile` does, it records their local tensors.
+    if any(type(part) is not torch.Tensor for t in found for part in root_of(t)._locals):
+        return False
+    new = [make_known(tensor) for tensor in found]
+    return any(new)
 
 
 def _before_writing(entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

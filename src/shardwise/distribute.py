@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .autograd import FromLocal, Replaced, ToLocal, not_partial
+from .autograd import FromLocal, Replaced, ToLocal, not_partial, refuse_recording
 from .engine import as_bytes, engine_of
 from .errors import LayoutError, MeshError
 from .geometry import contiguous_stride, memory_order, stride_like
@@ -29,6 +29,7 @@ _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
+    refuse_recording("to_local", (tensor,))
     spec = tensor._spec
     if grad_placements is not None:
         grad_spec = _given_grads("to_local", spec, grad_placements)
@@ -319,6 +320,7 @@ def distribute(
             f"distribute_tensor: a tensor is needed, but got {type(tensor).__name__}. "
             "Make one with torch.tensor(...)."
         )
+    refuse_recording("distribute_tensor", (tensor,))
     check_dense("distribute_tensor", tensor)
     mesh = topology(device_mesh)
     places = checked_placements("distribute_tensor", mesh, placements, tensor.ndim)
