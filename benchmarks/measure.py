@@ -26,8 +26,8 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -106,21 +106,10 @@ def run(
     watches = []
     for step in range(2):
         torch.manual_seed(step + 1)
-        with no_collection(), watch() as watching:
+        with watch() as watching:
             results = program.step(model, optimizer, batch)
         watches.append(watching)
     return _values(model, results), watches
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """The memory of cycles is freed here, never in between."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def distribute(model: nn.Module, mesh: Any, program: Program) -> None:
@@ -134,7 +123,7 @@ def distribute(model: nn.Module, mesh: Any, program: Program) -> None:
                 made[id(value)] = nn.Parameter(sharded, value.requires_grad)
             module.register_parameter(key, made[id(value)])
         for key, value in list(module.named_buffers(recurse=False)):
-            places = _placements(program, f"{prefix}.{key}", program.parameters)
+            places = _placements(program, f"{prefix}.{key}", program.parameters if value.ndim else {})
             module.register_buffer(key, sw.distribute_tensor(value, mesh, places))
         for glob in program.moved:
             if fnmatchcase(prefix, glob):
@@ -208,6 +197,8 @@ class Watch(TorchDispatchMode):
         return Cost(self.collectives, round(self.received), self.peak)
 
     def __enter__(self) -> Watch:
+        gc.collect()  # the memory of cycles is freed here and not at some time in the step
+        gc.disable()
         self._asked = _asked_of_groups()
         self._patch = patch.object(torch.UntypedStorage, "resize_", _watched_resize(self))
         self._patch.start()
@@ -216,12 +207,13 @@ class Watch(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patch.stop()
+        gc.enable()
         asked = _asked_of_groups() - self._asked
         if error[0] is None and asked != self.collectives:
             raise AssertionError(f"counted {self.collectives} collectives, but {asked} were run")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types:
+        if any(kind is not Tensor for kind in types):
             return NotImplemented  # a subclass: what it does with its local tensors comes here
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs or {})
@@ -393,8 +385,12 @@ def _rank(rank: int, store: str, pipe: Any, program: Callable[..., Program], arg
     )
     try:
         pipe.send(_measured(program(*args)))
-    except Exception:
-        pipe.send(traceback.format_exc())
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        here = [frame for frame in frames if "benchmarks" in frame.filename][-1]
+        text = "".join(traceback.format_exception_only(error)).strip()
+        pipe.send(f"{text}\n    in {here.filename}:{here.lineno}: {here.line}")
+        return  # the others have failed too, or will be ended
     dist.barrier()
     dist.destroy_process_group()
 
