@@ -39,6 +39,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -213,6 +214,8 @@ class Watch(TorchDispatchMode):
             raise AssertionError(f"counted {self.collectives} collectives, but {asked} were run")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))  # asked for shapes alone
         if any(kind is not Tensor for kind in types):
             return NotImplemented  # a subclass: what it does with its local tensors comes here
         if func.namespace == "c10d":
@@ -220,7 +223,7 @@ class Watch(TorchDispatchMode):
         assert func.namespace != "_c10d_functional", f"{func} is not counted yet"
         made = func(*args, **(kwargs or {}))
         for each in tree_leaves(made):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and not each.is_meta:
                 self._hold(each.untyped_storage())
         self.peak = max(self.peak, self._held)
         return made
