@@ -47,7 +47,7 @@ import shardwise as sw
 
 WORLD = 4
 SECONDS = 120.0
-RTOL, ATOL = 1e-4, 1e-5
+RTOL = 1e-4
 
 Placements = Mapping[str, sw.Placement]
 Layout = Mapping[str, Placements]
@@ -73,6 +73,7 @@ class Program:
     parameters: Layout = field(default_factory=dict)
     moved: Layout = field(default_factory=dict)
     optimizer: Callable[[Any], Any] | None = None
+    atol: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,15 @@ def _values(model: nn.Module, results: Values) -> Values:
     }
 
 
-def differences(have: Values, want: Values) -> list[str]:
+def differences(program: Program, have: Values) -> list[str]:
     """Which values are not those of one device, and by how much."""
+    want = run(program)[0]
     if have.keys() != want.keys():
         return [f"values that only one of them has: {sorted(have.keys() ^ want.keys())}"]
     found = []
     for name, value in want.items():
         try:
-            torch.testing.assert_close(have[name], value, rtol=RTOL, atol=ATOL)
+            torch.testing.assert_close(have[name], value, rtol=RTOL, atol=program.atol)
         except AssertionError as error:
             found.append(f"{name}: " + " ".join(str(error).split()))
     return found
@@ -173,7 +175,7 @@ def on_virtual_mesh(program: Program) -> list[str]:
     mesh = sw.init_device_mesh(
         "cpu", tuple(program.mesh.values()), mesh_dim_names=tuple(program.mesh)
     )
-    return differences(run(program, mesh)[0], run(program)[0])
+    return differences(program, run(program, mesh)[0])
 
 
 # --- counting ------------------------------------------------------------------------------------
@@ -403,4 +405,4 @@ def _measured(program: Program) -> tuple[Cost, Cost, list[str]]:
         "cpu", tuple(program.mesh.values()), mesh_dim_names=tuple(program.mesh)
     )
     values, (first, second) = run(program, mesh, Watch)
-    return first.cost(), second.cost(), differences(values, run(program)[0])
+    return first.cost(), second.cost(), differences(program, values)
