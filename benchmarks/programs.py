@@ -30,7 +30,8 @@ from torch import Tensor, nn
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.measure import (  # noqa: E402
+from benchmarks.models import moe, others, transformer, vision  # noqa: E402
+from benchmarks.running import (  # noqa: E402
     WORLD,
     Found,
     Layout,
@@ -39,7 +40,6 @@ from benchmarks.measure import (  # noqa: E402
     on_processes,
     on_virtual_mesh,
 )
-from benchmarks.models import moe, others, transformer, vision  # noqa: E402
 
 import shardwise as sw  # noqa: E402
 from shardwise import Shard  # noqa: E402
@@ -163,12 +163,14 @@ def actor_critic(model: nn.Module, batch: Values) -> Tensor:
     return others.policy_loss(model, *others.rollout(model, batch["state"], 5))
 
 
-def train(loss_of: Loss, model: nn.Module, optimizer: Any, batch: Values) -> Values:
+def train(
+    loss_of: Loss, model: nn.Module, optimizer: Any, batch: Values, foreach: bool | None = None
+) -> Values:
     """A training step with clipped gradients."""
     optimizer.zero_grad()
     loss = loss_of(model, batch)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
     optimizer.step()
     return {"loss": loss, "norm": norm}
 
@@ -293,12 +295,14 @@ def fully_sharded(layout: Layout) -> Layout:
 
 
 def _transformers() -> Iterator[Program]:
+    many = partial(text, 32)  # fully sharded models have more activations than parameters
+    few = partial(text, 4)
     gpt = partial(
         Program, model=transformer.GPT, batch=text, step=partial(train, next_token), optimizer=adamw
     )
     yield gpt("gpt, tensor parallel", mesh=TP, inputs=WHOLE, parameters=GPT_TP)
     yield gpt("gpt, data parallel", mesh=DP, inputs=DIM0)
-    yield gpt("gpt, fully sharded", mesh=DP, inputs=DIM0, parameters=DIM0)
+    yield gpt("gpt, fully sharded", batch=many, mesh=DP, inputs=DIM0, parameters=DIM0)
     yield gpt("gpt, sequence parallel", mesh=TP, inputs=SEQUENCE, parameters=GPT_TP)
     yield gpt(
         "gpt, sequence parallel as in Megatron",
@@ -315,11 +319,13 @@ def _transformers() -> Iterator[Program]:
     )
     yield gpt("gpt, context parallel", mesh=TP, inputs=SEQUENCE)
     yield gpt("gpt, data x tensor", mesh=DP_TP, inputs=DIM0, parameters=GPT_TP)
+    yield gpt("gpt, data x sequence", mesh=DP_TP, inputs=DATA_AND_SEQUENCE, parameters=GPT_TP)
     yield gpt(
-        "gpt, data x sequence", mesh=DP_TP, inputs=DATA_AND_SEQUENCE, parameters=GPT_TP
-    )
-    yield gpt(
-        "gpt, fully sharded x tensor", mesh=DP_TP, inputs=DIM0, parameters=fully_sharded(GPT_TP)
+        "gpt, fully sharded x tensor",
+        batch=many,
+        mesh=DP_TP,
+        inputs=DIM0,
+        parameters=fully_sharded(GPT_TP),
     )
     for kind in ("reentrant", "not reentrant"):
         yield gpt(
@@ -344,8 +350,10 @@ def _transformers() -> Iterator[Program]:
     yield bert("bert, data parallel", mesh=DP, inputs=DIM0)
     llama = partial(gpt, model=transformer.Llama)
     yield llama("llama, tensor parallel", mesh=TP, inputs=WHOLE, parameters=LLAMA_TP)
-    yield llama("llama, fully sharded", mesh=DP, inputs=DIM0, parameters=DIM0)
-    yield llama("llama, sequence parallel", mesh=TP, inputs=SEQUENCE, parameters=LLAMA_TP)
+    yield llama("llama, fully sharded", batch=many, mesh=DP, inputs=DIM0, parameters=DIM0)
+    yield llama(
+        "llama, sequence parallel", batch=few, mesh=TP, inputs=SEQUENCE, parameters=LLAMA_TP
+    )
     yield llama(
         "llama, LoRA, tensor parallel",
         model=lambda: transformer.lora(transformer.Llama()),
@@ -425,7 +433,9 @@ def _others() -> Iterator[Program]:
         batch=carts,
         step=partial(train, actor_critic),
     )
-    yield made("graph, nodes and edges", model=others.GCN, batch=graph, step=partial(train, node_class))
+    yield made(
+        "graph, nodes and edges", model=others.GCN, batch=graph, step=partial(train, node_class)
+    )
 
 
 class MuonAndAdamW:
@@ -470,7 +480,8 @@ def _optimizers() -> Iterator[Program]:
         parameters=fully_sharded(LLAMA_TP),
     )
     for name, optimizer in OPTIMIZERS.items():
-        yield llama(f"optimizer: {name}", optimizer=optimizer)
+        step = partial(train, next_token, foreach="foreach" in name or "fused" in name)
+        yield llama(f"optimizer: {name}", optimizer=optimizer, step=step)
     yield llama(
         "optimizer: Muon and AdamW",
         batch=text,
