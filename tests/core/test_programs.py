@@ -7,7 +7,7 @@ import json
 import pytest
 from benchmarks.measure import Cost
 from benchmarks.programs import GOLDEN, PAGE, PROGRAMS, compared, page
-from benchmarks.running import Found, on_virtual_mesh
+from benchmarks.running import Found, differences, on_virtual_mesh, run
 
 SAMPLE = [
     "gpt, sequence parallel as in Megatron",
@@ -24,6 +24,15 @@ SAMPLE = [
 @pytest.mark.parametrize("name", SAMPLE)
 def test_values_are_those_of_one_device(name: str) -> None:
     assert on_virtual_mesh(PROGRAMS[name]) == []
+
+
+def test_a_wrong_value_is_named() -> None:
+    program = PROGRAMS["graph, nodes and edges"]
+    values, _ = run(program)
+    assert differences(program, values) == []
+    wrong = {**values, "gradient first.bias": values["gradient first.bias"] + 1e-3}
+    assert [text.split(":")[0] for text in differences(program, wrong)] == ["gradient first.bias"]
+    assert "result loss" in differences(program, {k: values[k] for k in [*values][1:]})[0]
 
 
 def test_the_golden_table_has_every_program() -> None:
