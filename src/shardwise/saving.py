@@ -13,7 +13,7 @@ from .placement import Partial, Replicate, Shard
 from .spec import DTensorSpec, rebuild_spec
 from .wrapper import Wrapper, wrap
 
-__all__ = ["plain_attributes", "saved"]
+__all__ = ["plain_attributes", "reserved_attributes", "saved"]
 
 _OWN = (
     "_spec",
@@ -36,6 +36,11 @@ _OWN = (
 def plain_attributes(tensor: Wrapper) -> dict[str, Any]:
     """What a user, or `nn.Parameter`, has set on a tensor."""
     return _not_own(tensor.__dict__)
+
+
+def reserved_attributes(tensor: torch.Tensor) -> list[str]:
+    """The attributes of a plain tensor that a DTensor could not have beside its own."""
+    return sorted(set(tensor.__dict__) - set(_not_own(tensor.__dict__)))
 
 
 def _not_own(state: dict[str, Any]) -> dict[str, Any]:
