@@ -30,6 +30,7 @@ _OWN = (
     "_value",
     "_ready",
     "_watched",
+    "_to_write",
 )
 
 
