@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "PARAMETER",
     "Hooks",
     "OpOverload",
     "autograd_node_name",
@@ -48,6 +49,9 @@ OpOverload = torch._ops.OpOverload
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__`
 directly."""
+
+PARAMETER = "_is_param"
+"""The attribute by which `isinstance(x, nn.Parameter)` knows a tensor of another class."""
 
 make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 """Makes a tensor with a shape and no storage: there is no public constructor of this kind."""

@@ -13,7 +13,7 @@ from .autograd import requires_grad as autograd_requires_grad
 from .checkpoint import chunk_list, chunks, shard_at, write_items
 from .deferred import DeferredView
 from .dispatch import dispatch
-from .distribute import distribute, from_local, to_local, whole_local
+from .distribute import distribute, from_local, laid_out_like, to_local, whole_local
 from .errors import LayoutError, MeshError
 from .mesh import AnyMesh, topology
 from .pending import PendingValue
@@ -225,11 +225,17 @@ class DTensor(Wrapper):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its history; assigning to it gives the tensor other values."""
+        """The tensor without its history; assigning to it gives the tensor other values.
+
+        A plain tensor that is assigned counts as replicated. It is copied into the layout of this
+        one: sharded by the same axes where it has the dims for it, else replicated.
+        """
         return autograd_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            value = laid_out_like(value, self._spec)
         take_data(self, value)
 
     # --- copies ------------------------------------------------------------------------------

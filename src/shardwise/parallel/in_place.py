@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .._torch import Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
+from .._torch import PARAMETER, Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
 from ..autograd import is_leaf_hook
 from ..engine import engine_of
 from ..errors import LayoutError
@@ -213,7 +213,7 @@ def _change(change: _Change, mesh: AnyMesh) -> None:
     else:
         made = distribute_tensor(tensor.detach(), mesh, layout)
     if isinstance(tensor, nn.Parameter):
-        extra["_is_param"] = True
+        extra[PARAMETER] = True
     tensor.grad = None
     _become(tensor, made, extra)
     tensor.requires_grad_(requires_grad)
