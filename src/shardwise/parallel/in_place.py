@@ -128,6 +128,8 @@ def _problem(change: _Change, mesh: Topology) -> str | None:
     if taken:
         return f"{name} has attributes {taken}, names that a DTensor uses itself. Rename them."
     if isinstance(made, DTensor):
+        if made.grad_fn is not None:
+            return f"the DTensor in the place of {name} has an autograd history: detach() it."
         if _has_hooks(tensor) and _has_hooks(made):
             return f"{name} and the DTensor in its place both have hooks. Register them after."
     else:
