@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from shardwise.checkpoint import chunks
 
 from ..compare import layouts, numbers, spread, virtual
 
@@ -32,6 +31,8 @@ VALUES = {
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_chunks_tell_where_every_element_is(data: Any) -> None:
+    from shardwise.checkpoint import chunks
+
     shape = data.draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
     value = torch.arange(prod(shape)).view(shape)
     mesh = virtual(*data.draw(st.sampled_from([(1,), (2,), (3,), (2, 2), (3, 2)])))

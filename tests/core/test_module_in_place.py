@@ -13,7 +13,6 @@ from torch import nn
 
 from shardwise import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from shardwise.errors import LayoutError
-from shardwise.parallel.in_place import convert
 
 from ..compare import ints, numbers, virtual
 
@@ -81,9 +80,9 @@ def test_training_is_that_of_one_device(kind: str, partition: Any, when: str) ->
     wanted, optimizer = make(plain.parameters()), make(ours.parameters())
     if when.startswith("trained"):
         assert steps(ours, optimizer, 2) == steps(plain, wanted, 2)
-    named = [optimizer] if "named" in when else []
+    named = {"optimizers": [optimizer]} if "named" in when else {}
     held = list(ours.parameters())
-    distribute_module(ours, virtual(2, 2), partition, optimizers=named)
+    distribute_module(ours, virtual(2, 2), partition, **named)
     assert all(a is b for a, b in zip(held, ours.parameters(), strict=True))
     if when == "after":
         optimizer = make(ours.parameters())
@@ -159,6 +158,9 @@ def test_attributes_flags_and_persistence_stay() -> None:
 
 @pytest.mark.parametrize("places", [[Replicate()], [Shard(0)], [Shard(1)]], ids=str)
 def test_hooks_go_on_and_can_be_removed(places: Any) -> None:
+    def as_places(name: str, part: nn.Module, mesh: Any) -> None:
+        part.weight = nn.Parameter(distribute_tensor(part.weight, mesh, places))
+
     layer = nn.Linear(4, 6, bias=False)
     seen: list[Any] = []
     first = layer.weight.register_hook(lambda g: seen.append(("grad", g._spec.placements)))
@@ -166,7 +168,7 @@ def test_hooks_go_on_and_can_be_removed(places: Any) -> None:
     last = layer.weight.register_post_accumulate_grad_hook(
         lambda p: seen.append(("after", p.grad._spec.placements))
     )
-    convert(layer.weight, virtual(2), places)
+    distribute_module(layer, virtual(2), as_places)
     x = distribute_tensor(numbers(4, 4, dtype=torch.float32), virtual(2), [Shard(0)])
 
     def gradient() -> torch.Tensor:
@@ -399,6 +401,8 @@ def test_functions_of_inputs_and_outputs_may_leave_out_the_module() -> None:
 
 
 def test_one_tensor_is_converted_in_place() -> None:
+    from shardwise.parallel.in_place import convert
+
     weight = nn.Parameter(numbers(4, 3))
     whole = weight.detach().clone()
     convert(weight, virtual(2), [Shard(0)])

@@ -67,7 +67,7 @@ def train(mesh_shape: tuple[int, ...] | None, named: bool) -> list[float]:
     losses = [step(model, optimizer, 0)]
     if mesh_shape is not None:
         mesh = init_device_mesh("cpu", mesh_shape)
-        distribute_module(model, mesh, shard, optimizers=[optimizer] if named else ())
+        distribute_module(model, mesh, shard, **({"optimizers": [optimizer]} if named else {}))
         assert model.head.weight is model.embedding.weight
         assert isinstance(model.head.weight, DTensor) and isinstance(model.scale, DTensor)
         assert model.head.weight.grad.placements == model.head.weight.placements
