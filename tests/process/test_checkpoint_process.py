@@ -158,6 +158,10 @@ def test_every_element_is_written_once(processes: Pools, tmp_path: Path) -> None
         value = VALUES[name.split(".")[1]]
         assert item.size == value.shape and item.properties.dtype is value.dtype
         assert sum(prod(chunk.sizes) for chunk in item.chunks) == value.numel()
+        number = name.split(".")[2]
+        places = layouts(value, 2)[int(number)] if number.isdigit() else ()
+        if "even" in name and places == (Shard(0), Shard(1)):
+            assert len(item.chunks) == 4
         if "number" in name or name == "tensors.even.0":  # replicated on all four ranks
             assert len(item.chunks) == 1
 
