@@ -46,10 +46,11 @@ def convert(
     >>> optimizer.param_groups[0]["params"][0].placements
     (S(0),)
     """
-    _convert_all([_Change(["the tensor"], tensor, placements)], device_mesh)
+    _convert_all("convert", [_Change(["the tensor"], tensor, placements)], device_mesh)
 
 
 def convert_module(
+    what: str,
     module: nn.Module,
     device_mesh: AnyMesh,
     layout_of: Callable[[list[str], torch.Tensor], Layout],
@@ -59,7 +60,7 @@ def convert_module(
     optimizers have of them.
 
     `layout_of(names, tensor)` is asked once for each tensor, with all names that it has in the
-    module. Returns the submodules that have some of the tensors.
+    module. `what` names the caller in errors. Returns the submodules that have some of the tensors.
     """
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
@@ -76,7 +77,7 @@ def convert_module(
         for optimizer in optimizers:
             if change.tensor in optimizer.state:
                 change.states.append(optimizer.state[change.tensor])
-    _convert_all(every, device_mesh)
+    _convert_all(what, every, device_mesh)
     return list(owners)
 
 
@@ -94,11 +95,11 @@ class _Change:
         return " = ".join(self.names)
 
 
-def _convert_all(changes: Sequence[_Change], device_mesh: AnyMesh) -> None:
+def _convert_all(what: str, changes: Sequence[_Change], device_mesh: AnyMesh) -> None:
     mesh = topology(device_mesh)
-    problem = next(filter(None, [_problem(change, mesh) for change in changes]), None)
+    problem = next(filter(None, [_problem(what, change, mesh) for change in changes]), None)
     problem = problem or _shared_memory(changes)
-    _agree(mesh, changes, problem)
+    _agree(what, mesh, changes, problem)
     for change in changes:
         _change(change, device_mesh)
 
@@ -106,7 +107,7 @@ def _convert_all(changes: Sequence[_Change], device_mesh: AnyMesh) -> None:
 # --- the first phase: checks ---------------------------------------------------------------------
 
 
-def _problem(change: _Change, mesh: Topology) -> str | None:
+def _problem(what: str, change: _Change, mesh: Topology) -> str | None:
     """Why a tensor cannot be made a DTensor in place; None if it can."""
     tensor, made, name = change.tensor, change.layout, change.name
     if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -121,8 +122,8 @@ def _problem(change: _Change, mesh: Topology) -> str | None:
     holder = graph_or_view_of(tensor)
     if holder is not None:
         return (
-            f"{name} is held by {holder}, which would go on with the tensor as it was. Call "
-            "distribute_module before forward, or let go of its results first."
+            f"{name} is held by {holder}, which would go on with the tensor as it was. Call {what} "
+            "before forward, or let go of its results first."
         )
     taken = reserved_attributes(tensor)
     if taken:
@@ -133,7 +134,7 @@ def _problem(change: _Change, mesh: Topology) -> str | None:
         if _has_hooks(tensor) and _has_hooks(made):
             return f"{name} and the DTensor in its place both have hooks. Register them after."
     else:
-        checked_placements(f"distribute_module: {name}", mesh, made, tensor.ndim)
+        checked_placements(f"{what}: {name}", mesh, made, tensor.ndim)
     grad = tensor.grad
     if grad is not None and (grad._base is not None or grad.grad_fn is not None):
         return f"the gradient of {name} is a view, or has a history. Set it to None first."
@@ -168,7 +169,7 @@ def _shared_memory(changes: Sequence[_Change]) -> str | None:
     return None
 
 
-def _agree(mesh: Topology, changes: Sequence[_Change], problem: str | None) -> None:
+def _agree(what: str, mesh: Topology, changes: Sequence[_Change], problem: str | None) -> None:
     """An error on every rank if one of them has a problem, or if they would change different
     things."""
     number = -1
@@ -177,10 +178,10 @@ def _agree(mesh: Topology, changes: Sequence[_Change], problem: str | None) -> N
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     same = engine_of(mesh).check_equal(mesh, number)
     if problem is not None:
-        raise LayoutError(f"distribute_module: {problem} Nothing was changed.")
+        raise LayoutError(f"{what}: {problem} Nothing was changed.")
     if not same:
         raise LayoutError(
-            "distribute_module: another rank cannot convert its module, or the ranks have modules "
+            f"{what}: another rank cannot convert its module, or the ranks have modules "
             "that differ in names, shapes, dtypes, layouts, gradients or optimizer states. "
             "Nothing was changed."
         )

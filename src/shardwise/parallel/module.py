@@ -63,7 +63,10 @@ def distribute_module(
                 partition_fn(name, part, device_mesh)
     finally:
         replaced.put_back()
-    for part in convert_module(module, device_mesh, replaced.layout, optimizers):
+    converted = convert_module(
+        "distribute_module", module, device_mesh, replaced.layout, optimizers
+    )
+    for part in converted:
         part.register_load_state_dict_pre_hook(_keep_layouts)
     if before is not None:
         module.register_forward_pre_hook(
