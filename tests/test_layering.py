@@ -62,6 +62,7 @@ ORDER = [
     "per_rank",
     "distribute",
     "saving",
+    "checkpoint",
     "tensor",
     "factories",
     "forms",

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "PARAMETER",
+    "Hooks",
     "OpOverload",
     "autograd_node_name",
     "decomposition",
@@ -20,6 +22,8 @@ __all__ = [
     "fake_tensors",
     "gloo_group",
     "gloo_timeout",
+    "graph_or_view_of",
+    "hooks_of",
     "in_one_memory",
     "is_composite",
     "is_held_elsewhere",
@@ -32,7 +36,9 @@ __all__ = [
     "root_mesh",
     "run_composite",
     "saves_elsewhere",
+    "set_hooks",
     "shared_store",
+    "swap_contents",
     "take_composite",
     "take_differentiable",
 ]
@@ -43,6 +49,9 @@ OpOverload = torch._ops.OpOverload
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__`
 directly."""
+
+PARAMETER = "_is_param"
+"""The attribute by which `isinstance(x, nn.Parameter)` knows a tensor of another class."""
 
 make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 """Makes a tensor with a shape and no storage: there is no public constructor of this kind."""
@@ -249,3 +258,43 @@ def is_held_elsewhere(parts: Sequence[torch.Tensor]) -> bool:
 
 def _counted(tensor: torch.Tensor) -> int:
     return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
+
+
+def graph_or_view_of(tensor: torch.Tensor) -> str | None:
+    """What autograd has made of a tensor and still holds, or of what it made the tensor.
+
+    Only the count of C++'s holders tells: a graph holds its leaves, and a view its base.
+    """
+    if tensor.grad_fn is not None:
+        return "its own autograd history"
+    if _counted(tensor) > 1:
+        return "an autograd graph or a view"
+    base = tensor._base
+    if base is not None and (sys.getrefcount(base) > 3 or _counted(base) > 2):
+        return "the tensor that it is a view of"
+    return None
+
+
+def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange class, attributes and value of two tensors: who holds one then holds the other's.
+
+    `torch.utils.swap_tensors` refuses tensors that have weak references, as all parameters of an
+    `nn.LSTM` have. Hooks do not go along: see `set_hooks`.
+    """
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+
+
+Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
+"""The hooks of `register_hook` and of `register_post_accumulate_grad_hook`."""
+
+
+def hooks_of(tensor: Any) -> Hooks:
+    """The dicts in which a tensor's hooks are: those that the handles of the hooks know."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def set_hooks(tensor: Any, hooks: Hooks) -> None:
+    """Give a tensor other dicts of hooks: to register each anew would cut off its handle."""
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks

@@ -26,6 +26,7 @@ __all__ = [
     "ToLocal",
     "WholeLocal",
     "as_gradient",
+    "is_leaf_hook",
     "keep_partial_grads",
     "keeps_partial_grads",
     "not_partial",
@@ -229,6 +230,11 @@ def watch_leaf(tensor: Any) -> None:
         like_leaf = _LikeLeaf(tensor._spec)
         setattr(tensor, _WATCHED, like_leaf)
         tensor.register_hook(like_leaf)
+
+
+def is_leaf_hook(hook: object) -> bool:
+    """Whether a hook is the one that `watch_leaf` registers."""
+    return isinstance(hook, _LikeLeaf)
 
 
 def take_data(tensor: Any, value: Any) -> None:

@@ -10,19 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import policy
+from ._torch import PARAMETER
 from .autograd import FromLocal, Replaced, ToLocal, not_partial, refuse_recording
 from .engine import as_bytes, engine_of
-from .errors import LayoutError, MeshError
+from .errors import LayoutError, MeshError, PlainTensorError
 from .geometry import contiguous_stride, memory_order, stride_like
 from .mesh import AnyMesh, Coord, Topology, topology
 from .moving import moved
 from .per_rank import PerRank
-from .placement import Partial, Placement, Shard
+from .placement import Partial, Placement, Replicate, Shard
 from .plain import check_dense, digest
 from .spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from .wrapper import Wrapper, exposed_locals, wrap
 
-__all__ = ["distribute", "from_local", "to_local", "whole_local"]
+__all__ = ["distribute", "from_local", "laid_out_like", "to_local", "whole_local"]
 
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 """Every dtype, in an order that is the same in every process."""
@@ -41,11 +43,20 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
         parts = ToLocal.apply(tensor, grad_spec)
     else:
         parts = exposed_locals(tensor)
+    if getattr(tensor, PARAMETER, False):
+        parts = tuple(map(_as_parameter, parts))
     if spec.topology.virtual:
         return PerRank(spec.topology, spec.slot_axes, parts)
     if not parts:
         raise MeshError(f"to_local: this rank is not in mesh {spec.topology}.")
     return parts[0]
+
+
+def _as_parameter(part: torch.Tensor) -> torch.Tensor:
+    """A local tensor of an `nn.Parameter`, which is one to `isinstance` too."""
+    made = part if part.grad_fn is not None else part.view_as(part)
+    setattr(made, PARAMETER, True)
+    return made
 
 
 def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
@@ -335,6 +346,31 @@ def distribute(
     local = moved(wrap(whole, parts), target, fresh=True)
     made: Any = wrap(target, local)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def laid_out_like(value: torch.Tensor, like: DTensorSpec) -> Any:
+    """A plain tensor, which counts as replicated, in the layout of another: its shards where the
+    dims allow them, its cuts if it has the same shape."""
+    mesh = like.topology
+    check_dense("data", value)
+    policy.on_plain("data", tuple(value.shape))
+    if not mesh.virtual and policy.current().plain in ("check", "check_always"):
+        plain = value.detach().resolve_conj().resolve_neg()
+        if not engine_of(mesh).check_equal(mesh, digest(plain)):
+            raise PlainTensorError(
+                f"data: a plain tensor of shape {list(value.shape)} counts as replicated, but it "
+                "is not equal on all ranks. Use distribute_tensor, which takes the first rank's."
+            )
+    places = [place if _fits(place, value) else Replicate() for place in like.placements]
+    cuts = like.cuts if tuple(value.shape) == tuple(like.shape) else None
+    return distribute(value.detach(), like.mesh, places, cuts, None)
+
+
+def _fits(place: Placement, value: torch.Tensor) -> bool:
+    if not isinstance(place, Shard) or place.dim >= value.ndim:
+        return False
+    size = value.shape[place.dim]
+    return place.split == 1 or (size > place.split and size % place.split == 0)
 
 
 def _from_source(

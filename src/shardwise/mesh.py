@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from ._torch import root_mesh
+from ._torch import root_mesh, shared_store
 from .cost import Link, LinkLike, links_of
 from .errors import MeshError
 from .geometry import all_coords
@@ -376,7 +377,8 @@ def described_mesh(
     names: tuple[str, ...] | None,
     links: Sequence[tuple[float, float]],
 ) -> Topology:
-    """The mesh of a description. One over processes must exist: to make it needs every rank."""
+    """The mesh of a description. One over all processes is made if it does not exist, which needs
+    every rank."""
     if virtual:
         own = [Link(*pair) for pair in links]
         array = torch.tensor(ranks).view(shape)
@@ -385,15 +387,48 @@ def described_mesh(
     found = _topologies.get((world, device_type, tuple(shape), tuple(ranks), names))
     if found is None and names is not None:
         found = _part_of_known(device_type, tuple(ranks), tuple(names))
-    if found is None:
+    if found is not None:
+        return found
+    text = f"{device_type}, {_axes_text(shape, names)}, ranks {list(ranks)}"
+    if world is None or sorted(ranks) != list(range(dist.get_world_size())):
         raise MeshError(
-            f"a tensor was saved on a mesh of processes ({device_type}, "
-            f"{_axes_text(shape, names)}, ranks {list(ranks)}), which does not exist in this "
+            f"a tensor was saved on a mesh of processes ({text}), which does not exist in this "
             "process. Make it with shardwise.init_device_mesh before the file is loaded, in as "
             "many processes; for another mesh save full_tensor() and use distribute_tensor after "
             "loading it."
         )
-    return found
+    _wait_for_all(text)
+    mesh = TorchDeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=names)
+    return topology(_made(mesh, [Link(*pair) for pair in links]))
+
+
+_LOAD_SECONDS = 60.0
+"""How long a rank that loads a tensor waits for the others before it makes the mesh with them."""
+
+
+class _Made:
+    """How many meshes the ranks have made of files: every rank counts alike."""
+
+    times = 0
+
+
+def _wait_for_all(mesh: str) -> None:
+    """Return when every rank is about to make a mesh; an error if some do not come."""
+    store, here = shared_store(), dist.get_rank()
+    name = f"shardwise/loading/{_Made.times}/{mesh}"
+    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[here], "")
+    try:
+        store.wait(keys, timedelta(seconds=_LOAD_SECONDS))
+    except RuntimeError:
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        store.delete_key(keys[here])
+        raise MeshError(
+            f"a tensor was saved on a mesh ({mesh}) that does not exist yet, and to make it all "
+            f"ranks must load the tensor, but within {_LOAD_SECONDS:g} s ranks {late} did not. "
+            "Make the mesh with shardwise.init_device_mesh before the file is loaded."
+        ) from None
+    _Made.times += 1
 
 
 def _part_of_known(

@@ -13,7 +13,7 @@ from .placement import Partial, Replicate, Shard
 from .spec import DTensorSpec, rebuild_spec
 from .wrapper import Wrapper, wrap
 
-__all__ = ["plain_attributes", "saved"]
+__all__ = ["plain_attributes", "reserved_attributes", "saved"]
 
 _OWN = (
     "_spec",
@@ -30,12 +30,18 @@ _OWN = (
     "_value",
     "_ready",
     "_watched",
+    "_to_write",
 )
 
 
 def plain_attributes(tensor: Wrapper) -> dict[str, Any]:
     """What a user, or `nn.Parameter`, has set on a tensor."""
     return _not_own(tensor.__dict__)
+
+
+def reserved_attributes(tensor: torch.Tensor) -> list[str]:
+    """The attributes of a plain tensor that a DTensor could not have beside its own."""
+    return sorted(set(tensor.__dict__) - set(_not_own(tensor.__dict__)))
 
 
 def _not_own(state: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +62,12 @@ def _restore(
     state: dict[str, Any],
 ) -> Any:
     made = wrap(spec, _here(spec, slots, local))
+    hidden = sorted(name for name in state if hasattr(type(made), name) and name not in _OWN)
+    if hidden:
+        raise LayoutError(
+            f"a pickle of a DTensor {spec} has attributes {hidden}, which would hide those that "
+            "every DTensor has. Delete them from the tensor before it is saved."
+        )
     made.__dict__.update(_not_own(state))
     return made.requires_grad_() if requires_grad else made
 
@@ -64,8 +76,15 @@ def _here(
     spec: DTensorSpec, slots: tuple[Coord, ...], local: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
     """The saved local tensors, if they are those that this process holds."""
-    if not isinstance(spec, DTensorSpec) or not all(isinstance(x, torch.Tensor) for x in local):
-        raise LayoutError("a pickle of a DTensor needs a DTensorSpec and tensors: it is damaged.")
+    if (
+        not isinstance(spec, DTensorSpec)
+        or spec.tensor_meta is None
+        or not all(isinstance(x, torch.Tensor) and not isinstance(x, Wrapper) for x in local)
+        or any(not isinstance(at, tuple) or len(at) != spec.topology.ndim for at in slots)
+    ):
+        raise LayoutError(
+            "a pickle of a DTensor needs a DTensorSpec and plain tensors: it is damaged."
+        )
     if not spec.slots:
         return ()  # this rank is not in the mesh
     if _varying(spec, slots) != _varying(spec, spec.slots):
@@ -78,6 +97,9 @@ def _here(
     shapes = [tuple(part.shape) for part in local]
     if shapes != [spec.local_shape(coord) for coord in spec.slots]:
         raise LayoutError(f"a pickle of a DTensor {spec} has local tensors of shapes {shapes}.")
+    dtypes = {part.dtype for part in local}
+    if dtypes != {spec.dtype}:
+        raise LayoutError(f"a pickle of a DTensor {spec} has local tensors of {dtypes}.")
     return local
 
 

@@ -409,8 +409,24 @@ def rebuild_spec(
     cuts: tuple[Cuts | None, ...] | None,
 ) -> DTensorSpec:
     """The spec of a pickle."""
+    if meta is not None:
+        _check_meta(*meta)
     where = described_mesh(*mesh)
     return DTensorSpec(where, placements, None if meta is None else TensorMeta(*meta), cuts=cuts)
+
+
+def _check_meta(shape: object, stride: object, dtype: object) -> None:
+    """An error if a pickle tells of a tensor that cannot be."""
+    tuples = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
+    if (
+        not tuples
+        or any(type(size) is not int or size < 0 for size in (*shape, *stride))  # type: ignore[misc]
+        or not isinstance(dtype, torch.dtype)
+    ):
+        raise LayoutError(
+            f"a pickle of a DTensor says that it has shape {shape}, stride {stride} and dtype "
+            f"{dtype}, which no tensor has: it is damaged."
+        )
 
 
 def _blocks(

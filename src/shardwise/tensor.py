@@ -10,9 +10,10 @@ import torch
 from .autograd import Redistribute, WholeLocal, redistributed, take_data, watch_leaf
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
+from .checkpoint import chunk_list, chunks, shard_at, write_items
 from .deferred import DeferredView
 from .dispatch import dispatch
-from .distribute import distribute, from_local, to_local, whole_local
+from .distribute import distribute, from_local, laid_out_like, to_local, whole_local
 from .errors import LayoutError, MeshError
 from .mesh import AnyMesh, topology
 from .pending import PendingValue
@@ -224,11 +225,17 @@ class DTensor(Wrapper):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its history; assigning to it gives the tensor other values."""
+        """The tensor without its history; assigning to it gives the tensor other values.
+
+        A plain tensor that is assigned counts as replicated. It is copied into the layout of this
+        one: sharded by the same axes where it has the dims for it, else replicated.
+        """
         return autograd_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            value = laid_out_like(value, self._spec)
         take_data(self, value)
 
     # --- copies ------------------------------------------------------------------------------
@@ -255,6 +262,37 @@ class DTensor(Wrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return saved(self)
+
+    # --- torch.distributed.checkpoint ----------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return shard_at(self, index)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape, as newer versions of `torch.distributed.checkpoint` ask for it."""
+        return tuple(self.shape)
+
+    @property
+    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where the boxes that this process holds start in the tensor."""
+        return tuple([chunk.offset for chunk in chunks(self._spec)])
+
+    @property
+    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where the boxes that this process holds start in its local tensor."""
+        return tuple([chunk.local_offset for chunk in chunks(self._spec)])
+
+    @property
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the boxes that this process holds."""
+        return tuple([chunk.size for chunk in chunks(self._spec)])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [f"_local{index}" for index in range(len(self._locals))]

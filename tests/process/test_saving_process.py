@@ -59,7 +59,7 @@ def sub_meshes(folder: str) -> None:
     assert y._spec is not x._spec and torch.equal(y.full_tensor(), numbers(4, 3))
     meshes._topologies[key] = known
     description = list(meshes.described(known))
-    description[4] = ("unknown",)
+    description[2:5] = (1,), (0,), ("unknown",)  # of one rank: to make it needs the other too
     with pytest.raises(MeshError, match="Make it with shardwise"):
         meshes.described_mesh(*description)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
+from ..errors import LayoutError
 from ..mesh import AnyMesh, topology
 from ..tensor import DTensor, distribute_tensor
+from .in_place import Layout, convert_module
 
 __all__ = ["distribute_module"]
 
@@ -19,14 +23,24 @@ def distribute_module(
     module: M,
     device_mesh: AnyMesh,
     partition_fn: Callable[[str, nn.Module, AnyMesh], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, AnyMesh], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, AnyMesh], Any] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+    *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> M:
     """Put a module on a mesh, in place.
 
     `partition_fn(name, submodule, mesh)` replaces the parameters of a submodule by DTensors as it
-    likes; what it leaves is replicated. `input_fn` and `output_fn` get the inputs and outputs of
-    the whole module with the mesh, and may return others.
+    likes; what it leaves is replicated. `input_fn(module, inputs, mesh)` and
+    `output_fn(module, outputs, mesh)` get the inputs and outputs of the whole module and may return
+    others; they may also leave out the module.
+
+    Every parameter and buffer stays the same object and becomes a DTensor: ties, hooks, attributes,
+    gradients and optimizers that hold it go on. It requires grad if it did, and if what
+    `partition_fn` put in its place does. State that an optimizer has already is brought into the
+    layout of its parameter if the optimizer is named in `optimizers`; else it stays plain and whole
+    on every rank. If something cannot be converted, such as a parameter that a graph still holds,
+    an error is raised before anything is changed.
 
     >>> import torch, shardwise
     >>> from shardwise import Shard
@@ -40,29 +54,94 @@ def distribute_module(
     (S(1),)
     """
     topology(device_mesh)
-    for name, part in module.named_modules():
+    before = None if input_fn is None else _with_module("input_fn", input_fn)
+    after = None if output_fn is None else _with_module("output_fn", output_fn)
+    replaced = _Replaced(module)
+    try:
         if partition_fn is not None:
-            partition_fn(name, part, device_mesh)
-        _replicate_rest(part, device_mesh)
-    if input_fn is not None:
+            for name, part in module.named_modules():
+                partition_fn(name, part, device_mesh)
+    finally:
+        replaced.put_back()
+    converted = convert_module(
+        "distribute_module", module, device_mesh, replaced.layout, optimizers
+    )
+    for part in converted:
+        part.register_load_state_dict_pre_hook(_keep_layouts)
+    if before is not None:
         module.register_forward_pre_hook(
-            lambda mod, given: _as_tuple(input_fn(mod, given, device_mesh))
+            lambda mod, given: _as_tuple(before(mod, given, device_mesh))
         )
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, given, out: output_fn(mod, out, device_mesh))
+    if after is not None:
+        module.register_forward_hook(lambda mod, given, out: after(mod, out, device_mesh))
     return module
+
+
+def _with_module(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of module, values and mesh. PyTorch also takes those of values and mesh."""
+    count = len(inspect.signature(function).parameters)
+    if count == 2:
+        return lambda module, values, mesh: function(values, mesh)
+    if count == 3:
+        return function
+    raise TypeError(
+        f"distribute_module: {what} takes {count} arguments. Write {what}(module, values, mesh), "
+        f"or {what}(values, mesh)."
+    )
 
 
 def _as_tuple(value: Any) -> Any:
     return value if value is None or isinstance(value, tuple) else (value,)
 
 
-def _replicate_rest(part: nn.Module, mesh: AnyMesh) -> None:
-    for name, parameter in list(part.named_parameters(recurse=False)):
-        if not isinstance(parameter, DTensor):
-            whole = nn.Parameter(distribute_tensor(parameter.data, mesh), parameter.requires_grad)
-            part.register_parameter(name, whole)
-    for name, buffer in list(part.named_buffers(recurse=False)):
-        if not isinstance(buffer, DTensor):
-            keep = name not in part._non_persistent_buffers_set
-            part.register_buffer(name, distribute_tensor(buffer, mesh), persistent=keep)
+class _Replaced:
+    """The DTensors that a `partition_fn` has put in the place of plain tensors.
+
+    The plain tensors are put back, to become those DTensors: others may hold them too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._slots = [
+            (f"{prefix}.{name}" if prefix else name, table, name, tensor)
+            for prefix, part in module.named_modules()
+            for table in (part._parameters, part._buffers)
+            for name, tensor in table.items()
+            if tensor is not None and not isinstance(tensor, DTensor)
+        ]
+        self._made: dict[str, DTensor] = {}
+
+    def put_back(self) -> None:
+        for path, table, name, tensor in self._slots:
+            made: Any = table.get(name)
+            if isinstance(made, DTensor) and made.shape == tensor.shape:
+                self._made[path] = made
+                table[name] = tensor
+
+    def layout(self, names: list[str], tensor: torch.Tensor) -> Layout:
+        made = {name: self._made[name] for name in names if name in self._made}
+        if len({each._spec for each in made.values()}) > 1:
+            texts = ", ".join(f"{name} is {each._spec}" for name, each in made.items())
+            raise LayoutError(
+                f"distribute_module: {' and '.join(made)} are one tensor, but partition_fn gave it "
+                f"several layouts: {texts}. Nothing was changed."
+            )
+        return next(iter(made.values()), None)
+
+
+def _keep_layouts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before `load_state_dict(assign=True)`: what is loaded for a DTensor gets its layout."""
+    if not rest[0].get("assign_to_params_buffers", False):
+        return
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        value = state.get(prefix + name)
+        if not isinstance(tensor, DTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, DTensor) or value.shape != tensor.shape:
+            continue  # PyTorch says what does not fit
+        spec = tensor._spec.reduced
+        made: torch.Tensor = distribute_tensor(
+            value.detach(), spec.mesh, spec.placements, cuts=spec.cuts
+        )
+        if isinstance(value, nn.Parameter):
+            made = nn.Parameter(made, value.requires_grad)
+        state[prefix + name] = made
