@@ -44,8 +44,28 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__`
 directly."""
 
-make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor with a shape and no storage: there is no public constructor of this kind."""
+_DTENSORS = "DeferredInit"
+"""A dispatch key above autograd that no part of PyTorch uses, and that only DTensors have. A kernel
+at this key runs for DTensors and for no other tensor, plain or of another subclass."""
+_dtensors = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_DTENSORS))
+_others = torch.library.Library("_", "IMPL")
+_others.fallback(torch.library.fallthrough_kernel, _DTENSORS)
+
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
+
+
+def make_wrapper(
+    cls: type, shape: Any, strides: Any = None, dtype: Any = None, device: Any = None
+) -> torch.Tensor:
+    """A tensor with a shape and no storage, at the key of DTensors: there is no public constructor
+    of this kind. PyTorch reads positional arguments faster than named ones."""
+    # fmt: off
+    return _make_wrapper(  # type: ignore[no-any-return]
+        cls, shape, strides, None, None, dtype, _strided, device,
+        False, False, None, False, False, _dtensors,
+    )
+    # fmt: on
 
 
 _LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
@@ -111,39 +131,27 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 
 _library = torch.library.Library("aten", "IMPL")
-_original = torch.library.Library("shardwise", "FRAGMENT")
-_ABOVE_AUTOGRAD = "PythonTLSSnapshot"
-_above_autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
-    """Let `kernel` run a composite operator when a tensor subclass is among its operands.
+    """Let `kernel` run an operator when a DTensor is among its operands.
 
-    PyTorch takes composites apart before `__torch_dispatch__` sees them. The key is the one that
-    such tensors have above autograd; it has no public name.
+    PyTorch decomposes composite operators before `__torch_dispatch__` sees them.
     """
     name = op._schema.name.removeprefix("aten::")
-    _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _ABOVE_AUTOGRAD)
+    _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _DTENSORS)
 
 
 def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """As `take_composite`, for an operator with a gradient; returns the operator without `kernel`.
-
-    The call goes through an operator of our own, because PyTorch notes its state when it meets such
-    tensors at this key, and wants the note further down.
-    """
-    name, _, schema = str(op._schema).removeprefix("aten::").partition("(")
+    """As `take_composite`, for an operator with a gradient; returns the operator without
+    `kernel`."""
 
     def below(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_above_autograd):
+        with torch._C._ExcludeDispatchKeyGuard(_dtensors):
             return op(*args, **kwargs)
 
-    _original.define(f"{name}({schema}")
-    _original.impl(name, below, "CompositeImplicitAutograd")
     take_composite(op, kernel)
-    packet, _, overload = name.partition(".")
-    made: Callable[..., Any] = getattr(getattr(torch.ops.shardwise, packet), overload or "default")
-    return made
+    return below
 
 
 def is_composite(op: Any) -> bool:
