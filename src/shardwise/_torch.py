@@ -21,6 +21,7 @@ __all__ = [
     "gloo_group",
     "gloo_timeout",
     "in_one_memory",
+    "inherited",
     "is_composite",
     "is_held_elsewhere",
     "is_recorded",
@@ -32,6 +33,7 @@ __all__ = [
     "root_mesh",
     "run_composite",
     "saves_elsewhere",
+    "set_inherited",
     "shared_store",
     "take_composite",
     "take_differentiable",
@@ -47,7 +49,8 @@ directly."""
 _DTENSORS = "DeferredInit"
 """A dispatch key above autograd that no part of PyTorch uses, and that only DTensors have. A kernel
 at this key runs for DTensors and for no other tensor, plain or of another subclass."""
-_dtensors = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_DTENSORS))
+_parsed: Any = torch._C._parse_dispatch_key(_DTENSORS)
+_dtensors = torch._C.DispatchKeySet(_parsed)
 _others = torch.library.Library("_", "IMPL")
 _others.fallback(torch.library.fallthrough_kernel, _DTENSORS)
 
@@ -67,6 +70,26 @@ def make_wrapper(
     )
     # fmt: on
 
+
+_INHERITED = "shardwise.settings"
+
+
+def inherited(default: Any) -> Any:
+    """What `set_inherited` has put into this thread, else `default`.
+
+    PyTorch carries such objects, as it does its own modes, from the thread that calls `backward()`
+    into the threads that run it; Python's own locals of a thread stay behind.
+    """
+    return _stashed(_INHERITED) if _is_stashed(_INHERITED) else default
+
+
+def set_inherited(value: object) -> None:
+    """Put an object into this thread, and into those that run a backward for it."""
+    torch._C._stash_obj_in_tls(_INHERITED, value)
+
+
+_stashed: Any = torch._C._get_obj_in_tls
+_is_stashed: Any = torch._C._is_key_in_tls
 
 _LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ._torch import is_recorded, recording
+from .config import current
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
 from .mesh import Topology
@@ -26,7 +26,6 @@ __all__ = [
     "ToLocal",
     "WholeLocal",
     "as_gradient",
-    "keep_partial_grads",
     "keeps_partial_grads",
     "not_partial",
     "redistributed",
@@ -201,26 +200,9 @@ class Replaced(torch.autograd.Function):
         return grad, None
 
 
-class _Grads:
-    keep_partial = False
-
-
-@contextmanager
-def keep_partial_grads() -> Iterator[None]:
-    """Leave the gradients of leaves partial, so that they accumulate without communication.
-
-    Redistribute them when they are needed: `p.grad = p.grad.redistribute(placements=p.placements)`.
-    """
-    before, _Grads.keep_partial = _Grads.keep_partial, True
-    try:
-        yield
-    finally:
-        _Grads.keep_partial = before
-
-
 def keeps_partial_grads() -> bool:
     """Whether gradients of leaves are left partial."""
-    return _Grads.keep_partial
+    return current().partial_grads
 
 
 def watch_leaf(tensor: Any) -> None:
@@ -261,7 +243,7 @@ class _LikeLeaf:
             mesh = self.spec.topology
             meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
             grad = wrap(DTensorSpec(mesh, default_placements(mesh), meta), (grad,))
-        if _Grads.keep_partial and grad._spec.sums:
+        if current().partial_grads and grad._spec.sums:
             return grad
         target = _without_partial(self.spec, grad._spec.meta)
         return grad if grad._spec is target else redistributed(grad, target)

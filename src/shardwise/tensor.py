@@ -174,6 +174,16 @@ class DTensor(Wrapper):
             "in which every rank runs it on all elements."
         )
 
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+        """A plain tensor of `data`, of this tensor's dtype and device if no other is given."""
+        # PyTorch's own looks for the backend among the dispatch keys, and finds that of DTensors.
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(data, **options)
+
+    def new(self, *args: Any, **options: Any) -> Any:
+        """A plain tensor, as `torch.Tensor.new` makes it."""
+        like: Any = torch.empty(0, dtype=self.dtype, device=self.device)
+        return like.new(*args, **options)
+
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
         """PyTorch's own goes by the offset in memory, which a view of a DTensor does not have."""
         if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):

@@ -165,7 +165,6 @@ def test_import_changes_no_operator_for_other_tensors() -> None:
     assert made.stdout == "", made.stdout[:4000]
 
 
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_forms_of_composites_still_serve_dtensors(inference: bool) -> None:
     """What runs for DTensors alone gives what one device gives, and refuses what it refuses."""
@@ -204,3 +203,21 @@ def test_vmap_and_func_grad_of_forms_with_gradients(name: str) -> None:
     made = torch.vmap(torch.func.grad(total), in_dims=1)(x)
     expected = torch.vmap(torch.func.grad(total), in_dims=1)(plain)
     torch.testing.assert_close(made.full_tensor(), expected)
+
+
+def test_plain_tensors_made_by_a_dtensor() -> None:
+    """`new_tensor` and `new` ask a tensor for its backend, and make plain tensors."""
+    plain = torch.ones(4, 2, dtype=torch.float64)
+    x = sw.distribute_tensor(plain, sw.init_device_mesh("cpu", (2,)), [Shard(0)])
+    for made, expected in (
+        (x.new_tensor([1, -2]), plain.new_tensor([1, -2])),
+        (x.new_tensor(3, dtype=torch.int8), plain.new_tensor(3, dtype=torch.int8)),
+        (x.new_tensor(torch.tensor([0.5])), plain.new_tensor(torch.tensor([0.5]))),
+        (x.new([4, 5]), plain.new([4, 5])),  # type: ignore[no-untyped-call]
+        (x[1].new_tensor(2.0), plain.new_tensor(2.0)),
+    ):
+        assert type(made) is torch.Tensor and made.dtype is expected.dtype
+        assert torch.equal(made, expected)
+    assert x.new(2, 3).shape == (2, 3)
+    assert x.new().shape == plain.new().shape  # type: ignore[no-untyped-call]
+    assert x.type() == plain.type()
