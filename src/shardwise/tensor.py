@@ -174,10 +174,10 @@ class DTensor(Wrapper):
             "in which every rank runs it on all elements."
         )
 
-    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
-        """A plain tensor of `data`, of this tensor's dtype and device if no other is given."""
+    def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
+        """A plain tensor of given data, of this tensor's dtype and device if no other is given."""
         # PyTorch's own looks for the backend among the dispatch keys, and finds that of DTensors.
-        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(data, **options)
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **options)
 
     def new(self, *args: Any, **options: Any) -> Any:
         """A plain tensor, as `torch.Tensor.new` makes it."""

@@ -212,7 +212,6 @@ def test_plain_tensors_made_by_a_dtensor() -> None:
     for made, expected in (
         (x.new_tensor([1, -2]), plain.new_tensor([1, -2])),
         (x.new_tensor(3, dtype=torch.int8), plain.new_tensor(3, dtype=torch.int8)),
-        (x.new_tensor(torch.tensor([0.5])), plain.new_tensor(torch.tensor([0.5]))),
         (x.new([4, 5]), plain.new([4, 5])),  # type: ignore[no-untyped-call]
         (x[1].new_tensor(2.0), plain.new_tensor(2.0)),
     ):
