@@ -46,6 +46,7 @@ ORDER = [
     "refusals",
     "infer",
     "plain",
+    "parts",
     "ragged",
     "deferred",
     "replicated",

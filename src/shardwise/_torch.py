@@ -17,6 +17,7 @@ __all__ = [
     "decomposition",
     "disabled_torch_function",
     "ends_a_checkpoint",
+    "entered_torch_mesh",
     "fake_tensors",
     "gloo_group",
     "gloo_timeout",
@@ -25,6 +26,7 @@ __all__ = [
     "is_composite",
     "is_held_elsewhere",
     "is_recorded",
+    "is_traced",
     "make_wrapper",
     "never_free",
     "reading_lazy_bits",
@@ -145,6 +147,15 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     return make_known
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for another while PyTorch traces a program, as `torch.compile` does;
+    the classes of such tensors have no public names."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch.compiler.is_compiling()
+
+
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether `make_fx` records what this thread does with a tensor."""
     from torch.fx.experimental import proxy_tensor
@@ -229,6 +240,14 @@ def shared_store() -> Any:
 def root_mesh(mesh: Any) -> Any:
     """The mesh that a `torch.distributed.DeviceMesh` was taken from by the names of its axes."""
     return mesh._get_root_mesh()
+
+
+def entered_torch_mesh() -> Any:
+    """The `torch.distributed.DeviceMesh` of the innermost `with mesh:`, or None."""
+    from torch.distributed import device_mesh
+
+    entered = device_mesh._mesh_resources.mesh_stack
+    return entered[-1] if entered else None
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -22,9 +22,11 @@ __all__ = [
     "Settings",
     "communication",
     "current",
+    "enter_mesh",
     "exchange_buffer",
     "implicit_replication",
     "keep_partial_grads",
+    "leave_mesh",
     "pending_products",
     "plain_tensors",
     "ragged_results",
@@ -53,8 +55,8 @@ class Settings:
     """None outside of all blocks, where random numbers are made as in "exact"."""
     random_check: bool = True
     buffer: int = 32 << 20
-    mesh: Any = None
-    """The virtual mesh of the innermost `with mesh:`; PyTorch keeps those over processes."""
+    meshes: tuple[Any, ...] = ()
+    """The virtual meshes of `with mesh:`, innermost last; PyTorch keeps those over processes."""
 
     @property
     def silent(self) -> bool:
@@ -92,6 +94,18 @@ class Block(ContextDecorator):
 
     def __exit__(self, *_: object) -> None:
         set_inherited(self._before.settings.pop())
+
+
+def enter_mesh(mesh: Any) -> None:
+    """Put a virtual mesh in force, as `with mesh:` does."""
+    before = current()
+    set_inherited(replace(before, meshes=(*before.meshes, mesh)))
+
+
+def leave_mesh() -> None:
+    """Take back the last mesh that was put in force."""
+    before = current()
+    set_inherited(replace(before, meshes=before.meshes[:-1]))
 
 
 def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
