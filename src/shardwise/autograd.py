@@ -195,7 +195,7 @@ class FromLocal(torch.autograd.Function):
     ) -> Any:
         refuse_recording("from_local", parts)
         ctx.set_materialize_grads(False)  # zeros would be no DTensor
-        ctx.spec, ctx.grad_spec = spec, grad_spec or spec
+        ctx.spec, ctx.grad_spec = spec, grad_spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
         cell = share_cell(made)
         cell.exposed = True  # who gave them has them still
@@ -209,7 +209,7 @@ class FromLocal(torch.autograd.Function):
             return None, None, *[None for _ in spec.slots]
         grad = as_gradient(grad, spec.topology)
         back = _without_partial(spec, grad._spec.meta)
-        if ctx.grad_spec is not spec:
+        if ctx.grad_spec is not None:
             back = ctx.grad_spec.with_meta(grad._spec.meta)
         whole = ToLocal.apply(redistributed(grad, back), back)
         scale = 1

@@ -379,7 +379,8 @@ def _entered() -> AnyMesh:
     found: AnyMesh | None = meshes[-1] if meshes else entered_torch_mesh()
     if found is None:
         raise MeshError(
-            "no device mesh is given. Give device_mesh=, or make the call inside of `with mesh:`."
+            "a device mesh is needed, but none is given. Give device_mesh=, or make the call in "
+            "`with mesh:`. Make a mesh with shardwise.init_device_mesh(device_type, shape)."
         )
     return found
 
