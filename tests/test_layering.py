@@ -17,6 +17,7 @@ ORDER = [
     "lazy",
     "_torch",
     "caller",
+    "cache",
     "config",
     "placement",
     "geometry",
