@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
 from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard
@@ -80,12 +81,19 @@ def counts() -> dict[str, int]:
         x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         (x.to_local() * 2).sum().backward()
 
+    def traced() -> None:
+        with FakeTensorMode():
+            local = torch.empty(2, 3)
+        x = DTensor.from_local(local, mesh, [Shard(0)])
+        assert x.shape == (8, 3)
+
     made = {
         "replicate": lambda: DTensor.from_local(ones, mesh, [Replicate()]),
         "partial": lambda: DTensor.from_local(ones, mesh, [Partial()]),
         "shape given": lambda: DTensor.from_local(
             ones[: 2 - (rank == 3)], mesh, [Shard(0)], shape=(7, 3), stride=(3, 1)
         ),
+        "traced": traced,
         "trusted": lambda: DTensor.from_local(ones, mesh, [Shard(0)], run_check=False),
         "backward": backward,
         "shard": lambda: DTensor.from_local(ones, mesh, [Shard(1)]),
@@ -99,6 +107,7 @@ def test_only_shards_of_unknown_shape_are_asked_for(processes: Any) -> None:
             "replicate": 0,
             "partial": 0,
             "shape given": 0,
+            "traced": 0,
             "trusted": 0,
             "backward": 0,
             "shard": 1,
