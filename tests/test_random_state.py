@@ -44,15 +44,13 @@ def test_exact_is_the_default() -> None:
     assert torch.equal(torch.rand(6), rand())
 
 
-def test_a_mode_is_set_once_or_for_a_block() -> None:
+def test_a_mode_is_set_for_a_block() -> None:
     exact = rand()
-    before = sw.random.mode("counter")
-    counter = rand()
-    with sw.random.mode("exact"):
-        assert torch.equal(rand(), exact)
-    assert torch.equal(rand(), counter) and not torch.equal(counter, exact)
-    with before:  # leaving it brings back what was in force before it
-        pass
+    with sw.random.mode("counter"):
+        counter = rand()
+        with sw.random.mode("exact"):
+            assert torch.equal(rand(), exact)
+        assert torch.equal(rand(), counter) and not torch.equal(counter, exact)
     assert torch.equal(rand(), exact)
 
 

@@ -9,10 +9,17 @@ from . import (
     random,
     register,
 )
-from .autograd import keep_partial_grads
+from .config import (
+    communication,
+    exchange_buffer,
+    implicit_replication,
+    keep_partial_grads,
+    pending_products,
+    plain_tensors,
+    ragged_results,
+)
 from .cost import Link
 from .debug import CommDebugMode
-from .engine import exchange_buffer
 from .factories import (
     arange,
     empty,
@@ -35,8 +42,6 @@ from .parallel import distribute_module
 from .per_rank import PerRank, is_first_rank, per_rank
 from .picture import picture
 from .placement import Partial, Placement, Replicate, Shard
-from .policy import communication, implicit_replication, pending_products, plain_tensors
-from .ragged import ragged_results
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule

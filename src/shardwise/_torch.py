@@ -19,15 +19,18 @@ __all__ = [
     "decomposition",
     "disabled_torch_function",
     "ends_a_checkpoint",
+    "entered_torch_mesh",
     "fake_tensors",
     "gloo_group",
     "gloo_timeout",
     "graph_or_view_of",
     "hooks_of",
     "in_one_memory",
+    "inherited",
     "is_composite",
     "is_held_elsewhere",
     "is_recorded",
+    "is_traced",
     "make_wrapper",
     "never_free",
     "reading_lazy_bits",
@@ -37,6 +40,7 @@ __all__ = [
     "run_composite",
     "saves_elsewhere",
     "set_hooks",
+    "set_inherited",
     "shared_store",
     "swap_contents",
     "take_composite",
@@ -53,9 +57,50 @@ directly."""
 PARAMETER = "_is_param"
 """The attribute by which `isinstance(x, nn.Parameter)` knows a tensor of another class."""
 
-make_wrapper: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor with a shape and no storage: there is no public constructor of this kind."""
+_DTENSORS = "DeferredInit"
+"""A dispatch key above autograd that no part of PyTorch uses, and that only DTensors have. A kernel
+at this key runs for DTensors and for no other tensor, plain or of another subclass."""
+_parsed: Any = torch._C._parse_dispatch_key(_DTENSORS)
+_dtensors = torch._C.DispatchKeySet(_parsed)
+_others = torch.library.Library("_", "IMPL")
+_others.fallback(torch.library.fallthrough_kernel, _DTENSORS)
 
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
+
+
+def make_wrapper(
+    cls: type, shape: Any, strides: Any = None, dtype: Any = None, device: Any = None
+) -> torch.Tensor:
+    """A tensor with a shape and no storage, at the key of DTensors: there is no public constructor
+    of this kind. PyTorch reads positional arguments faster than named ones."""
+    # fmt: off
+    return _make_wrapper(  # type: ignore[no-any-return]
+        cls, shape, strides, None, None, dtype, _strided, device,
+        False, False, None, False, False, _dtensors,
+    )
+    # fmt: on
+
+
+_INHERITED = "shardwise.settings"
+
+
+def inherited(default: Any) -> Any:
+    """What `set_inherited` has put into this thread, else `default`.
+
+    PyTorch carries such objects, as it does its own modes, from the thread that calls `backward()`
+    into the threads that run it; Python's own locals of a thread stay behind.
+    """
+    return _stashed(_INHERITED) if _is_stashed(_INHERITED) else default
+
+
+def set_inherited(value: object) -> None:
+    """Put an object into this thread, and into those that run a backward for it."""
+    torch._C._stash_obj_in_tls(_INHERITED, value)
+
+
+_stashed: Any = torch._C._get_obj_in_tls
+_is_stashed: Any = torch._C._is_key_in_tls
 
 _LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 
@@ -111,6 +156,15 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     return make_known
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for another while PyTorch traces a program, as `torch.compile` does;
+    the classes of such tensors have no public names."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch.compiler.is_compiling()
+
+
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether `make_fx` records what this thread does with a tensor."""
     from torch.fx.experimental import proxy_tensor
@@ -120,39 +174,27 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 
 _library = torch.library.Library("aten", "IMPL")
-_original = torch.library.Library("shardwise", "FRAGMENT")
-_ABOVE_AUTOGRAD = "PythonTLSSnapshot"
-_above_autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
-    """Let `kernel` run a composite operator when a tensor subclass is among its operands.
+    """Let `kernel` run an operator when a DTensor is among its operands.
 
-    PyTorch takes composites apart before `__torch_dispatch__` sees them. The key is the one that
-    such tensors have above autograd; it has no public name.
+    PyTorch decomposes composite operators before `__torch_dispatch__` sees them.
     """
     name = op._schema.name.removeprefix("aten::")
-    _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _ABOVE_AUTOGRAD)
+    _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _DTENSORS)
 
 
 def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """As `take_composite`, for an operator with a gradient; returns the operator without `kernel`.
-
-    The call goes through an operator of our own, because PyTorch notes its state when it meets such
-    tensors at this key, and wants the note further down.
-    """
-    name, _, schema = str(op._schema).removeprefix("aten::").partition("(")
+    """As `take_composite`, for an operator with a gradient; returns the operator without
+    `kernel`."""
 
     def below(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_above_autograd):
+        with torch._C._ExcludeDispatchKeyGuard(_dtensors):
             return op(*args, **kwargs)
 
-    _original.define(f"{name}({schema}")
-    _original.impl(name, below, "CompositeImplicitAutograd")
     take_composite(op, kernel)
-    packet, _, overload = name.partition(".")
-    made: Callable[..., Any] = getattr(getattr(torch.ops.shardwise, packet), overload or "default")
-    return made
+    return below
 
 
 def is_composite(op: Any) -> bool:
@@ -207,6 +249,14 @@ def shared_store() -> Any:
 def root_mesh(mesh: Any) -> Any:
     """The mesh that a `torch.distributed.DeviceMesh` was taken from by the names of its axes."""
     return mesh._get_root_mesh()
+
+
+def entered_torch_mesh() -> Any:
+    """The `torch.distributed.DeviceMesh` of the innermost `with mesh:`, or None."""
+    from torch.distributed import device_mesh
+
+    entered = device_mesh._mesh_resources.mesh_stack
+    return entered[-1] if entered else None
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ._torch import is_recorded, recording
+from .config import current
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
 from .mesh import Topology
@@ -22,12 +22,12 @@ from .wrapper import Wrapper, exposed_locals, has_inference, share_cell, wrap
 __all__ = [
     "FromLocal",
     "Redistribute",
+    "RedistributeIn",
     "Replaced",
     "ToLocal",
     "WholeLocal",
     "as_gradient",
     "is_leaf_hook",
-    "keep_partial_grads",
     "keeps_partial_grads",
     "not_partial",
     "redistributed",
@@ -102,6 +102,35 @@ def redistributed(value: Any, target: DTensorSpec, async_op: bool = False) -> An
     return Redistribute.apply((target,), async_op, value)[0]
 
 
+class RedistributeIn(torch.autograd.Function):
+    """A tensor in another layout and dtype: it moves in one dtype, its gradient in another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Any,
+        target: DTensorSpec,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+        async_op: bool,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.dtype = value._spec, backward_dtype or value.dtype
+        moving = value if forward_dtype is None else value.to(forward_dtype)
+        goal = target.with_meta(moving._spec.meta)
+        if goal is moving._spec:
+            return moving.view_as(moving)
+        return redistributed(moving, goal, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None, None, None
+        moving = as_gradient(grad, ctx.spec.topology).to(ctx.dtype)
+        made = redistributed(moving, _without_partial(ctx.spec, moving._spec.meta))
+        return made.to(ctx.spec.dtype), None, None, None, None
+
+
 def _without_partial(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
     """The layout for a gradient of a tensor with `spec`."""
     return DTensorSpec._intern(spec.topology, not_partial(spec), meta, spec.cuts)
@@ -114,7 +143,7 @@ def as_gradient(grad: Any, topology: Topology) -> Any:
         return grad
     meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
     whole = DTensorSpec._intern(topology, default_placements(topology), meta, None)
-    return FromLocal.apply(whole, *[grad] * len(whole.slots))
+    return FromLocal.apply(whole, None, *[grad] * len(whole.slots))
 
 
 class WholeLocal(torch.autograd.Function):
@@ -148,21 +177,26 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
         refuse_recording("to_local", (value,))
         ctx.spec = grad_spec
-        return tuple(part.view_as(part) for part in exposed_locals(value))
+        # A rank that is not in the mesh holds nothing.
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return tuple(part.view_as(part) for part in exposed_locals(value)) or (empty,)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return FromLocal.apply(ctx.spec, *grads), None
+        return FromLocal.apply(ctx.spec, None, *grads[: len(ctx.spec.slots)]), None
 
 
 class FromLocal(torch.autograd.Function):
-    """From local tensors to a DTensor."""
+    """From local tensors to a DTensor; `grad_spec` is the layout of which their gradients are the
+    parts, by default that of the DTensor with nothing pending."""
 
     @staticmethod
-    def forward(ctx: Any, spec: DTensorSpec, *parts: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, spec: DTensorSpec, grad_spec: DTensorSpec | None, *parts: torch.Tensor
+    ) -> Any:
         refuse_recording("from_local", parts)
         ctx.set_materialize_grads(False)  # zeros would be no DTensor
-        ctx.spec = spec
+        ctx.spec, ctx.grad_spec = spec, grad_spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
         cell = share_cell(made)
         cell.exposed = True  # who gave them has them still
@@ -173,9 +207,11 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         spec: DTensorSpec = ctx.spec
         if grad is None:
-            return None, *[None for _ in spec.slots]
+            return None, None, *[None for _ in spec.slots]
         grad = as_gradient(grad, spec.topology)
         back = _without_partial(spec, grad._spec.meta)
+        if ctx.grad_spec is not None:
+            back = ctx.grad_spec.with_meta(grad._spec.meta)
         whole = ToLocal.apply(redistributed(grad, back), back)
         scale = 1
         for axis, place in enumerate(spec.placements):
@@ -187,7 +223,7 @@ class FromLocal(torch.autograd.Function):
                     "Reduce with redistribute before going on."
                 )
         parts = [whole[back.slot(coord)] / scale for coord in spec.slots]
-        return None, *parts
+        return None, None, *parts
 
 
 class Replaced(torch.autograd.Function):
@@ -202,26 +238,9 @@ class Replaced(torch.autograd.Function):
         return grad, None
 
 
-class _Grads:
-    keep_partial = False
-
-
-@contextmanager
-def keep_partial_grads() -> Iterator[None]:
-    """Leave the gradients of leaves partial, so that they accumulate without communication.
-
-    Redistribute them when they are needed: `p.grad = p.grad.redistribute(placements=p.placements)`.
-    """
-    before, _Grads.keep_partial = _Grads.keep_partial, True
-    try:
-        yield
-    finally:
-        _Grads.keep_partial = before
-
-
 def keeps_partial_grads() -> bool:
     """Whether gradients of leaves are left partial."""
-    return _Grads.keep_partial
+    return current().partial_grads
 
 
 def watch_leaf(tensor: Any) -> None:
@@ -267,7 +286,7 @@ class _LikeLeaf:
             mesh = self.spec.topology
             meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
             grad = wrap(DTensorSpec(mesh, default_placements(mesh), meta), (grad,))
-        if _Grads.keep_partial and grad._spec.sums:
+        if current().partial_grads and grad._spec.sums:
             return grad
         target = _without_partial(self.spec, grad._spec.meta)
         return grad if grad._spec is target else redistributed(grad, target)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from . import infer, policy
+from . import policy
 from ._torch import OpOverload, reading_lazy_bits, recorder, recording, run_composite
 from .build import build
+from .cache import kept, plan_bytes
 from .deferred import root_of
 from .engine import in_flight, settle, tell
 from .entry import Entry
@@ -29,8 +30,6 @@ from .trace import planned
 from .wrapper import Plain, Wrapper
 
 __all__ = ["clear", "dispatch", "stats"]
-
-_MOST_PLANS = 32768
 
 _NUMBERS = frozenset((int, float, bool, complex))
 _entries: dict[int, Entry] = {}
@@ -50,7 +49,7 @@ def clear() -> None:
     with _lock:
         _entries.clear()
         _counts["misses"] = 0
-    infer.clear()
+    kept.clear()
 
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
@@ -269,10 +268,8 @@ def _build(
         made.default = torch.get_default_dtype()  # integers divided, or times a number
     if plain and policy.current().plain in ("check", "check_always"):
         check_plain(entry.op, entry.own, operands, args, kwargs)
+    kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
-        if len(entry.plans) >= _MOST_PLANS:
-            entry.plans.clear()
-        entry.plans[key] = made
         _counts["misses"] += 1
     planned(entry.op, made.tier)
     return made

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from . import policy
-from ._torch import PARAMETER
+from ._torch import PARAMETER, is_traced
 from .autograd import FromLocal, Replaced, ToLocal, not_partial, refuse_recording
 from .engine import as_bytes, engine_of
 from .errors import LayoutError, MeshError, PlainTensorError
-from .geometry import contiguous_stride, memory_order, stride_like
+from .geometry import memory_order, stride_like
 from .mesh import AnyMesh, Coord, Topology, topology
 from .moving import moved
+from .parts import DTYPES, Part, check_alike, common_order, told_by_all
 from .per_rank import PerRank
 from .placement import Partial, Placement, Replicate, Shard
 from .plain import check_dense, digest
@@ -25,9 +26,6 @@ from .spec import DTensorSpec, TensorMeta, checked_placements, default_placement
 from .wrapper import Wrapper, exposed_locals, wrap
 
 __all__ = ["distribute", "from_local", "laid_out_like", "to_local", "whole_local"]
-
-_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-"""Every dtype, in an order that is the same in every process."""
 
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
@@ -47,9 +45,8 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
         parts = tuple(map(_as_parameter, parts))
     if spec.topology.virtual:
         return PerRank(spec.topology, spec.slot_axes, parts)
-    if not parts:
-        raise MeshError(f"to_local: this rank is not in mesh {spec.topology}.")
-    return parts[0]
+    # A rank that is not in the mesh holds nothing.
+    return parts[0] if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _as_parameter(part: torch.Tensor) -> torch.Tensor:
@@ -122,11 +119,12 @@ def _say_assumption(tensor: Any) -> None:
 
 def from_local(
     local: Any,
-    device_mesh: AnyMesh,
+    device_mesh: AnyMesh | None,
     placements: Sequence[Placement] | None,
-    run_check: bool,
+    run_check: bool | None,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None = None,
 ) -> Any:
     mesh = topology(device_mesh)
     if isinstance(local, Wrapper) or not isinstance(local, (torch.Tensor, PerRank)):
@@ -140,14 +138,28 @@ def from_local(
     check_dense("from_local", sample)
     places = checked_placements("from_local", mesh, placements, sample.ndim)
     _check_dtype(places, sample.dtype)
-    shapes = _local_shapes(local, mesh, run_check)
-    spec = _inferred(mesh, places, shapes, sample, shape, stride)
-    parts = _place_local(local, spec)
-    if mesh.virtual and shapes is not None and not run_check and shape is None:
-        _warn_of_sizes(sorted(set(shapes.values())))
-    if run_check and not mesh.virtual:
+    ask = run_check
+    if run_check is None:
+        ask = shape is None and any(place.is_shard() for place in places)
+    held = _held(local, mesh, bool(ask) and not is_traced(sample))
+    if held is not None:
+        check_alike(mesh, held, gradients=bool(run_check), order=stride is None)
+    spec = _inferred(mesh, places, held, sample, shape, stride)
+    parts = _place_local(local, spec, held)
+    if mesh.virtual and held is not None and run_check is False and shape is None:
+        _warn_of_sizes(sorted({part.shape for part in held.values()}))
+    if run_check and held is not None and not mesh.virtual:
         parts = _same_replicas(spec, parts)
-    return FromLocal.apply(spec, *parts)
+    if grad_placements is None:
+        return FromLocal.apply(spec, None, *parts)
+    grad_spec = _given_grads("from_local", spec, grad_placements)
+    if mesh.virtual and not set(grad_spec.slot_axes) <= set(spec.slot_axes):
+        raise LayoutError(
+            f"from_local: grad_placements {list(grad_spec.placements)} vary over axes on which "
+            f"{list(places)} do not: a virtual mesh keeps one local tensor there, which has one "
+            "gradient. Give gradients that are replicated on these axes."
+        )
+    return FromLocal.apply(spec, grad_spec, *parts)
 
 
 def _warn_of_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
@@ -157,8 +169,8 @@ def _warn_of_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
         warnings.warn(
             "from_local: the local tensors have different shapes, among them "
             f"{list(shapes[0])} and {list(shapes[-1])}. A virtual mesh sees that, but on processes "
-            "each rank takes all to have its own shape. Use from_local(..., run_check=True), which "
-            "compares the ranks.",
+            "each rank takes all to have its own shape. Leave run_check=False out: the ranks then "
+            "compare their shapes.",
             stacklevel=4,
         )
 
@@ -171,89 +183,72 @@ def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
             )
 
 
-def _place_local(local: Any, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
+def _place_local(
+    local: Any, spec: DTensorSpec, held: dict[Coord, Part] | None
+) -> tuple[torch.Tensor, ...]:
     """The local tensors in the order of the spec's slots."""
     parts = []
     for coord in spec.slots:
         part = local.at(coord) if isinstance(local, PerRank) else local
-        part = part.resolve_conj().resolve_neg()
-        if tuple(part.shape) != spec.local_shape(coord):
+        parts.append(part.resolve_conj().resolve_neg())
+    shapes = {coord: tuple(p.shape) for coord, p in zip(spec.slots, parts, strict=True)}
+    if held is not None:  # all ranks look at all of them, so that all raise
+        shapes = {coord: part.shape for coord, part in held.items()}
+    for coord, shape in shapes.items():
+        if shape != spec.local_shape(coord):
             raise LayoutError(
-                f"from_local: the rank at {coord} holds {list(part.shape)}, but {spec} gives it "
-                f"{list(spec.local_shape(coord))}. Use run_check=True to infer the shape from all "
-                "ranks, or give shape= and stride=."
+                f"from_local: the rank at {coord} holds {list(shape)}, but {spec} gives it "
+                f"{list(spec.local_shape(coord))}. Leave shape= out to infer it from all ranks "
+                "(run_check=True does so too), or give shape= and stride= that fit."
             )
-        parts.append(part)
     if spec.topology.virtual and not isinstance(local, PerRank) and len(parts) > 1:
         parts = [part.clone() for part in parts]  # ranks do not share memory
     return tuple(parts)
 
 
-def _local_shapes(
-    local: Any, mesh: Topology, run_check: bool
-) -> dict[Coord, tuple[int, ...]] | None:
-    """The local shape of every rank, if it is known here or shall be asked for."""
+def _held(local: Any, mesh: Topology, ask: bool) -> dict[Coord, Part] | None:
+    """The local tensor of every rank, if it is known here or shall be asked for."""
     every = mesh.coords_here(range(mesh.ndim))
     if isinstance(local, PerRank):
-        return {coord: tuple(local.at(coord).shape) for coord in every}
+        return {coord: Part.of(local.at(coord)) for coord in every}
+    own = Part.of(local)
     if mesh.virtual:
-        return dict.fromkeys(every, tuple(local.shape))
-    if not run_check or mesh.coordinate is None:
-        return None
-    mine = torch.tensor(local.shape, dtype=torch.int64, device=mesh.device_type)
-    spec = DTensorSpec(
-        mesh, [Shard(0)] * mesh.ndim, TensorMeta((len(mesh.ranks) * local.ndim,), (1,), torch.int64)
-    )
-    ndims = _gathered_ndims(mesh, local.ndim)
-    if any(n != local.ndim for n in ndims):
-        raise LayoutError(
-            f"from_local: the ranks hold tensors of different numbers of dims: {ndims}."
-        )
-    rows = moved(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
-    shapes = rows.view(len(mesh.ranks), local.ndim).tolist()
-    return dict(
-        zip(mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim)), map(tuple, shapes), strict=True)
-    )
-
-
-def _gathered_ndims(mesh: Topology, ndim: int) -> list[int]:
-    mine = torch.tensor([ndim], dtype=torch.int64, device=mesh.device_type)
-    meta = TensorMeta((len(mesh.ranks),), (1,), torch.int64)
-    spec = DTensorSpec(mesh, [Shard(0)] * mesh.ndim, meta)
-    whole = moved(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
-    return list(map(int, whole.tolist()))
+        return dict.fromkeys(every, own)
+    return told_by_all(mesh, own) if ask and mesh.coordinate is not None else None
 
 
 def _inferred(
     mesh: Topology,
     places: tuple[Placement, ...],
-    shapes: dict[Coord, tuple[int, ...]] | None,
+    held: dict[Coord, Part] | None,
     sample: torch.Tensor,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> DTensorSpec:
-    """The spec of local tensors with these shapes."""
+    """The spec of these local tensors."""
     sizes: list[int] = []
     cuts: list[tuple[int, ...] | None] = []
     for dim in range(sample.ndim):
         axes = [axis for axis, place in enumerate(places) if place.is_shard(dim)]
         count = prod(mesh.shape[axis] for axis in axes)
-        if shapes is None:
+        if held is None:
             pieces = (sample.shape[dim],) * count
         else:
-            pieces = _pieces(mesh, places, shapes, dim, axes)
+            pieces = _pieces(mesh, places, held, dim, axes)
         sizes.append(sum(pieces))
         cuts += _part_cuts(places, dim, pieces)
     if shape is not None:
-        if shapes is None or tuple(shape) != tuple(sizes):
+        if held is None or tuple(shape) != tuple(sizes):
             cuts = []
         sizes = list(shape)
     if len(sizes) != sample.ndim:
         raise LayoutError(
             f"from_local: shape {sizes} is given for a local tensor of {sample.ndim} dims."
         )
-    global_stride = tuple(stride) if stride is not None else _global_stride(sample, sizes)
-    meta = TensorMeta(tuple(sizes), global_stride, sample.dtype)
+    if stride is None:
+        order = common_order({(): Part.of(sample)} if held is None else held)
+        stride = stride_like(sizes, order or memory_order(sample.stride()))
+    meta = TensorMeta(tuple(sizes), tuple(stride), sample.dtype)
     return DTensorSpec(mesh, places, meta, cuts=cuts or None)
 
 
@@ -276,14 +271,14 @@ def _part_cuts(
 def _pieces(
     mesh: Topology,
     places: tuple[Placement, ...],
-    shapes: dict[Coord, tuple[int, ...]],
+    held: dict[Coord, Part],
     dim: int,
     axes: list[int],
 ) -> tuple[int, ...]:
     pieces = []
     for coord in mesh.group_coords((0,) * mesh.ndim, axes):
         others = [axis for axis in range(mesh.ndim) if axis not in axes]
-        found = {shapes[member][dim] for member in mesh.group_coords(coord, others)}
+        found = {held[member].shape[dim] for member in mesh.group_coords(coord, others)}
         if len(found) > 1:
             raise LayoutError(
                 f"from_local: the ranks disagree on the size of dim {dim}: {sorted(found)}, but "
@@ -292,13 +287,6 @@ def _pieces(
             )
         pieces.append(found.pop())
     return tuple(pieces)
-
-
-def _global_stride(sample: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the global tensor with the local one's order of dims."""
-    if sample.is_contiguous():
-        return contiguous_stride(sizes)
-    return stride_like(sizes, memory_order(sample.stride()))
 
 
 def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -316,7 +304,7 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
 
 def distribute(
     tensor: torch.Tensor,
-    device_mesh: AnyMesh,
+    device_mesh: AnyMesh | None,
     placements: Sequence[Placement] | None,
     cuts: Sequence[Sequence[int] | None] | None,
     source: int | None,
@@ -386,7 +374,7 @@ def _from_source(
     if not parts:
         return parts
     shape_digest = digest(
-        torch.tensor([parts[0].ndim, *parts[0].shape, _DTYPES.index(parts[0].dtype)])
+        torch.tensor([parts[0].ndim, *parts[0].shape, DTYPES.index(parts[0].dtype)])
     )
     if not engine_of(mesh).check_equal(mesh, shape_digest):
         raise LayoutError(

@@ -7,7 +7,6 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from .errors import MeshError
 from .geometry import contiguous_stride
 from .mesh import AnyMesh, Topology, topology
 from .placement import Placement
@@ -51,15 +50,13 @@ def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
 
 
-def _mesh(name: str, where: _Where) -> Topology:
-    if where.get("device_mesh") is None:
-        raise MeshError(f"{name}: say on which mesh with device_mesh=.")
-    return topology(where["device_mesh"])
+def _mesh(where: _Where) -> Topology:
+    return topology(where.get("device_mesh"))
 
 
 def _made(name: str, shape: tuple[int, ...], where: _Where, fill: Fill) -> DTensor:
     """A tensor of which each rank makes what it holds; a partial one is made whole first."""
-    mesh = _mesh(name, where)
+    mesh = _mesh(where)
     kind = where.get("dtype") or torch.get_default_dtype()
     meta = TensorMeta(shape, contiguous_stride(shape), kind)
     places = checked_placements(name, mesh, where.get("placements"), len(shape))
@@ -119,7 +116,7 @@ Generator = torch.Generator | None
 def _random(
     name: str, fill: str, numbers: Sequence[Any], size: Any, generator: Generator, where: _Where
 ) -> DTensor:
-    _mesh(name, where)
+    _mesh(where)
     requires_grad = where.pop("requires_grad", False)
     made = empty(size, **where)
     getattr(made, fill)(*numbers, generator=generator)
@@ -177,7 +174,7 @@ def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) ->
     >>> randperm(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).sort()[0].tolist()
     [0, 1, 2, 3, 4]
     """
-    mesh = _mesh("randperm", where)
+    mesh = _mesh(where)
     places = checked_placements("randperm", mesh, where.get("placements"), 1)
     target = DTensorSpec(mesh, places, TensorMeta((n,), (1,), where.get("dtype") or torch.int64))
     spec = target.with_placements(default_placements(mesh)) if target.sums else target
@@ -231,7 +228,7 @@ def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -
 
 def _kept(name: str, where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
     """A tensor that every rank makes whole, to keep its part."""
-    _mesh(name, where)
+    _mesh(where)
     whole = make(*args, dtype=where.get("dtype"))
     placements = where.get("placements")
     made = distribute_tensor(whole, where["device_mesh"], placements, src_data_rank=None)

@@ -8,26 +8,21 @@ from typing import Any
 
 import torch
 
+from .cache import kept
 from .plans import Fixed, filled
 from .refusals import CHECKS, as_kernels_raise
 from .shapes import OWN_SHAPES, STRICT, Unknown, as_on_devices
 from .spec import DTensorSpec, TensorMeta
 
-__all__ = ["Unknown", "clear", "infer"]
+__all__ = ["Unknown", "infer"]
 
 Structure = int | None | tuple[int | Fixed | None, ...]
 Results = tuple[tuple[TensorMeta, ...], Structure]
 
-_MOST_CALLS = 8192
 _known: dict[tuple[Any, ...], Results] = {}
 """What calls return depends on no layout: in another one nothing is asked again."""
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-
-
-def clear() -> None:
-    """Forget all results."""
-    _known.clear()
 
 
 def infer(
@@ -44,9 +39,7 @@ def infer(
     found = _known.get(key)
     if found is None:
         found = _infer(op, args, kwargs, metas, on_cpu)
-        if len(_known) >= _MOST_CALLS:
-            _known.clear()
-        _known[key] = found
+        kept.put(_known, key, found, 600 + 300 * len(metas))
     return found
 
 

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from . import policy
 from ._torch import OpOverload
+from .cache import kept, plan_bytes
 from .deferred import is_deferred, own_value, put_back
 from .engine import tell
 from .errors import LayoutError
@@ -30,7 +31,6 @@ from .wrapper import Plain, Wrapper
 
 __all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
 
-_MOST_PLANS = 4096
 
 ListForm = Callable[..., Any]
 LIST_FORMS: dict[str, ListForm] = {}
@@ -330,12 +330,11 @@ def _run_on(
     if plain and (when == "check_always" or (when == "check" and found is None)):
         check_plain(entry.op, entry.own, operands, args, kwargs)
     if found is None:
-        if len(entry.plans) >= _MOST_PLANS:
-            entry.plans.clear()
         written = [each for n in entry.writes if n in listing.lists for each in args[n]]
         ask_about_repeats(entry.op, written, args, kwargs)
         made = _build(entry, mesh, listing, operands, args, kwargs)
-        found = entry.plans[key] = _ready(entry, mesh, made, operands)
+        found = _ready(entry, mesh, made, operands)
+        kept.put(entry.plans, key, found, plan_bytes(operands))
     try:
         return found.run(operands, args, kwargs)
     except BaseException as error:

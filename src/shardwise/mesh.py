@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from ._torch import root_mesh, shared_store
+from ._torch import entered_torch_mesh, root_mesh, shared_store
+from .config import current, enter_mesh, leave_mesh
 from .cost import Link, LinkLike, links_of
 from .errors import MeshError
 from .geometry import all_coords
@@ -107,6 +108,14 @@ class VirtualMesh:
 
     def get_coordinate(self) -> list[int]:
         raise MeshError(_no_single_rank("get_coordinate"))
+
+    def __enter__(self) -> VirtualMesh:
+        """Make it the mesh of all calls in the block that name none."""
+        enter_mesh(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        leave_mesh()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VirtualMesh) and self._key() == other._key()
@@ -350,8 +359,12 @@ _lock = threading.Lock()
 _topologies: dict[tuple[object, ...], Topology] = {}
 
 
-def topology(mesh: AnyMesh, links: tuple[Link, ...] | None = None) -> Topology:
-    """The interned `Topology` of a mesh: meshes that are the same have the same one."""
+def topology(mesh: AnyMesh | None, links: tuple[Link, ...] | None = None) -> Topology:
+    """The interned `Topology` of a mesh: meshes that are the same have the same one.
+
+    None is the mesh of the innermost `with mesh:`.
+    """
+    mesh = _entered() if mesh is None else mesh
     found = _find(mesh)
     if found is None:
         own = _links(mesh) if links is None else links
@@ -359,6 +372,17 @@ def topology(mesh: AnyMesh, links: tuple[Link, ...] | None = None) -> Topology:
             topology(root_mesh(mesh))
         with _lock:
             found = _topologies.setdefault(_key(mesh), Topology(mesh, own))
+    return found
+
+
+def _entered() -> AnyMesh:
+    meshes = current().meshes
+    found: AnyMesh | None = meshes[-1] if meshes else entered_torch_mesh()
+    if found is None:
+        raise MeshError(
+            "a device mesh is needed, but none is given. Give device_mesh=, or make the call in "
+            "`with mesh:`. Make a mesh with shardwise.init_device_mesh(device_type, shape)."
+        )
     return found
 
 

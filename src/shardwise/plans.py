@@ -158,7 +158,7 @@ def quick_call(
             local = call(*with_operands(spots, operands, given), **kwargs)
         cell = (base._cell or share_cell(base)) if aliases else None
         if several is None:
-            made: Any = make_wrapper(public, shape, stride, dtype=dtype, device=device)
+            made: Any = make_wrapper(public, shape, stride, dtype, device)
             made._spec = first
             made._locals = (local,)
             if aliases:
@@ -169,7 +169,7 @@ def quick_call(
             if value is None:
                 every.append(None)
                 continue
-            made = make_wrapper(public, size, step, dtype=kind, device=device)
+            made = make_wrapper(public, size, step, kind, device)
             made._spec = spec
             made._locals = (value,)
             if aliases:

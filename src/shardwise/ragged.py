@@ -7,14 +7,13 @@ gives and nothing that other operands have to be cut alike.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import policy
+from .config import current
 from .errors import MeshError
 from .geometry import Cuts, contiguous_stride
 from .mesh import Topology
@@ -31,48 +30,15 @@ __all__ = [
     "is_requested",
     "joined",
     "laid",
-    "ragged_results",
     "requested",
     "settled",
     "whole",
 ]
 
 
-class _State(threading.local):
-    ragged = False
-
-
-_state = _State()
-
-
-@contextmanager
-def ragged_results() -> Iterator[None]:
-    """Leave results whose size depends on values where they were found, sharded with ragged cuts.
-
-    `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 then move counts
-    only, `unique_consecutive` also the values where shards meet. Many values that `unique` finds
-    are sorted, each moves once; few, and what `bincount` finds, are put together before their
-    number is known, and each rank keeps its share. Other calls give what they give without it.
-
-    >>> import torch, shardwise
-    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> x = shardwise.distribute_tensor(torch.arange(6), mesh, [shardwise.Shard(0)])
-    >>> x[x > 1].placements
-    (R,)
-    >>> with ragged_results():
-    ...     x[x > 1]
-    DTensor(int64[4] [S(0)] cuts(0)=[1, 3] on (2), local=[[1], [3]])
-    """
-    before, _state.ragged = _state.ragged, True
-    try:
-        yield
-    finally:
-        _state.ragged = before
-
-
 def is_requested() -> bool:
     """Whether the user asked for results with ragged cuts."""
-    return _state.ragged
+    return current().ragged
 
 
 def laid(op: object, x: Any, spec: DTensorSpec) -> Any:
@@ -160,7 +126,7 @@ def joined(
 
 def requested(op: object, x: Any) -> Any:
     """A ragged result as it is if the user asked for it, else with dim 0 replicated."""
-    if _state.ragged:
+    if current().ragged:
         return x
     spec = x._spec
     places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
@@ -171,7 +137,7 @@ def requested(op: object, x: Any) -> Any:
 def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
     """A result that was put together on all ranks as it is, or if the user asked for it in shards
     over `axes`."""
-    if not _state.ragged:
+    if not current().ragged:
         return x
     spec = x._spec
     places = [Shard(dim) if axis in axes else place for axis, place in enumerate(spec.placements)]

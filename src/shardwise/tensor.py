@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .autograd import Redistribute, WholeLocal, redistributed, take_data, watch_leaf
+from .autograd import Redistribute, RedistributeIn, WholeLocal, redistributed, take_data, watch_leaf
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .checkpoint import chunk_list, chunks, shard_at, write_items
@@ -74,21 +74,38 @@ class DTensor(Wrapper):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor | PerRank,
-        device_mesh: AnyMesh,
+        device_mesh: AnyMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
-        run_check: bool = False,
+        run_check: bool | None = None,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """A DTensor of local tensors: the one of this rank, or a `PerRank` in a virtual mesh.
 
-        The global shape is inferred as if all ranks had local tensors of this size. `run_check`
-        compares
-        the ranks instead: it finds unequal sizes, infers the true shape, and makes replicas equal
-        to the first rank's. `shape` and `stride` give the global ones without communication.
+        If the tensor is sharded and no `shape` is given, the ranks tell each other what they hold,
+        in one small all-gather, and the global shape follows, also from unequal parts.
+
+        - `run_check=True` always asks. It makes replicas equal to the first rank's, and compares
+          dtypes, the order of dims in memory, and `requires_grad`.
+        - `run_check=False` never asks: all ranks are taken to hold tensors of this one's size.
+        - `shape` and `stride` are the global ones; nothing is asked then.
+
+        Without `device_mesh` it is the mesh of the innermost `with mesh:`.
+
+        `grad_placements` says how the gradients of the local tensors make up the global one; by
+        default as the tensors do, and the gradient of a partial tensor is replicated.
+
+        >>> import torch, shardwise
+        >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+        >>> local = shardwise.per_rank(mesh, lambda coord: torch.ones(2 + coord[0]))
+        >>> DTensor.from_local(local, mesh, [shardwise.Shard(0)])
+        DTensor(float32[5] [S(0)] cuts(0)=[2, 3] on (2), local=[[2], [3]])
         """
-        made: DTensor = from_local(local_tensor, device_mesh, placements, run_check, shape, stride)
+        made: DTensor = from_local(
+            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
+        )
         return made
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
@@ -118,12 +135,17 @@ class DTensor(Wrapper):
         *,
         cuts: Sequence[Sequence[int] | None] | None = None,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same tensor in another layout.
 
         `cuts` gives for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s.
         `device_mesh` may be another mesh, of other ranks too: all ranks of both must make the call.
         With `async_op` it overlaps with what follows; the result waits when it is first used.
+        `forward_dtype` is the dtype in which the tensor is moved, and that of the result;
+        `backward_dtype` is the one in which its gradient is moved. The gradient that arrives has
+        the dtype of the tensor.
 
         >>> import torch, shardwise
         >>> from shardwise import Replicate, Shard
@@ -133,6 +155,11 @@ class DTensor(Wrapper):
         (tensor([0]), tensor([1, 2, 3, 4]))
         """
         target = _target(self, device_mesh, placements, cuts)
+        if {forward_dtype, backward_dtype} - {None, self.dtype}:
+            made: DTensor = RedistributeIn.apply(
+                self, target, forward_dtype, backward_dtype, async_op
+            )
+            return made
         if target is self._spec:
             return _alias(self)
         return redistributed(self, target, async_op)  # type: ignore[no-any-return]
@@ -174,6 +201,16 @@ class DTensor(Wrapper):
             "Write it with operators of torch, or use x.copy_(x.full_tensor().clone().apply_(f)), "
             "in which every rank runs it on all elements."
         )
+
+    def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
+        """A plain tensor of given data, of this tensor's dtype and device if no other is given."""
+        # PyTorch's own looks for the backend among the dispatch keys, and finds that of DTensors.
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **options)
+
+    def new(self, *args: Any, **options: Any) -> Any:
+        """A plain tensor, as `torch.Tensor.new` makes it."""
+        like: Any = torch.empty(0, dtype=self.dtype, device=self.device)
+        return like.new(*args, **options)
 
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
         """PyTorch's own goes by the offset in memory, which a view of a DTensor does not have."""
@@ -404,7 +441,7 @@ def _alias(tensor: DTensor) -> DTensor:
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: AnyMesh,
+    device_mesh: AnyMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
     cuts: Sequence[Sequence[int] | None] | None = None,
@@ -413,9 +450,9 @@ def distribute_tensor(
     """A whole tensor laid out on a mesh: a leaf, with the input's `requires_grad`.
 
     All ranks take the value of `src_data_rank`, counted in the mesh; with None each rank's own
-    tensor is
-    taken to be the whole value already, and nothing is communicated. `cuts` gives for each dim the
-    sizes of its pieces, where they shall not be `torch.chunk`'s.
+    tensor is taken to be the whole value already, and nothing is communicated. `cuts` gives
+    for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s. Without
+    `device_mesh` it is the mesh of the innermost `with mesh:`.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))

@@ -1,7 +1,7 @@
 """Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
 
 from ..mesh import Topology
-from .buffer import buffer_size, exchange_buffer, give_back
+from .buffer import buffer_size, give_back
 from .faults import tell
 from .flight import fly, in_flight, is_idle, settle
 from .lane import Ends, here, rehearsing
@@ -26,7 +26,6 @@ __all__ = [
     "can_fly",
     "check_reducible",
     "engine_of",
-    "exchange_buffer",
     "fly",
     "give_back",
     "has_room",

@@ -2,51 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import product
 
 import torch
 
-from ..errors import CommunicationError
+from ..config import current
 from ..geometry import Box, box_numel
 from .lane import here
 
-__all__ = ["Rooms", "buffer_size", "chunks", "exchange_buffer", "give_back"]
-
-
-class _Buffer:
-    """One for the process: a backward runs in other threads than its forward. What runs in the
-    background has that of its call."""
-
-    nbytes = 32 << 20
+__all__ = ["Rooms", "buffer_size", "chunks", "give_back"]
 
 
 def buffer_size() -> int:
-    """The bytes that a collective may pack and unpack at a time."""
-    return _Buffer.nbytes if here.nbytes is None else here.nbytes
-
-
-@contextmanager
-def exchange_buffer(nbytes: int) -> Iterator[None]:
-    """Let collectives use buffers of at most `nbytes`, the same on all ranks; it is 32 MiB.
-
-    What is larger goes in rounds. A rank holds the source, the target and this, never more.
-
-    >>> import torch, shardwise
-    >>> from shardwise import Shard
-    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> x = shardwise.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    >>> with shardwise.exchange_buffer(1 << 20):
-    ...     y = x.redistribute(placements=[Shard(1)])
-    """
-    if not isinstance(nbytes, int) or nbytes < 1:
-        raise CommunicationError(f"exchange_buffer: {nbytes!r} is no positive number of bytes.")
-    before, _Buffer.nbytes = _Buffer.nbytes, nbytes
-    try:
-        yield
-    finally:
-        _Buffer.nbytes = before
+    """The bytes that a collective may pack and unpack at a time. What runs in the background has
+    those of its call."""
+    return current().buffer if here.nbytes is None else here.nbytes
 
 
 def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..config import ragged_results
 from ..entry import register_form
 from ..errors import OutOfRangeError
 from ..geometry import contiguous_stride
@@ -21,7 +22,6 @@ from ..ragged import (
     is_requested,
     joined,
     laid,
-    ragged_results,
     requested,
     settled,
     whole,

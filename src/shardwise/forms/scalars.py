@@ -6,22 +6,35 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
+from ..entry import register_composite, register_form
+from ..errors import MeshError
 from ..plain import full_local
+from ..wrapper import Wrapper
 
 __all__ = ["allclose", "equal", "local_scalar", "nonzero", "same_size"]
+
+
+def _value(what: str, x: Any) -> torch.Tensor:
+    """The whole value of a tensor, which only the ranks of its mesh know."""
+    if isinstance(x, Wrapper) and not x._locals:
+        raise MeshError(
+            f"{what}: this rank is not in mesh {x._spec.topology}, so it does not know the value. "
+            "Ask on ranks of the mesh only, where mesh.get_coordinate() is not None, or bring the "
+            "tensor to a mesh that all are in: x.redistribute(mesh, [Replicate()])."
+        )
+    return full_local(x)
 
 
 @register_form("_local_scalar_dense", always=True)
 def local_scalar(x: Any) -> Any:
     """The number in a tensor of one element; what is pending is reduced first."""
-    return full_local(x).item()
+    return _value("item", x).item()
 
 
 @register_form("is_nonzero", always=True)
 def nonzero(x: Any) -> bool:
     """The truth of a tensor of one element; only inference mode does not ask for the number."""
-    return torch.is_nonzero(full_local(x))
+    return torch.is_nonzero(_value("is_nonzero", x))
 
 
 @register_form("equal", always=True)
@@ -31,7 +44,8 @@ def equal(a: Any, b: Any) -> bool:
         return False
     if a.numel() == 0:
         return True
-    return bool(full_local(torch.ops.aten.all.default(torch.ops.aten.eq.Tensor(a, b))).item())
+    alike = torch.ops.aten.all.default(torch.ops.aten.eq.Tensor(a, b))
+    return bool(_value("equal", alike).item())
 
 
 @register_form("allclose", always=True)
@@ -40,10 +54,12 @@ def allclose(
 ) -> bool:
     """Whether all elements are close."""
     close = torch.ops.aten.isclose.default(a, b, rtol, atol, equal_nan)
-    return bool(full_local(torch.ops.aten.all.default(close)).item())
+    return bool(_value("allclose", torch.ops.aten.all.default(close)).item())
 
 
-@register_form("is_same_size", always=True)
 def same_size(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same shape."""
+    """Whether two tensors have the same shape. A plain one may have other values on other ranks."""
     return tuple(a.shape) == tuple(b.shape)
+
+
+register_composite(torch.ops.aten.is_same_size.default, same_size)

@@ -4,9 +4,9 @@
 makes only what it holds.
 """
 
+from ..config import random_mode as mode
 from .agree import manual_seed
 from .calls import is_random, is_without_dropout, random_form
-from .modes import mode
 from .shuffle import permuted
 
 __all__ = ["is_random", "is_without_dropout", "manual_seed", "mode", "permuted", "random_form"]

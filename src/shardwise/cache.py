@@ -1,0 +1,59 @@
+"""Tables that share one bound in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+__all__ = ["Bounded", "kept", "plan_bytes"]
+
+
+class Bounded:
+    """Plain dicts whose entries together stay below a number of bytes, which are estimates.
+
+    The entries that were put first go first, whichever dict they are in. Looking one up is a lookup
+    in a dict: it writes nothing.
+
+    >>> cache, squares = Bounded(100), {}
+    >>> for number in range(5):
+    ...     cache.put(squares, number, number**2, nbytes=40)
+    >>> squares, cache.nbytes
+    ({3: 9, 4: 16}, 80)
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.nbytes = 0
+        self._entries: deque[tuple[dict[Any, Any], Hashable, int]] = deque()
+        self._lock = threading.Lock()
+
+    def put(self, table: dict[Any, Any], key: Hashable, value: Any, nbytes: int) -> None:
+        """Put an entry into a dict, and take out those for which there is no room any more."""
+        with self._lock:
+            if key not in table:
+                self._entries.append((table, key, nbytes))
+                self.nbytes += nbytes
+            table[key] = value
+            while self.nbytes > self.most and len(self._entries) > 1:
+                oldest, first, size = self._entries.popleft()
+                oldest.pop(first, None)
+                self.nbytes -= size
+
+    def clear(self) -> None:
+        """Empty all dicts."""
+        with self._lock:
+            for table, key, _ in self._entries:
+                table.pop(key, None)
+            self._entries.clear()
+            self.nbytes = 0
+
+
+kept = Bounded(256 << 20)
+"""What is kept of calls: plans, and the shapes of results."""
+
+
+def plan_bytes(operands: Sequence[Any]) -> int:
+    """About how many bytes a plan has: it holds something for each local tensor of an operand."""
+    return 1500 + sum([250 + 170 * len(operand._spec.slots) for operand in operands])
