@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ._torch import is_recorded, recording
+from .conform import in_memory_order
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
 from .mesh import Topology
@@ -151,7 +152,9 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return FromLocal.apply(ctx.spec, *grads), None
+        # What was done to the local tensors may have put their dims into another order in memory.
+        parts = [in_memory_order(ctx.spec, grad) for grad in grads]
+        return FromLocal.apply(ctx.spec, *parts), None
 
 
 class FromLocal(torch.autograd.Function):

@@ -112,7 +112,12 @@ def _convolved(op: Any) -> Any:
                 else value
                 for value in args
             ]
-            return op(*fakes)
+            made = op(*fakes)
+        if isinstance(made, tuple) and not args[1].numel():  # gradients of no images are like these
+            of_x, of_weight, of_bias = made
+            like = None if of_weight is None else torch.empty_like(args[2])
+            return of_x, like, of_bias
+        return made
 
     return shapes
 
@@ -145,6 +150,23 @@ def _statistics(op: Any) -> Any:
         return out, *(each.to(torch.float32 if wide else x.dtype) for each in saved)
 
     return shapes
+
+
+def _of_no_images(op: Any) -> Any:
+    """Interpolation: PyTorch's meta kernels stumble over an empty batch."""
+
+    def shapes(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if x.numel() or x.shape[0]:
+            made: torch.Tensor = op(x, *args)
+            return made
+        made = op(x.new_empty((1, *x.shape[1:])), *args)
+        return made.new_empty((0, *made.shape[1:]))
+
+    return shapes
+
+
+_KINDS = ("upsample_nearest", "_upsample_nearest_exact")
+_NEAREST = [f"{name}{dims}d" for name in _KINDS for dims in (1, 2, 3)]
 
 
 def _heads(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -210,6 +232,7 @@ OWN_SHAPES: dict[str, Any] = {
     **{f"aten::{name}_backward": _formatted(f"{name}_backward", 1) for name in _PADS},
     "aten::native_layer_norm": _statistics(torch.ops.aten.native_layer_norm.default),
     "aten::native_group_norm": _statistics(torch.ops.aten.native_group_norm.default),
+    **{f"aten::{name}": _of_no_images(getattr(aten, name).default) for name in _NEAREST},
     "aten::_native_multi_head_attention": _heads,
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
@@ -242,7 +265,10 @@ _CONTIGUOUS = frozenset(
         "any.dims",
         "all.dims",
         "_log_softmax_backward_data.default",
+        "huber_loss_backward.default",
         "log_sigmoid_forward.default",
+        "mse_loss_backward.default",
+        "smooth_l1_loss_backward.default",
         "native_layer_norm_backward.default",
     )
 )
@@ -263,7 +289,7 @@ _ITERATED = frozenset(
     )
 )
 """Operators whose results have their dims in the order that all operands together give."""
-STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
+STRICT = frozenset(("__lshift__", "__rshift__", "_grouped_mm", "nan_to_num_"))
 """Operators whose meta kernels refuse calls that the others take."""
 
 

@@ -132,8 +132,16 @@ def _is_plain(site: Site) -> bool:
 # --- forward ---------------------------------------------------------------------------------
 
 
+def _all_whole(call: Call) -> Rule:
+    """Of no channels PyTorch makes results that have none either, whatever the weight has."""
+    inputs = tuple((None,) * spec.ndim for spec in call.specs)
+    return Rule(inputs, tuple((None,) * len(meta.shape) for meta in call.results), {}, reduce=None)
+
+
 def convolution(call: Call) -> Rule:
     """`"n i s~, o i k!, o -> n o s~"`, or with groups `"n (g i) s~, (g o) i! k!, (g o) -> ..."`"""
+    if not call.shape(0)[1]:
+        return _all_whole(call)
     result = call.results[0].shape
     conv = _Conv.of(call, 0, 1, result)
     dims = conv.dims(call.shape(0), result)
@@ -205,6 +213,8 @@ def _boxed(
 
 def convolution_backward(call: Call) -> Rule:
     """Gradients of input, weight and bias, as far as they are asked for."""
+    if not call.shape(1)[1]:
+        return _all_whole(call)
     mask = tuple(call.get("output_mask"))
     result = call.shape(0)
     conv = _Conv.of(call, 1, 2, result)
