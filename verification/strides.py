@@ -67,9 +67,12 @@ def _plain(tensor: Any) -> Any:
         return tensor
     shape, stride, dtype = tensor._spec.meta
     made = torch.empty_strided(shape, stride, dtype=dtype)
-    if not any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)):
-        return made.copy_(tensor.detach().full_tensor())
-    return torch.as_strided(made, shape, stride)
+    full = tensor.detach().full_tensor()
+    # What repeats itself is one memory, which is written once.
+    once = [1 if step == 0 and size else size for size, step in zip(shape, stride, strict=True)]
+    whole = tuple(slice(size) for size in once)
+    made.as_strided(once, stride).copy_(full[whole])
+    return made
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._prims_common import suggest_memory_format
 
 __all__ = [
     "OpOverload",
@@ -33,6 +34,7 @@ __all__ = [
     "run_composite",
     "saves_elsewhere",
     "shared_store",
+    "suggest_memory_format",
     "take_composite",
     "take_differentiable",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._torch import fake_tensors
+from ._torch import fake_tensors, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -122,16 +122,19 @@ def _convolved(op: Any) -> Any:
     return shapes
 
 
+def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A copy in another shape: the kernel takes tensors that cannot be viewed so, too."""
+    return x.reshape(size).contiguous()
+
+
 def _formatted(name: str, like: int = 0) -> Any:
     """The memory format of an operand, which PyTorch's meta kernel forgets."""
     op = getattr(torch.ops.aten, name).default
 
     def shapes(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made: torch.Tensor = op(*args, **kwargs)
-        form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.ndim)
-        given = args[like]
-        if form is None or given.is_contiguous() or not given.is_contiguous(memory_format=form):
-            return made
+        plain = [t.contiguous() if isinstance(t, torch.Tensor) else t for t in args]
+        made: torch.Tensor = op(*plain, **kwargs)
+        form = suggest_memory_format(args[like])
         return torch.empty(made.shape, dtype=made.dtype, device=made.device, memory_format=form)
 
     return shapes
@@ -176,6 +179,7 @@ def _heads(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None
     return out, weights if asked else None
 
 
+_SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
 _PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (2, 3)]
 
 
@@ -225,11 +229,9 @@ OWN_SHAPES: dict[str, Any] = {
     "aten::convolution": _convolved(torch.ops.aten.convolution.default),
     "aten::convolution_backward": _convolved(torch.ops.aten.convolution_backward.default),
     "aten::fractional_max_pool3d_backward": _fractional,
-    **{
-        f"aten::{name}": _formatted(name)
-        for name in (*_PADS, "max_unpool2d", "pixel_shuffle", "native_channel_shuffle")
-    },
+    **{f"aten::{name}": _formatted(name) for name in (*_PADS, "max_unpool2d", *_SHUFFLES)},
     **{f"aten::{name}_backward": _formatted(f"{name}_backward", 1) for name in _PADS},
+    "aten::view_copy": _view_copy,
     "aten::native_layer_norm": _statistics(torch.ops.aten.native_layer_norm.default),
     "aten::native_group_norm": _statistics(torch.ops.aten.native_group_norm.default),
     **{f"aten::{name}": _of_no_images(getattr(aten, name).default) for name in _NEAREST},
@@ -277,13 +279,18 @@ _ITERATED = frozenset(
     (
         "copysign.Tensor",
         "div.Tensor_mode",
+        "elu_backward.default",
         "floor_divide.default",
+        "hardsigmoid_backward.default",
+        "hardswish_backward.default",
+        "hardtanh_backward.default",
         "heaviside.default",
         "logical_and.default",
         "logical_or.default",
         "logical_xor.default",
         "logit_backward.default",
         "native_dropout_backward.default",
+        "softplus_backward.default",
         "special_xlog1py.default",
         "xlogy.Tensor",
     )
@@ -308,6 +315,8 @@ def as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
         return (given[0] + given[1]).to(kind if kind.is_floating_point else made.dtype)
     if name == "pow.Tensor_Scalar" and isinstance(given[1], bool):
         return made.to(torch.result_type(given[0], True))
+    if name == "binary_cross_entropy_backward.default":
+        return torch.empty_like(given[1])
     if name == "threshold_backward.default":
         return made.to(torch.result_type(given[0], given[1]))
     return made
