@@ -279,7 +279,8 @@ class CallPlan(Plan):
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
         # Whether local results are brought into memory order: None until some have been seen.
-        self._orders: bool | None = False if self._aliases or written is not None else None
+        settled = self._aliases or written is not None or structure is None
+        self._orders: bool | None = False if settled else None
         self._watch = watch_for(inputs, outputs, {i: more for i, _, more in self._windows})
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:

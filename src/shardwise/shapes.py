@@ -155,6 +155,24 @@ def _statistics(op: Any) -> Any:
     return shapes
 
 
+def _of_channels(op: Any) -> Any:
+    """Batch norm: PyTorch's meta kernels give its results other dtypes and strides than CPU kernels
+    do, and make statistics in evaluation too."""
+
+    def shapes(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+        _, mean, rstd, *new = op(x, *args)
+        out = torch.empty_like(x, memory_format=suggest_memory_format(x))
+        params = [t for t in args if isinstance(t, torch.Tensor)]
+        wide = any(t.dtype is torch.float32 for t in params)
+        kind = torch.float32 if wide else x.dtype
+        if "no_training" in str(op):
+            none = x.new_empty(0, dtype=params[-1].dtype)
+            return out, none, none
+        return out, mean.to(kind), rstd.to(kind), *new
+
+    return shapes
+
+
 def _of_no_images(op: Any) -> Any:
     """Interpolation: PyTorch's meta kernels stumble over an empty batch."""
 
@@ -235,6 +253,11 @@ OWN_SHAPES: dict[str, Any] = {
     "aten::native_layer_norm": _statistics(torch.ops.aten.native_layer_norm.default),
     "aten::native_group_norm": _statistics(torch.ops.aten.native_group_norm.default),
     **{f"aten::{name}": _of_no_images(getattr(aten, name).default) for name in _NEAREST},
+    **{
+        f"aten::{name}": _of_channels(getattr(aten, name).default)
+        for name in ("_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional")
+    },
+    "aten::_native_batch_norm_legit": _of_channels(aten._native_batch_norm_legit.no_stats),
     "aten::_native_multi_head_attention": _heads,
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
