@@ -514,6 +514,28 @@ def _group_norms() -> Iterator[Sample]:
                 )
 
 
+def _batch_norms() -> Iterator[Sample]:
+    evaluated = aten._native_batch_norm_legit_no_training.default
+    functional = aten._native_batch_norm_legit_functional.default
+    alone = aten._native_batch_norm_legit.no_stats
+    for shape in ((5, 3), (4, 3, 2), (3, 2, 2, 3)):
+        value, grad, size = x(*shape), x(*shape, shift=3), shape[1]
+        mean, var = x(size, shift=4), positive(size)
+        for params in ((x(size, shift=1), x(size, shift=2)), (None, None)):
+            yield call(evaluated, value, *params, mean, var, 0.1, 1e-5)
+            yield call(functional, value, *params, mean, var, True, 0.1, 1e-5)
+            yield call(alone, value, *params, True, 0.1, 1e-5)
+            saved = alone(value, *params, True, 0.1, 1e-5)[1:]
+            none = (value.new_empty(0), value.new_empty(0))
+            given = params[0] is not None
+            for mask in ([True, given, given], [not given, given, given]):
+                for trains, stats in ((True, saved), (False, none)):
+                    yield call(
+                        aten.native_batch_norm_backward.default,
+                        *(grad, value, params[0], mean, var, *stats, trains, 1e-5, mask),
+                    )
+
+
 def _attention() -> Iterator[Sample]:
     op = aten._scaled_dot_product_flash_attention_for_cpu
     back = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -666,6 +688,7 @@ def table_samples() -> list[Sample]:
         _norms,
         _rms_norms,
         _group_norms,
+        _batch_norms,
         _attention,
         _layers,
         _distances,
