@@ -91,11 +91,11 @@ def _ratios(
 
 
 def _is_alike_in_pieces(call: Call, image: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether a kernel takes the same places for a piece of a plane or of the channels.
+    """Whether a kernel takes the same places for a piece of a plane, or of channels that lie last.
 
     The nearest place is a rounded product. In float64 PyTorch has kernels that round to single
-    and to double precision, and chooses by the number of channels and the sizes of the result. They
-    agree if every ratio is a binary fraction.
+    and to double precision, and chooses by the sizes of the result and, if channels lie last, by
+    their number. They agree if every ratio is a binary fraction.
     """
     if "nearest" not in call.name or call.specs[0].dtype is not torch.float64:
         return True
@@ -134,7 +134,8 @@ class _Planes:
         alike = _is_alike_in_pieces(call, image, result)
         blocks = _blocks(call, image, result) if alike else [None] * spatial_dims(call)
         first = len(image) - len(blocks)
-        lead = [Along(f"i{dim}") if alike or dim < first - 1 else None for dim in range(first)]
+        apart = first if alike or not is_permuted(call) else first - 1
+        lead = [Along(f"i{dim}") if dim < apart else None for dim in range(first)]
         return _Planes(tuple(blocks), first, tuple(image), tuple(result), tuple(lead))
 
     def _dims(self, shape: Sequence[int], own: Sequence[int]) -> Dims:
