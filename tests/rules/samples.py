@@ -514,6 +514,19 @@ def _group_norms() -> Iterator[Sample]:
                 )
 
 
+def _grouped() -> Iterator[Sample]:
+    def f32(*shape: int, shift: int = 0) -> torch.Tensor:
+        return x(*shape, shift=shift).float()
+
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    for wide in (8, 12):
+        yield call(aten._grouped_mm.default, f32(7, 8), f32(3, 8, wide, shift=1), ends)
+        yield call(aten._grouped_mm.default, f32(7, 8), f32(3, wide, 8, shift=1).mT, ends)
+        yield call(aten._grouped_mm.default, f32(3, 4, 8), f32(3, 8, wide, shift=1))
+        yield call(aten._grouped_mm.default, f32(7, 8).t(), f32(7, wide, shift=1), ends)
+        yield call(aten._grouped_mm.default, f32(3, wide, 8), f32(7, 8, shift=1).t(), ends)
+
+
 def _batch_norms() -> Iterator[Sample]:
     evaluated = aten._native_batch_norm_legit_no_training.default
     functional = aten._native_batch_norm_legit_functional.default
@@ -679,6 +692,7 @@ def table_samples() -> list[Sample]:
 
     parts = (
         _matrix,
+        _grouped,
         _reductions,
         _dimwise,
         _untagged,

@@ -57,6 +57,7 @@ TABLE: dict[str, Family] = {
     "baddbmm": notation("[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addbmm": notation("[m] [n], b m k, b k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
     "linear": notation("... k, n k, n -> ... n", linear=((0, 2), (1, 2)), added=(2,)),
+    "_grouped_mm": linalg.grouped_mm,
     # reductions
     "sum": _total,
     "nansum": _count,
