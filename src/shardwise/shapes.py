@@ -358,6 +358,8 @@ def as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
         return made.to(torch.result_type(given[0], True))
     if name == "native_batch_norm_backward.default":
         return tuple([t if asked else None for t, asked in zip(made, given[-1], strict=True)])
+    if name == "binary_cross_entropy.default" and made.ndim:
+        return torch.empty_like(given[0])
     if name == "binary_cross_entropy_backward.default":
         return torch.empty_like(given[1])
     if name == "threshold_backward.default":
