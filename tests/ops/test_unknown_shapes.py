@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 
-from ..compare import check, numbers, spread, virtual
+from ..compare import assert_same, numbers, spread, virtual
 
 
 class _Refusal(Exception):
@@ -50,6 +51,7 @@ def test_errors_of_other_libraries_are_those_of_their_kernels() -> None:
         kept_boxes(*given, 0)
 
 
+PLACES = [Replicate(), Partial(), Shard(0), Shard(1), Shard(2)]
 ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
 
 
@@ -58,12 +60,13 @@ ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
 def test_products_of_groups_in_single_precision(wide: int, mesh: Any) -> None:
     """By default models with experts multiply like this; PyTorch's meta kernel takes bfloat16."""
     x, weight = numbers(7, 8, dtype=torch.float32), numbers(3, 8, wide, dtype=torch.float32)
-    check(
-        lambda x, weight: F.grouped_mm(x, weight, offs=ENDS),
-        *(x, weight),
-        mesh=virtual(*mesh),
-        tolerance=1e-4,
-    )
+    for of_x, of_weight in product(PLACES[:4], PLACES):
+        where = [(of_x,) * len(mesh), (of_weight,) * len(mesh)]
+        assert_same(
+            lambda x, weight: F.grouped_mm(x, weight, offs=ENDS),
+            *([x, weight], where, virtual(*mesh)),
+            tolerance=1e-4,
+        )
 
 
 def test_products_of_groups_stay_where_experts_are_sharded() -> None:
