@@ -36,9 +36,9 @@ def _known(path: Path, sources: str) -> dict[str, Any]:
     return known
 
 
-def _sources(most: int | None, inference: bool) -> str:
+def _sources(most: int | None, *modes: bool) -> str:
     """A digest of what is run: the library, this harness, PyTorch, how many samples, the mode."""
-    digest = hashlib.sha256(f"{torch.__version__} {most} {inference}".encode())
+    digest = hashlib.sha256(f"{torch.__version__} {most} {modes}".encode())
     for package in (shardwise, sys.modules[check_index.__module__.split(".")[0]]):
         assert package.__file__ is not None
         for path in sorted(Path(package.__file__).parent.rglob("*.py")):
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=300, help="CPU time of an entry")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--inference", action="store_true", help="forward, in inference mode")
+    parser.add_argument("--strides", action="store_true", help="check strides after each operator")
     parser.add_argument("--fresh", action="store_true", help="go on with nothing")
     parser.add_argument("names", nargs="*", help="only these entries")
     options = parser.parse_args()
@@ -107,10 +108,11 @@ def main() -> int:
         chosen = sorted(
             random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
         )
-    sources = _sources(options.most, options.inference)
+    sources = _sources(options.most, options.inference, options.strides)
     known = _known(options.out, sources)
     missing = [i for i in chosen if names[i] not in known]
-    tasks = [(i, options.most, options.seconds, options.inference) for i in missing]
+    modes = options.inference, options.strides
+    tasks = [(i, options.most, options.seconds, *modes) for i in missing]
     start = time.time()
     context = multiprocessing.get_context("spawn")
     cut = options.out.exists() and not options.out.read_text().endswith("\n")

@@ -20,8 +20,17 @@ from shardwise import Partial, Placement, Replicate, Shard, dispatch
 from shardwise.trace import unwatch, watch
 
 from .rounding import ROUNDING, Differs, widened
+from .strides import checked_strides
 
-__all__ = ["Finding", "Inferring", "check_entry", "check_index", "entries", "entry_name"]
+__all__ = [
+    "Finding",
+    "Inferring",
+    "check_entry",
+    "check_index",
+    "check_strides",
+    "entries",
+    "entry_name",
+]
 
 MESHES = [(2,), (2, 2)]
 MOST_ALONE = 4
@@ -492,9 +501,54 @@ class Inferring:
             return self._entry(*args, **kwargs)
 
 
-def check_index(index: int, most: int | None, seconds: int, inference: bool) -> dict[str, Any]:
+class Permuted:
+    """An entry whose samples come again with dims in another order in memory: of all, of some."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._entry(*args, **kwargs)
+
+    def sample_inputs(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for sample in self._entry.sample_inputs(*args, **kwargs):
+            yield sample
+            yield sample.transform(_permuted)
+            order = itertools.count()
+            yield sample.transform(lambda v, n=order: v if next(n) % 2 else _permuted(v))
+
+
+def _permuted(value: Any) -> Any:
+    """A tensor with its dims in the order of channels-last images, or in reverse."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    order = [0, *range(2, value.ndim), 1] if value.ndim > 3 else [*range(value.ndim)][::-1]
+    inverse = sorted(range(value.ndim), key=order.__getitem__)
+    return value.permute(order).contiguous().permute(inverse)
+
+
+def check_index(
+    index: int, most: int | None, seconds: int, inference: bool, strides: bool
+) -> dict[str, Any]:
     """Check one entry of the database, in a process of its own."""
     torch.set_num_threads(1)
     meshes = [shardwise.init_device_mesh("cpu", shape) for shape in MESHES]
     entry = Inferring(entries()[index]) if inference else entries()[index]
-    return check_entry(entry, meshes, most, seconds).as_dict()
+    if not strides:
+        return check_entry(entry, meshes, most, seconds).as_dict()
+    return check_strides(entry, meshes, most, seconds).as_dict()
+
+
+def check_strides(entry: Any, meshes: list[Any], most: int | None, seconds: int) -> Finding:
+    """As `check_entry`, with the strides of every DTensor checked; a fault counts as wrong."""
+    with checked_strides(against_plain=True) as found:
+        finding = check_entry(Permuted(entry), meshes, most, seconds)
+    if found:
+        finding.forward["wrong"] = finding.forward.get("wrong", 0) + len(found)
+        for number, text in enumerate(dict.fromkeys(found)):
+            if number < 8:
+                finding.examples[f"strides {number}"] = text
+    return finding

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._prims_common import suggest_memory_format
 
 __all__ = [
     "PARAMETER",
@@ -42,6 +43,7 @@ __all__ = [
     "set_hooks",
     "set_inherited",
     "shared_store",
+    "suggest_memory_format",
     "swap_contents",
     "take_composite",
     "take_differentiable",

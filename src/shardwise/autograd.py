@@ -9,6 +9,7 @@ import torch
 
 from ._torch import is_recorded, recording
 from .config import current
+from .conform import in_memory_order
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
 from .mesh import Topology
@@ -183,7 +184,9 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return FromLocal.apply(ctx.spec, None, *grads[: len(ctx.spec.slots)]), None
+        # What was done to the local tensors may have put their dims into another order in memory.
+        parts = [in_memory_order(ctx.spec, grad) for grad in grads[: len(ctx.spec.slots)]]
+        return FromLocal.apply(ctx.spec, None, *parts), None
 
 
 class FromLocal(torch.autograd.Function):

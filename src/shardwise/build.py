@@ -327,6 +327,8 @@ def _by_rule(
             f"{entry.op}: a rule needs the shapes of the results before the call runs. Give the "
             "operator a fake implementation: torch.library.register_fake."
         ) from unknown
+    if structure == ():  # the views of a dim of no places
+        return FormPlan(entry.op, _nothing)
     written = None if entry.written is None else _operand_at(args, entry.written)
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
@@ -348,6 +350,11 @@ def _by_rule(
             return FormPlan(entry.op, _with_indices(entry.op, decision.inputs[1:]))
         return PickPlan(plan, how)
     return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
+
+
+def _nothing(*args: Any, **kwargs: Any) -> list[Any]:
+    """What an operator returns that returns a list of no tensors."""
+    return []
 
 
 def _with_indices(op: OpOverload, wholes: Sequence[DTensorSpec]) -> Callable[..., Any]:

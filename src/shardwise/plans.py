@@ -10,6 +10,7 @@ import torch
 
 from . import policy
 from ._torch import make_wrapper
+from .conform import in_memory_order, is_in_memory_order
 from .infinite import Watch, watch_for
 from .mesh import Coord, Topology
 from .moving import describe_moves, moved, stamps, wrote, wrote_moved
@@ -208,6 +209,7 @@ class CallPlan(Plan):
         "_moves",
         "_notice",
         "_op",
+        "_orders",
         "_picks",
         "_reducing",
         "_rewrites",
@@ -276,6 +278,9 @@ class CallPlan(Plan):
         self._rewrites = _shape_rewrites(shape_arg, self._sites)
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
+        # Whether local results are brought into memory order: None until some have been seen.
+        settled = self._aliases or written is not None or structure is None
+        self._orders: bool | None = False if settled else None
         self._watch = watch_for(inputs, outputs, {i: more for i, _, more in self._windows})
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
@@ -283,6 +288,19 @@ class CallPlan(Plan):
             self.quick = self._quick(device, is_list, bare)
             if self._watch is not None and self.quick is not None:
                 self.quick = self._if_finite(self._watch, self.quick)
+            if self._orders is None and self.quick is not None:
+                self.quick = self._first(self.quick)
+
+    def _first(self, quick: Callable[..., Any]) -> Callable[..., Any]:
+        """The first call of a plan. A kernel may order the dims of a local result otherwise than
+        those of the global one: then the next calls order theirs too."""
+
+        def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            made = self.run(operands, args, kwargs)
+            self.quick = self.run if self._orders else quick
+            return made
+
+        return run
 
     @property
     def is_local(self) -> bool:
@@ -347,6 +365,8 @@ class CallPlan(Plan):
         if written is not None:
             self._write_back(operands[written], local[written])
             return args[self._target]
+        if self._orders is not False:
+            results = self._ordered(results)
         made = self._wrapped(results, operands)
         if self._aliases and operands[0]._spec.sums and type(operands[0]) is Wrapper.public:
             self._tell_origin(made, operands[0], args, kwargs)
@@ -403,6 +423,29 @@ class CallPlan(Plan):
                 wrote_moved(target, spec, local)
                 return
         wrote(target)
+
+    def _ordered(self, results: list[Any]) -> list[Any]:
+        """The results of local calls in memory order; says for the next calls if some were not."""
+        alone = isinstance(self._shape, int)
+        places = (self._shape,) if isinstance(self._shape, int) else self._shape or ()
+        each = [(made,) if alone else made for made in results]
+        specs = [self.outs[at] if isinstance(at, int) else None for at in places]
+        if self._orders is None:
+            self._orders = not all(
+                spec is None or local is None or is_in_memory_order(spec, local)
+                for made in each
+                for spec, local in zip(specs, made, strict=True)
+            )
+        if not self._orders:
+            return results
+        new = [
+            tuple(
+                local if spec is None or local is None else in_memory_order(spec, local)
+                for spec, local in zip(specs, made, strict=True)
+            )
+            for made in each
+        ]
+        return [made[0] for made in new] if alone else new
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
         cell = share_cell(operands[0]) if self._aliases else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._torch import fake_tensors
+from ._torch import fake_tensors, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -57,6 +57,23 @@ def _lstsq(
         a.new_empty((*batch, width), dtype=real) if asked else none,
         a.new_empty(0 if chosen == "gels" else batch, dtype=torch.int64),
         a.new_empty((*batch, min(rows, columns)), dtype=real) if by_values else none,
+    )
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any, **more: Any
+) -> torch.Tensor:
+    """PyTorch's meta kernel takes bfloat16 alone. Rows lie a multiple of 16 bytes apart."""
+    groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else a.shape[0]
+    if a.shape[-1] != b.shape[-2] or not {a.ndim, b.ndim} <= {2, 3}:
+        raise RuntimeError(
+            f"_grouped_mm: shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied"
+        )
+    rows, columns = a.shape[-2], b.shape[-1]
+    width = columns + -columns % (16 // a.element_size())
+    shape = (rows, columns) if a.ndim != b.ndim else (groups, rows, columns)
+    return torch.empty_strided(
+        shape, (rows * width, width, 1)[-len(shape) :], dtype=a.dtype, device="meta"
     )
 
 
@@ -112,9 +129,19 @@ def _convolved(op: Any) -> Any:
                 else value
                 for value in args
             ]
-            return op(*fakes)
+            made = op(*fakes)
+        if isinstance(made, tuple) and not args[1].numel():  # gradients of no images are like these
+            of_x, of_weight, of_bias = made
+            like = None if of_weight is None else torch.empty_like(args[2])
+            return of_x, like, of_bias
+        return made
 
     return shapes
+
+
+def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A copy in another shape: the kernel takes tensors that cannot be viewed so, too."""
+    return x.reshape(size).contiguous()
 
 
 def _formatted(name: str, like: int = 0) -> Any:
@@ -122,11 +149,9 @@ def _formatted(name: str, like: int = 0) -> Any:
     op = getattr(torch.ops.aten, name).default
 
     def shapes(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made: torch.Tensor = op(*args, **kwargs)
-        form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.ndim)
-        given = args[like]
-        if form is None or given.is_contiguous() or not given.is_contiguous(memory_format=form):
-            return made
+        plain = [t.contiguous() if isinstance(t, torch.Tensor) else t for t in args]
+        made: torch.Tensor = op(*plain, **kwargs)
+        form = suggest_memory_format(args[like])
         return torch.empty(made.shape, dtype=made.dtype, device=made.device, memory_format=form)
 
     return shapes
@@ -147,6 +172,41 @@ def _statistics(op: Any) -> Any:
     return shapes
 
 
+def _of_channels(op: Any) -> Any:
+    """Batch norm: PyTorch's meta kernels give its results other dtypes and strides than CPU kernels
+    do, and make statistics in evaluation too."""
+
+    def shapes(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+        _, mean, rstd, *new = op(x, *args)
+        out = torch.empty_like(x, memory_format=suggest_memory_format(x))
+        params = [t for t in args if isinstance(t, torch.Tensor)]
+        wide = any(t.dtype is torch.float32 for t in params)
+        kind = torch.float32 if wide else x.dtype
+        if "no_training" in str(op):
+            none = x.new_empty(0, dtype=params[-1].dtype)
+            return out, none, none
+        return out, mean.to(kind), rstd.to(kind), *new
+
+    return shapes
+
+
+def _of_no_images(op: Any) -> Any:
+    """Interpolation: PyTorch's meta kernels stumble over an empty batch."""
+
+    def shapes(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if x.numel() or x.shape[0]:
+            made: torch.Tensor = op(x, *args)
+            return made
+        made = op(x.new_empty((1, *x.shape[1:])), *args)
+        return made.new_empty((0, *made.shape[1:]))
+
+    return shapes
+
+
+_KINDS = ("upsample_nearest", "_upsample_nearest_exact")
+_NEAREST = [f"{name}{dims}d" for name in _KINDS for dims in (1, 2, 3)]
+
+
 def _heads(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Multi-head attention: PyTorch's meta kernel returns weights that nobody asked for."""
     out, weights = torch.ops.aten._native_multi_head_attention.default(*args, **kwargs)
@@ -154,6 +214,7 @@ def _heads(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None
     return out, weights if asked else None
 
 
+_SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
 _PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (2, 3)]
 
 
@@ -203,13 +264,18 @@ OWN_SHAPES: dict[str, Any] = {
     "aten::convolution": _convolved(torch.ops.aten.convolution.default),
     "aten::convolution_backward": _convolved(torch.ops.aten.convolution_backward.default),
     "aten::fractional_max_pool3d_backward": _fractional,
-    **{
-        f"aten::{name}": _formatted(name)
-        for name in (*_PADS, "max_unpool2d", "pixel_shuffle", "native_channel_shuffle")
-    },
+    **{f"aten::{name}": _formatted(name) for name in (*_PADS, "max_unpool2d", *_SHUFFLES)},
     **{f"aten::{name}_backward": _formatted(f"{name}_backward", 1) for name in _PADS},
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::view_copy": _view_copy,
     "aten::native_layer_norm": _statistics(torch.ops.aten.native_layer_norm.default),
     "aten::native_group_norm": _statistics(torch.ops.aten.native_group_norm.default),
+    **{f"aten::{name}": _of_no_images(getattr(aten, name).default) for name in _NEAREST},
+    **{
+        f"aten::{name}": _of_channels(getattr(aten, name).default)
+        for name in ("_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional")
+    },
+    "aten::_native_batch_norm_legit": _of_channels(aten._native_batch_norm_legit.no_stats),
     "aten::_native_multi_head_attention": _heads,
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
@@ -242,7 +308,10 @@ _CONTIGUOUS = frozenset(
         "any.dims",
         "all.dims",
         "_log_softmax_backward_data.default",
+        "huber_loss_backward.default",
         "log_sigmoid_forward.default",
+        "mse_loss_backward.default",
+        "smooth_l1_loss_backward.default",
         "native_layer_norm_backward.default",
     )
 )
@@ -251,13 +320,18 @@ _ITERATED = frozenset(
     (
         "copysign.Tensor",
         "div.Tensor_mode",
+        "elu_backward.default",
         "floor_divide.default",
+        "hardsigmoid_backward.default",
+        "hardswish_backward.default",
+        "hardtanh_backward.default",
         "heaviside.default",
         "logical_and.default",
         "logical_or.default",
         "logical_xor.default",
         "logit_backward.default",
         "native_dropout_backward.default",
+        "softplus_backward.default",
         "special_xlog1py.default",
         "xlogy.Tensor",
     )
@@ -282,6 +356,12 @@ def as_on_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
         return (given[0] + given[1]).to(kind if kind.is_floating_point else made.dtype)
     if name == "pow.Tensor_Scalar" and isinstance(given[1], bool):
         return made.to(torch.result_type(given[0], True))
+    if name == "native_batch_norm_backward.default":
+        return tuple([t if asked else None for t, asked in zip(made, given[-1], strict=True)])
+    if name == "binary_cross_entropy.default" and made.ndim:
+        return torch.empty_like(given[0])
+    if name == "binary_cross_entropy_backward.default":
+        return torch.empty_like(given[1])
     if name == "threshold_backward.default":
         return made.to(torch.result_type(given[0], given[1]))
     return made

@@ -514,6 +514,41 @@ def _group_norms() -> Iterator[Sample]:
                 )
 
 
+def _grouped() -> Iterator[Sample]:
+    def f32(*shape: int, shift: int = 0) -> torch.Tensor:
+        return x(*shape, shift=shift).float()
+
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    for wide in (8, 12):
+        yield call(aten._grouped_mm.default, f32(7, 8), f32(3, 8, wide, shift=1), ends)
+        yield call(aten._grouped_mm.default, f32(7, 8), f32(3, wide, 8, shift=1).mT, ends)
+        yield call(aten._grouped_mm.default, f32(3, 4, 8), f32(3, 8, wide, shift=1))
+        yield call(aten._grouped_mm.default, f32(7, 8).t(), f32(7, wide, shift=1), ends)
+        yield call(aten._grouped_mm.default, f32(3, wide, 8), f32(7, 8, shift=1).t(), ends)
+
+
+def _batch_norms() -> Iterator[Sample]:
+    evaluated = aten._native_batch_norm_legit_no_training.default
+    functional = aten._native_batch_norm_legit_functional.default
+    alone = aten._native_batch_norm_legit.no_stats
+    for shape in ((5, 3), (4, 3, 2), (3, 2, 2, 3)):
+        value, grad, size = x(*shape), x(*shape, shift=3), shape[1]
+        mean, var = x(size, shift=4), positive(size)
+        for params in ((x(size, shift=1), x(size, shift=2)), (None, None)):
+            yield call(evaluated, value, *params, mean, var, 0.1, 1e-5)
+            yield call(functional, value, *params, mean, var, True, 0.1, 1e-5)
+            yield call(alone, value, *params, True, 0.1, 1e-5)
+            saved = alone(value, *params, True, 0.1, 1e-5)[1:]
+            none = (value.new_empty(0), value.new_empty(0))
+            given = params[0] is not None
+            for mask in ([True, given, given], [not given, given, given]):
+                for trains, stats in ((True, saved), (False, none)):
+                    yield call(
+                        aten.native_batch_norm_backward.default,
+                        *(grad, value, params[0], mean, var, *stats, trains, 1e-5, mask),
+                    )
+
+
 def _attention() -> Iterator[Sample]:
     op = aten._scaled_dot_product_flash_attention_for_cpu
     back = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -657,6 +692,7 @@ def table_samples() -> list[Sample]:
 
     parts = (
         _matrix,
+        _grouped,
         _reductions,
         _dimwise,
         _untagged,
@@ -666,6 +702,7 @@ def table_samples() -> list[Sample]:
         _norms,
         _rms_norms,
         _group_norms,
+        _batch_norms,
         _attention,
         _layers,
         _distances,

@@ -10,6 +10,7 @@ import torch
 
 from .. import policy
 from ..autograd import Redistribute, as_gradient, redistributed
+from ..conform import in_memory_order
 from ..errors import MeshError
 from ..geometry import Cuts, contiguous_stride
 from ..moving import describe_moves
@@ -60,7 +61,7 @@ class _Joined(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.count = spec, len(parts)
-        made = wrap(spec, tuple(part.view_as(part) for part in parts))
+        made = wrap(spec, tuple(in_memory_order(spec, part.view_as(part)) for part in parts))
         ctx.save_for_backward(*read, *([made] if is_read else []))
         return made
 

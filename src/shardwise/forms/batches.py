@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from .._torch import suggest_memory_format
 from ..entry import register_form
 from ..ragged import as_dtensor
-from ..replicated import fallback_form, mesh_of
-from ..wrapper import Wrapper
+from ..replicated import mesh_of
+from ..rules import Call
 from .reductions import moments
 from .statistics import aligned, in_full, settled
 
@@ -29,44 +29,21 @@ def _wide(x: Any, value: Any) -> Any:
     return value.reshape([1, -1, *[1] * (x.ndim - 2)])
 
 
-def _is_whole(*tensors: Any) -> bool:
-    return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
-
-
 def _on_mesh(x: Any, *others: Any) -> Any:
     """`x`, a plain tensor too, as a DTensor beside the others."""
     return as_dtensor(x, mesh_of("batch_norm", [x, *others]))
 
 
-def _scaled(x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, like: Any) -> Any:
-    out = (x - _wide(x, mean)) * _wide(x, rstd)
-    if weight is not None:
-        out = out * _wide(x, weight)
-    if bias is not None:
-        out = out + _wide(x, bias)
-    return out.to(like.dtype).contiguous(memory_format=suggest_memory_format(like))
+def _as(value: Any, dtype: torch.dtype) -> Any:
+    return None if value is None else value.to(dtype)
 
 
-def _update(running: Any, value: Any, momentum: float) -> None:
-    """Running statistics keep their layout; one that is a plain tensor is written in place too."""
-    if running is not None:
-        running.copy_(momentum * value + (1 - momentum) * running)
-
-
-def _moments(x: Any) -> tuple[Any, Any]:
-    """Variance and mean of each channel; not `var_mean`, which next to an infinity has no mean."""
-    dims = _dims(x)
-    if any(x._spec.dim_axes[dim] for dim in dims):
-        return moments(x, dims, correction=0)
-    return aten.var.correction(x, dims, correction=0), x.mean(dims)
-
-
-def _trained(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+def _normalised(x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any, Any]:
     """The result, and mean, variance and inverse deviation of the whole batch."""
-    full = in_full(x)
-    var, mean = _moments(full)
-    rstd = (var + eps).rsqrt()
-    return _scaled(full, weight, bias, mean, rstd, x), mean, var, rstd
+    var, mean = moments(in_full(x), _dims(x), correction=0)
+    params = (_as(weight, mean.dtype), _as(bias, mean.dtype))
+    out = aten._native_batch_norm_legit_no_training.default(x, *params, mean, var, 0.0, eps)[0]
+    return out, mean, var, (var + eps).rsqrt()
 
 
 def _kept(x: Any, params: Sequence[Any], *stats: Any) -> list[Any]:
@@ -77,9 +54,38 @@ def _kept(x: Any, params: Sequence[Any], *stats: Any) -> list[Any]:
     return [stat.to(x.dtype) for stat in stats] if narrow else list(stats)
 
 
-def _unbiased(x: Any, var: Any) -> Any:
+def _trains(call: Call) -> bool:
+    return bool(call.get("training", call.get("train")))
+
+
+@register_form("_native_batch_norm_legit_functional", when=_trains)
+def batch_norm_functional(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """In training the statistics are those of all ranks' parts of the batch."""
+    given = (weight, bias, running_mean, running_var)
+    out, mean, var, rstd = _normalised(_on_mesh(x, *given), weight, bias, eps)
     count = x.numel() // max(x.shape[1], 1)
-    return var * (count / (count - 1) if count > 1 else float("nan"))
+    unbiased = var * (count / (count - 1) if count > 1 else float("nan"))
+    pairs = ((running_mean, mean), (running_var, unbiased))
+    new = [(momentum * stat + (1 - momentum) * old).to(old.dtype) for old, stat in pairs]
+    return out, *_kept(x, given, mean, rstd), *new
+
+
+@register_form("_native_batch_norm_legit.no_stats", when=_trains)
+def batch_norm_alone(
+    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """As `batch_norm_functional`, without running statistics."""
+    out, mean, _, rstd = _normalised(_on_mesh(x, weight, bias), weight, bias, eps)
+    return out, *_kept(x, (weight, bias), mean, rstd)
 
 
 @register_form("_native_batch_norm_legit.default", always=True)
@@ -93,38 +99,16 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """In training the statistics are shared; otherwise every channel is scaled where it is."""
-    given = (x, weight, bias, running_mean, running_var)
-    if _is_whole(*given):
-        return fallback_form(aten._native_batch_norm_legit.default)(*given, training, momentum, eps)
+    """Running statistics keep their layout; one that is a plain tensor is written in place too."""
+    given = (weight, bias, running_mean, running_var)
     x = _on_mesh(x, *given)
     if not training:
-        rstd = (in_full(running_var) + eps).rsqrt()
-        out = _scaled(in_full(x), weight, bias, in_full(running_mean), rstd, x)
-        return out, *_nothing(x, running_mean.dtype)
-    out, mean, var, rstd = _trained(x, weight, bias, eps)
-    _update(running_mean, mean, momentum)
-    _update(running_var, _unbiased(x, var), momentum)
-    return out, *_kept(x, given[1:], mean, rstd)
-
-
-def _nothing(x: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The statistics that no training returns: tensors of no elements."""
-    return x.new_empty([0], dtype=dtype), x.new_empty([0], dtype=dtype)
-
-
-@register_form("_native_batch_norm_legit.no_stats", always=True)
-def batch_norm_alone(
-    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    """Without running statistics those of the batch always serve."""
-    if _is_whole(x, weight, bias):
-        return fallback_form(aten._native_batch_norm_legit.no_stats)(
-            x, weight, bias, training, momentum, eps
-        )
-    x = _on_mesh(x, weight, bias)
-    out, mean, _, rstd = _trained(x, weight, bias, eps)
-    return out, *_kept(x, (weight, bias), mean, rstd)
+        return aten._native_batch_norm_legit_no_training.default(x, *given, momentum, eps)
+    op = aten._native_batch_norm_legit_functional.default
+    *made, mean, var = op(x, *given, True, momentum, eps)
+    running_mean.copy_(mean)
+    running_var.copy_(var)
+    return tuple(made)
 
 
 @register_form("native_batch_norm", "miopen_batch_norm", always=True)
@@ -140,7 +124,9 @@ def native_batch_norm(
 ) -> Any:
     """As `batch_norm`: it writes into the running statistics too, though its schema is silent."""
     if running_mean is None or running_var is None:
-        return batch_norm_alone(x, weight, bias, training, momentum, eps)
+        x = _on_mesh(x, weight, bias)
+        op = aten._native_batch_norm_legit.no_stats
+        return op(x, weight, bias, True, momentum, eps)
     return batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
@@ -163,25 +149,8 @@ def _with(training: bool, form: Any) -> Any:
 for _name, _run in {
     "_batch_norm_with_update": _with(True, cudnn_batch_norm),
     "_batch_norm_no_update": _with(False, cudnn_batch_norm),
-    "_native_batch_norm_legit_no_training": _with(False, native_batch_norm),
 }.items():
     register_form(_name, always=True)(_run)
-
-
-@register_form("_native_batch_norm_legit_functional", always=True)
-def batch_norm_functional(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    """With new running statistics in place of a write."""
-    mean, var = running_mean.clone(), running_var.clone()
-    return *batch_norm(x, weight, bias, mean, var, training, momentum, eps), mean, var
 
 
 @register_form("_batch_norm_with_update_functional", always=True)
@@ -189,11 +158,12 @@ def batch_norm_with_update_functional(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
 ) -> tuple[Any, ...]:
     """Training, with a reserve and new running statistics in place of a write."""
-    out, *saved, mean, var = batch_norm_functional(x, weight, bias, mean, var, True, momentum, eps)
+    op = aten._native_batch_norm_legit_functional.default
+    out, *saved, mean, var = op(x, weight, bias, mean, var, True, momentum, eps)
     return out, *saved, x.new_empty([0], dtype=torch.uint8), mean, var
 
 
-@register_form("native_batch_norm_backward", always=True)
+@register_form("native_batch_norm_backward", when=_trains)
 def batch_norm_backward(
     grad: Any,
     x: Any,
@@ -206,33 +176,32 @@ def batch_norm_backward(
     eps: float,
     output_mask: Sequence[bool],
 ) -> Any:
-    """Two sums of each channel, which are also the gradients of the parameters."""
+    """In training: the gradient with fixed statistics, less the share that they have. That is made
+    of two sums of each channel, which are also the gradients of the parameters."""
     given = (grad, x, weight, running_mean, running_var, save_mean, save_invstd)
-    if _is_whole(*given):
-        return fallback_form(aten.native_batch_norm_backward.default)(
-            *given, train, eps, output_mask
-        )
     x = _on_mesh(x, *given)
     like, dtype = x, x.dtype if weight is None else weight.dtype
-    grad, x = in_full(aligned(grad, x)), in_full(x)
-    mean = in_full(save_mean if train else running_mean)
-    rstd = in_full(save_invstd) if train else (in_full(running_var) + eps).rsqrt()
-    normal = (x - _wide(x, mean)) * _wide(x, rstd)
-    bias_grad = settled(grad.sum(_dims(x)))
-    weight_grad = settled((grad * normal).sum(_dims(x)))
-    out = None
+    grad, x, mean, rstd = (
+        in_full(aligned(grad, x)),
+        in_full(x),
+        in_full(save_mean),
+        in_full(save_invstd),
+    )
+    scale = None if weight is None else weight.to(rstd.dtype)
+    # A kernel that is given fixed statistics makes both sums, and the first part.
+    fixed = (grad, x, scale, mean, rstd**-2, None, None, False, 0.0)
+    made = aten.native_batch_norm_backward.default(*fixed, [output_mask[0], True, True])
+    out, of_weight, of_bias = made[0], settled(made[1]), settled(made[2])
     if output_mask[0]:
-        inside = grad
-        if train:
-            count = x.numel() // max(x.shape[1], 1)
-            inside = grad - (_wide(x, bias_grad) + normal * _wide(x, weight_grad)) / count
-        scale = rstd if weight is None else rstd * weight
-        out = (inside * _wide(x, scale)).to(like.dtype)
+        share = rstd if scale is None else rstd * scale
+        share = share / (x.numel() // max(x.shape[1], 1))
+        apart = (x - _wide(x, mean)) * _wide(x, share * rstd * of_weight)
+        out = (out - apart - _wide(x, share * of_bias)).to(like.dtype)
         out = out.contiguous(memory_format=suggest_memory_format(like))
     return (
         out,
-        weight_grad.to(dtype) if output_mask[1] else None,
-        bias_grad.to(dtype) if output_mask[2] else None,
+        of_weight.to(dtype) if output_mask[1] else None,
+        of_bias.to(dtype) if output_mask[2] else None,
     )
 
 
@@ -249,7 +218,7 @@ def cudnn_batch_norm_backward(
     reserve: Any = None,
 ) -> Any:
     """As `batch_norm_backward`, of cuDNN's results."""
-    return batch_norm_backward(
+    return aten.native_batch_norm_backward.default(
         grad, x, weight, running_mean, running_var, mean, rstd, True, eps, [True] * 3
     )
 
@@ -272,6 +241,6 @@ def any_batch_norm_backward(
     reserve: Any,
 ) -> Any:
     """As `batch_norm_backward`, whatever the backend."""
-    return batch_norm_backward(
+    return aten.native_batch_norm_backward.default(
         grad, x, weight, running_mean, running_var, mean, rstd, update, eps, output_mask
     )

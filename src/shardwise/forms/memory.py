@@ -7,7 +7,6 @@ places of the tensor, on every rank alike, and the places are taken or put by in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -38,7 +37,6 @@ __all__ = [
 aten = torch.ops.aten
 
 
-@lru_cache(maxsize=256)
 def _places(
     meta: TensorMeta, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor | None:

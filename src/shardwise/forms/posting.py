@@ -15,6 +15,7 @@ import torch
 
 from .. import policy
 from ..autograd import keeps_partial_grads
+from ..conform import in_memory_order
 from ..cost import Link
 from ..errors import OutOfRangeError
 from ..geometry import Cuts, contiguous_stride, flat_index
@@ -436,7 +437,7 @@ def written(op: Any, wraps: bool, *args: Any, **kwargs: Any) -> Any:
             new = [next(arrived)[slot] if each.ndim else each._locals[0] for each in sources]
             own, named = filled(args, kwargs, iter((part, at, *new)))
             parts.append(op(*own, **named).view(x._locals[slot].shape))
-        return wrap(x._spec, tuple(parts))
+        return wrap(x._spec, tuple(in_memory_order(x._spec, part) for part in parts))
 
     return _turned(op, args, kwargs, run)
 

@@ -132,8 +132,24 @@ def _is_plain(site: Site) -> bool:
 # --- forward ---------------------------------------------------------------------------------
 
 
+def _usual(weight: torch.Tensor) -> torch.Tensor:
+    """A weight with its dims in an order that all kernels take: which one is chosen depends on the
+    shape."""
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.ndim)
+    usual = form is not None and weight.is_contiguous(memory_format=form)
+    return weight if usual else weight.contiguous()
+
+
+def _all_whole(call: Call) -> Rule:
+    """Of no channels PyTorch makes results that have none either, whatever the weight has."""
+    inputs = tuple((None,) * spec.ndim for spec in call.specs)
+    return Rule(inputs, tuple((None,) * len(meta.shape) for meta in call.results), {}, reduce=None)
+
+
 def convolution(call: Call) -> Rule:
     """`"n i s~, o i k!, o -> n o s~"`, or with groups `"n (g i) s~, (g o) i! k!, (g o) -> ..."`"""
+    if not call.shape(0)[1]:
+        return _all_whole(call)
     result = call.results[0].shape
     conv = _Conv.of(call, 0, 1, result)
     dims = conv.dims(call.shape(0), result)
@@ -144,7 +160,7 @@ def convolution(call: Call) -> Rule:
         return {0: reached(outputs[0], inputs[0], reaches, 2)}
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        x, weight, bias = (*args[:2], args[2] if biased else None)
+        x, weight, bias = args[0], _usual(args[1]), args[2] if biased else None
         shape = site.out_shapes[0]
         if 0 in shape or not x.numel() or not weight.numel():
             made = x.new_zeros(shape)
@@ -205,6 +221,8 @@ def _boxed(
 
 def convolution_backward(call: Call) -> Rule:
     """Gradients of input, weight and bias, as far as they are asked for."""
+    if not call.shape(1)[1]:
+        return _all_whole(call)
     mask = tuple(call.get("output_mask"))
     result = call.shape(0)
     conv = _Conv.of(call, 1, 2, result)
@@ -218,7 +236,7 @@ def convolution_backward(call: Call) -> Rule:
     back = _Gradients(conv, mask)
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        made = back(args[0], args[1], args[2], site)
+        made = back(args[0], args[1], _usual(args[2]), site)
         specs = iter(site.outputs)
         return [None if value is None else in_order(value, next(specs)) for value in made]
 

@@ -21,6 +21,7 @@ __all__ = [
     "cdist_backward",
     "cross",
     "fourier",
+    "grouped_mm",
     "least_squares",
     "matrices",
     "solve",
@@ -36,6 +37,39 @@ def matrices(text: str, *, alike: Sequence[int] = ()) -> Family:
     the other one, every rank makes them whole.
     """
     return notation(text, reduce=None, alike=alike)
+
+
+_GROUPED = {
+    (2, 3): notation("_ k, _ k n, _ -> _ n", linear=((0,), (1,))),
+    (3, 2): notation("_ m k, k _, _ -> m _", linear=((0,), (1,))),
+    (2, 2): notation("m _, _ n, _ -> _ m n", linear=((0,), (1,))),
+    (3, 3): notation("g m k, g k n -> g m n", linear=((0,), (1,))),
+}
+"""Products of groups of rows, or of columns, by the dims of both matrices. Offsets say where groups
+end, so that a dim in groups is whole."""
+
+
+def grouped_mm(call: Call) -> Rule:
+    """A product for each group."""
+    rule = _GROUPED[len(call.shape(0)), len(call.shape(1))](call)
+    return replace(rule, local=_of_aligned)
+
+
+@anywhere
+def _of_aligned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """The local call: kernels refuse shards whose rows are not multiples of 16 bytes apart."""
+    a, b, *rest = args
+    if not (a.numel() and b.numel()):
+        return a.new_zeros(site.out_shapes[0])
+    return op(_aligned(a), _aligned(b), *rest, **kwargs)
+
+
+def _aligned(value: torch.Tensor) -> torch.Tensor:
+    unit, size = 16 // value.element_size(), value.shape[-1]
+    if sorted(step % unit for step in value.stride()[-2:]) == [0, 1 % unit]:
+        return value
+    wide = value.new_empty((*value.shape[:-1], size + -size % unit))
+    return wide[..., :size].copy_(value)
 
 
 def _is_vectors(call: Call) -> bool:

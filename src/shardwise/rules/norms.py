@@ -1,4 +1,4 @@
-"""Layer norm and group norm: what is normalised is whole, all else is apart."""
+"""Layer, group and batch norm: what is normalised is whole, all else is apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from .call import Call, Operand
 from .rule import Along, Dims, Rule, Scaled, Site, along, anywhere
 
 __all__ = [
+    "batch_norm",
+    "batch_norm_backward",
     "group_norm",
     "group_norm_backward",
     "layer_norm",
@@ -109,3 +111,52 @@ def group_norm_backward(call: Call) -> Rule:
         if asked
     )
     return Rule((whole, whole, stats, stats, *weight), outputs, sizes, **_of_groups(call, 1))
+
+
+# --- batch norm ------------------------------------------------------------------------------
+
+
+def _channels(call: Call, operand: int, trains: bool) -> tuple[Dims, Dims, dict[str, int]]:
+    """Dims of the input and of what there is of each channel. Channels are apart; in training all
+    else is whole."""
+    shape = call.shape(operand)
+    names = [f"i{dim}" if dim == 1 or not trains else None for dim in range(len(shape))]
+    sizes = {name: size for name, size in zip(names, shape, strict=True) if name}
+    return along(names), along(["i1"]), sizes
+
+
+def _unless_empty(call: Call, operand: int) -> dict[str, Any]:
+    """The local call: kernels refuse an empty shard."""
+
+    def is_here(site: Site) -> bool:
+        return 0 not in site.inputs[operand].local_shape(site.coord)
+
+    @anywhere
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        if is_here(site):
+            return op(*args, **kwargs)
+        made = [args[0].new_zeros(s.local_shape(site.coord), dtype=s.dtype) for s in site.outputs]
+        return [made[at] if isinstance(at, int) else None for at in call.structure]
+
+    return {"local": local, "unless": is_here}
+
+
+def batch_norm(call: Call) -> Rule:
+    """`"n c ..., c, c, c, c -> n c ..., _, _"`; in training `"_ c _, c, c -> _ c _, c, c"`"""
+    trains = "no_training" not in call.name and bool(call.get("training"))
+    whole, channel, sizes = _channels(call, 0, trains)
+    inputs = (whole, *(channel,) * (len(call.specs) - 1))
+    lengths = [meta.shape[0] for meta in call.results[1:]]  # there may be no statistics
+    saved = [channel if length == call.shape(0)[1] else (None,) for length in lengths]
+    alike = frozenset(at for at, dims in enumerate(saved, 1) if dims != channel or not trains)
+    return Rule(inputs, (whole, *saved), sizes, reduce=None, alike=alike, **_unless_empty(call, 0))
+
+
+def batch_norm_backward(call: Call) -> Rule:
+    """`"n c ..., n c ..., c, c, c, _, _ -> n c ..., c, c"`; in training only channels are apart."""
+    whole, channel, sizes = _channels(call, 1, bool(call.get("train")))
+    size = call.shape(1)[1]
+    params = [channel if spec.meta.shape[0] == size else (None,) for spec in call.specs[2:]]
+    kinds = zip((whole, channel, channel), call.get("output_mask"), strict=True)
+    outputs = tuple(dims for dims, asked in kinds if asked)
+    return Rule((whole, whole, *params), outputs, sizes, **_unless_empty(call, 1))

@@ -2,8 +2,8 @@
 
 From `size` places to `stops` places an operator does the same again and again, in blocks of as few
 places as the ratio of the two allows. So a piece of whole blocks, with a few places more on each
-side where interpolation reaches out of a block, is resampled as it is in the whole dim. Where a
-ratio has no such blocks, the result is a sum of few places with weights (`bands.py`).
+side where interpolation reaches out of a block, is resampled as it is in the whole dim. A dim whose
+ratio has no such blocks is needed whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 
 from ..geometry import Interval
 from ..spec import DTensorSpec
-from .bands import Bands, Resampling, bands
 from .call import Call, Operand, has_fractions
 from .pooling import in_plane, scattered
 from .rule import Along, Dims, Rule, Site, copied
@@ -69,9 +68,6 @@ class _Blocks:
         return first * self.coarse, last * self.coarse
 
 
-_Cut = _Blocks | Bands
-
-
 def _reach(name: str) -> int:
     """How far interpolation reads beyond a place, in places of the operand."""
     if "nearest" in name or "adaptive" in name:
@@ -79,117 +75,94 @@ def _reach(name: str) -> int:
     return 2 if "cubic" in name else 1
 
 
-def _blocks(call: Call, image: Sequence[int], result: Sequence[int]) -> list[_Cut | None]:
+def _blocks(call: Call, image: Sequence[int], result: Sequence[int]) -> list[_Blocks | None]:
     """How each dim of a plane can be cut; None for a dim that is needed whole."""
-    scales = _given_scales(call)
-    made: list[_Cut | None] = []
-    spatial = len(scales)
-    for at, (size, stops, scale) in enumerate(
-        zip(image[-spatial:], result[-spatial:], scales, strict=True)
-    ):
-        found: _Cut | None = None
-        if size and stops:
-            found = _regular(call, size, stops, scale) or _irregular(call, at, size, stops, scale)
-        made.append(found)
-    return made
+    return [_regular(call, *ratio) for ratio in _ratios(call, image, result)]
 
 
-def _given_scales(call: Call) -> list[float | None]:
+def _ratios(
+    call: Call, image: Sequence[int], result: Sequence[int]
+) -> list[tuple[int, int, float | None]]:
+    """For each dim of a plane its size, that of the result, and the scale that was given."""
     spatial = spatial_dims(call)
     names = ["scales"] if spatial == 1 else ["scales_d", "scales_h", "scales_w"][-spatial:]
-    return [call.get(name) for name in names]
+    scales = [call.get(name) for name in names]
+    return list(zip(image[-spatial:], result[-spatial:], scales, strict=True))
+
+
+def _is_alike_in_pieces(call: Call, image: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether a kernel takes the same places for a piece of a plane, or of channels that lie last.
+
+    The nearest place is a rounded product. In float64 PyTorch has kernels that round to single
+    and to double precision, and chooses by the sizes of the result and, if channels lie last, by
+    their number. They agree if every ratio is a binary fraction.
+    """
+    if "nearest" not in call.name or call.specs[0].dtype is not torch.float64:
+        return True
+    return all(_is_binary(*ratio) for ratio in _ratios(call, image, result))
+
+
+def _is_binary(size: int, stops: int, scale: float | None) -> bool:
+    """Whether the ratio of the sizes is a binary fraction, and is what a kernel multiplies by."""
+    block = stops // gcd(size, stops) if stops else 0
+    return block & (block - 1) == 0 and (not scale or not stops or 1 / scale == size / stops)
 
 
 def _regular(call: Call, size: int, stops: int, scale: float | None) -> _Blocks | None:
     """Blocks, if the ratio repeats itself."""
-    if call.get("align_corners") or _antialiased(call):
+    if not size or not stops or call.get("align_corners") or "_aa" in call.name:
         return None  # with antialiasing the weights of a place depend on the edges of its plane
     if scale is not None and scale * size != stops:
         return None
     blocks = _Blocks(size, stops, _reach(call.name))
-    # The nearest place is a rounded product, which repeats exactly if the ratio is binary.
-    exact = "nearest" not in call.name or blocks.coarse & (blocks.coarse - 1) == 0
+    exact = "nearest" not in call.name or _is_binary(size, stops, scale)
     return blocks if exact and 4 * (blocks.fine + blocks.reach) <= size else None
-
-
-def _antialiased(call: Call) -> bool:
-    return "_aa" in call.name
-
-
-def _irregular(call: Call, at: int, size: int, stops: int, scale: float | None) -> Bands | None:
-    """Bands, if an operator is linear and they are narrow."""
-    if "max" in call.name or not ("nearest" in call.name or has_fractions(call.specs[0].dtype)):
-        return None
-    found = _bands(call, at, size, stops, scale)
-    return found if found is not None and found.is_narrow else None
-
-
-def _bands(call: Call, at: int, size: int, stops: int, scale: float | None) -> Bands | None:
-    corners = call.get("align_corners") if _has_corners(call) else None
-    what = Resampling(_forward(call.op), spatial_dims(call), at, size, stops, corners, scale)
-    spec = call.specs[0]
-    back = "backward" in call.name
-    return bands(what, back, spec.dtype, spec.topology.device_type)
-
-
-def _forward(op: Any) -> Any:
-    name = op._schema.name.removeprefix("aten::").removesuffix("_backward")
-    return getattr(torch.ops.aten, name).default
 
 
 @dataclass(frozen=True)
 class _Planes:
     """The dims of a plane, which begin at dim `first`, as blocks."""
 
-    blocks: tuple[_Cut | None, ...]
+    blocks: tuple[_Blocks | None, ...]
     first: int
     image: tuple[int, ...]
     result: tuple[int, ...]
-    banded: tuple[Bands | None, ...] | None
+    lead: tuple[Along | None, ...]
 
     @staticmethod
     def of(call: Call, image: Sequence[int], result: Sequence[int]) -> _Planes:
-        blocks = _blocks(call, image, result)
+        alike = _is_alike_in_pieces(call, image, result)
+        blocks = _blocks(call, image, result) if alike else [None] * spatial_dims(call)
         first = len(image) - len(blocks)
-        banded = None
-        if _antialiased(call) and any(blocks):
-            # Its kernel takes a plane of one column for another order of dims, so that a piece
-            # must not be given to it.
-            sizes = zip(image[first:], result[first:], _given_scales(call), strict=True)
-            known = not {0, 1} & {*image[first:], *result[first:]}
-            banded = tuple(_bands(call, at, *s) if known else None for at, s in enumerate(sizes))
-            if None in banded:
-                blocks, banded = [None] * len(blocks), None
-        return _Planes(tuple(blocks), first, tuple(image), tuple(result), banded)
+        apart = first if alike or not is_permuted(call) else first - 1
+        lead = [Along(f"i{dim}") if dim < apart else None for dim in range(first)]
+        return _Planes(tuple(blocks), first, tuple(image), tuple(result), tuple(lead))
 
     def _dims(self, shape: Sequence[int], own: Sequence[int]) -> Dims:
-        lead = [Along(f"i{dim}") for dim in range(self.first)]
         planes = [
             None if blocks is None else followed(f"i{dim}", own[dim], shape[dim])
             for dim, blocks in enumerate(self.blocks, self.first)
         ]
-        return (*lead, *planes)
+        return (*self.lead, *planes)
 
     def dims(self, own: Sequence[int]) -> tuple[Dims, Dims]:
         """The dims of the image and of the result, along the factors of the one that is `own`."""
         return self._dims(self.image, own), self._dims(self.result, own)
 
     def sizes(self, own: Sequence[int]) -> dict[str, int]:
-        whole = [dim for dim, b in enumerate(self.blocks, self.first) if b is None]
-        return {f"i{dim}": size for dim, size in enumerate(own) if dim not in whole}
+        parts = zip(own, (*self.lead, *self.blocks), strict=True)
+        return {f"i{dim}": size for dim, (size, part) in enumerate(parts) if part is not None}
 
-    def cut(self, spec: DTensorSpec) -> list[_Cut | None]:
-        """How the dims that are sharded are cut; all are in bands if one must be."""
+    def cut(self, spec: DTensorSpec) -> list[_Blocks | None]:
+        """The blocks of the dims that are sharded."""
         axes = spec.dim_axes[self.first :]
-        if self.banded is not None and any(axes):
-            return list(self.banded)
         return [blocks if cut else None for blocks, cut in zip(self.blocks, axes, strict=True)]
 
     def reach(self, name: str) -> list[Any]:
         return [None if blocks is None else getattr(blocks, name) for blocks in self.blocks]
 
 
-def _scales(call: Call, cut: Sequence[_Cut | None]) -> list[Any]:
+def _scales(call: Call, cut: Sequence[_Blocks | None]) -> list[Any]:
     """The scales of dims that are not cut; the others have the ratio of their sizes."""
     names = [a.name for a in call.op._schema.arguments if a.name in READ_NUMBERS]
     return [call.get(name) if c is None else None for name, c in zip(names, cut, strict=False)]
@@ -215,19 +188,14 @@ def resampled(call: Call) -> Rule:
         cut = planes.cut(site.inputs[0])
         if not any(cut) or not has_planes(site):
             return of_planes(op, args, kwargs, site)
-        box, image = site.out_boxes[0], args[0]
-        for dim, b in enumerate(cut, planes.first):
-            if isinstance(b, Bands):
-                image = b.forward(image, dim, box[dim])
-        if all(isinstance(b, Bands) for b in cut):
-            return in_order(image, site.outputs[0])
+        box = site.out_boxes[0]
         held = [None if b is None else b.reads(box[d]) for d, b in enumerate(cut, planes.first)]
         size = [_given(b, box[dim], planes.result[dim]) for dim, b in enumerate(cut, planes.first)]
-        got = op(image, size, *_corners(call), *_scales(call, cut))
+        got = op(args[0], size, *_corners(call), *_scales(call, cut))
         made = list(got) if isinstance(got, tuple) else [got]
         for index, value in enumerate(made):
             for dim, b in enumerate(cut, planes.first):
-                if isinstance(b, _Blocks):
+                if b is not None:
                     start, stop = b.around(box[dim], b.coarse)
                     have = (start * b.coarse, stop * b.coarse)
                     value = narrowed(value, dim, have, box[dim])
@@ -258,11 +226,9 @@ def _length(piece: Interval) -> int:
     return piece[1] - piece[0]
 
 
-def _given(cut: _Cut | None, piece: Interval, whole: int) -> int:
-    """How many places of the result a local call is asked for: what is in bands is made already."""
-    if isinstance(cut, _Blocks):
-        return _length(cut.around(piece, cut.coarse)) * cut.coarse
-    return whole if cut is None else _length(piece)
+def _given(cut: _Blocks | None, piece: Interval, whole: int) -> int:
+    """How many places of the result a local call is asked for."""
+    return whole if cut is None else _length(cut.around(piece, cut.coarse)) * cut.coarse
 
 
 def _unless(call: Call, planes: _Planes, operand: int) -> Any:
@@ -299,11 +265,6 @@ def resampled_backward(call: Call) -> Rule:
             made = scattered(args[0], args[-1], planes.image, box, planes.first)
             return in_order(made, site.outputs[0])
         grad = args[0]
-        for dim, b in enumerate(cut, planes.first):
-            if isinstance(b, Bands):
-                grad = b.backward(grad, dim, box[dim])
-        if all(isinstance(b, Bands) for b in cut):
-            return in_order(grad, site.outputs[0])
         places = [
             (0, planes.image[dim]) if b is None else _placed(b, box[dim])
             for dim, b in enumerate(cut, planes.first)
@@ -333,8 +294,6 @@ def resampled_backward(call: Call) -> Rule:
     )
 
 
-def _placed(blocks: _Cut, piece: Interval) -> Interval:
-    if isinstance(blocks, Bands):
-        return piece
+def _placed(blocks: _Blocks, piece: Interval) -> Interval:
     first, last = blocks.around(piece, blocks.fine)
     return first * blocks.fine, last * blocks.fine

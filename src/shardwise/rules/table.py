@@ -57,6 +57,7 @@ TABLE: dict[str, Family] = {
     "baddbmm": notation("[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addbmm": notation("[m] [n], b m k, b k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
     "linear": notation("... k, n k, n -> ... n", linear=((0, 2), (1, 2)), added=(2,)),
+    "_grouped_mm": linalg.grouped_mm,
     # reductions
     "sum": _total,
     "nansum": _count,
@@ -181,6 +182,14 @@ TABLE: dict[str, Family] = {
     "native_layer_norm_backward": norms.layer_norm_backward,
     "_fused_rms_norm": norms.layer_norm,
     "_fused_rms_norm_backward": norms.rms_norm_backward,
+    **dict.fromkeys(
+        _names(
+            "_native_batch_norm_legit_no_training _native_batch_norm_legit_functional "
+            "_native_batch_norm_legit.no_stats"
+        ),
+        norms.batch_norm,
+    ),
+    "native_batch_norm_backward": norms.batch_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,
     **dict.fromkeys(
