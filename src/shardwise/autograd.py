@@ -12,12 +12,12 @@ from ._torch import is_recorded, recording
 from .deferred import DeferredView
 from .errors import LayoutError, MeshError
 from .mesh import Topology
-from .moving import lend, moved, started
+from .moving import moved, started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
 from .redistribute import relaid
 from .spec import DTensorSpec, TensorMeta, default_placements
-from .wrapper import Wrapper, exposed_locals, has_inference, share_cell, wrap
+from .wrapper import Wrapper, exposed_locals, share_cell, wrap
 
 __all__ = [
     "FromLocal",
@@ -81,10 +81,8 @@ class Redistribute(torch.autograd.Function):
             else:
                 made.append(pending(spec, next(ready)))
         if not async_op:
-            for each, (value, spec) in zip(made, pairs, strict=True):
+            for each in made:
                 each._locals  # noqa: B018  # waits
-                if value._spec is not spec:
-                    lend(each, value)
         return tuple(made)
 
     @staticmethod
@@ -163,9 +161,7 @@ class FromLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros would be no DTensor
         ctx.spec = spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
-        cell = share_cell(made)
-        cell.exposed = True  # who gave them has them still
-        cell.given = bool(spec.sums) and has_inference(made._locals)
+        share_cell(made).exposed = True  # who gave them has them still
         return made
 
     @staticmethod
