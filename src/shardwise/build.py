@@ -29,7 +29,7 @@ from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
 from .ready import ReadyPlan
 from .redistribute import steps_between
-from .repeats import ask_about_repeats, has_empty_shards, repeating
+from .repeats import ask_about_repeats, has_empty_shards, overlapping
 from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
 from .rules.pointwise import pointwise
@@ -140,14 +140,16 @@ def _build(
 
 
 def _writes_repeated(entry: Entry, plan: Plan, written: Sequence[Any]) -> bool:
-    """Whether a plan would write into a tensor that repeats itself, and not into one memory on
-    every rank.
+    """Whether a plan would write into a tensor of which several elements are one memory, and not
+    into one memory on every rank.
 
     PyTorch refuses some of these writes; in others a place sees what was written into the last.
     """
-    targets = [tensor._spec for tensor in repeating(written)]
+    targets = [tensor._spec for tensor in overlapping(written)]
     if not targets or torch.Tag.inplace_view in entry.op.tags or plan.tier == "random":
         return False
+    if not all(spec.meta.repeated for spec in targets):  # windows, which local tensors may not be
+        return True
     apart = any(spec.dim_axes[dim] for spec in targets for dim in spec.meta.repeated)
     unseen = entry.family is not pointwise and any(map(has_empty_shards, targets))
     return apart or unseen or not (isinstance(plan, CallPlan) and plan.is_local)

@@ -276,7 +276,7 @@ def own_value(op: OpOverload, view: Any) -> Any:
             "Use the form that returns a new view."
         )
     spec = view._spec
-    if spec.meta.repeated:  # on one rank all that is written through it is the same memory
+    if spec.meta.overlaps:  # on one device several of its elements are the same memory
         whole = spec.with_placements(default_placements(spec.topology))
         return wrap(whole, (own_copy(full_local(view), spec.meta),))
     if op._schema.name in _OVERWRITES:

@@ -107,8 +107,13 @@ def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def own_copy(whole: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """A copy to write into, which repeats itself where the tensor does."""
-    return once(whole, meta).clone().expand(whole.shape)
+    """A copy to write into. Elements that are one memory in the tensor are one in the copy."""
+    if not meta.overlaps:
+        return whole.clone()
+    if meta.repeated or whole.shape != meta.shape:
+        return once(whole, meta).clone().expand(whole.shape)
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=whole.dtype, device=whole.device)
+    return made.copy_(whole)
 
 
 def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
