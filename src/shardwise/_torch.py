@@ -13,14 +13,17 @@ import torch.distributed as dist
 
 __all__ = [
     "OpOverload",
+    "announce_write",
     "autograd_node_name",
     "decomposition",
     "disabled_torch_function",
     "ends_a_checkpoint",
+    "exchange",
     "fake_tensors",
     "gloo_group",
     "gloo_timeout",
     "in_one_memory",
+    "is_base_or_saved",
     "is_composite",
     "is_held_elsewhere",
     "is_recorded",
@@ -188,6 +191,31 @@ def ends_a_checkpoint(error: BaseException) -> bool:
     from torch.utils.checkpoint import _StopRecomputationError
 
     return isinstance(error, _StopRecomputationError)
+
+
+def announce_write(tensor: torch.Tensor) -> None:
+    """Let autograd check that a tensor may be written in place, and count a write.
+
+    No public function asks; `squeeze_` of no dims does, and changes nothing.
+    """
+    torch.ops.aten.squeeze_.dims(tensor, [])
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensors be each other: class, attributes, shape and what autograd knows of them.
+
+    `torch.utils.swap_tensors` refuses tensors that have views or weak references.
+    """
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+
+
+def is_base_or_saved(tensor: torch.Tensor) -> bool:
+    """Whether autograd holds a tensor as the base of a view, or for a backward: it counts in C++
+    alone, where a tensor has one owner in Python, and a leaf one that accumulates its gradient."""
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return _counted(tensor) > (2 if tensor.is_leaf and node is not None else 1)
 
 
 def shared_store() -> Any:

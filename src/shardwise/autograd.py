@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._torch import is_recorded, recording
-from .deferred import DeferredView
+from .deferred import become
 from .errors import LayoutError, MeshError
 from .mesh import Topology
 from .moving import moved, started
@@ -229,19 +229,16 @@ def watch_leaf(tensor: Any) -> None:
 
 def take_data(tensor: Any, value: Any) -> None:
     """Let a tensor take the memory and the layout of another, as `tensor.data = value` does."""
-    if isinstance(tensor, DeferredView) or not isinstance(value, Wrapper):
+    if not isinstance(value, Wrapper):
         raise LayoutError(
             f"data: {type(value).__name__} cannot become the data of {tensor._spec}. Give a "
-            "DTensor to a tensor that is no view: distribute_tensor makes one of a plain tensor."
+            "DTensor: distribute_tensor makes one of a plain tensor."
         )
-    local = value._locals
     data.__set__(tensor, value)
-    tensor._spec, tensor._locals = value._spec, local
-    tensor._cell, tensor._memo, tensor._picked = share_cell(value), None, None
-    tensor._lanes = tensor._views = tensor._origin = None
+    become(tensor, value)
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
-        watched.spec = value._spec
+        watched.spec = tensor._spec
 
 
 class _LikeLeaf:
@@ -259,5 +256,7 @@ class _LikeLeaf:
             grad = wrap(DTensorSpec(mesh, default_placements(mesh), meta), (grad,))
         if _Grads.keep_partial and grad._spec.sums:
             return grad
-        target = _without_partial(self.spec, grad._spec.meta)
+        # A leaf that has another shape by now (`unsqueeze_`) has no layout for this gradient.
+        like = self.spec if grad.shape == self.spec.meta.shape else grad._spec
+        target = _without_partial(like, grad._spec.meta)
         return grad if grad._spec is target else redistributed(grad, target)

@@ -112,11 +112,11 @@ def _build(
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
-    if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
-        return _in_pieces(entry)
     if torch.Tag.inplace_view in op.tags:
         assert entry.form is not None
         return FormPlan(entry.op, entry.form.run)
+    if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
+        return _in_pieces(entry)
     if entry.user is not None and entry.user.decide is not None:
         return _by_rule(entry, specs, args, kwargs)
     if entry.form is not None and entry.form.always:
@@ -180,10 +180,7 @@ def _in_pieces(entry: Entry) -> Plan:
         made = op(*given, **named)
         for tensor, piece in zip(tensors, pieces, strict=True):
             if piece is not tensor and any(tensor is each for each in written):
-                if torch.Tag.inplace_view in op.tags:
-                    tensor.data = piece
-                else:
-                    tensor.copy_(piece)
+                tensor.copy_(piece)
         same = {id(piece): tensor for tensor, piece in zip(tensors, pieces, strict=True)}
         return same.get(id(made), made)
 

@@ -138,6 +138,7 @@ class Entry:
         "outs",
         "own",
         "plans",
+        "reshapes",
         "user",
         "writes",
         "written",
@@ -170,6 +171,7 @@ class Entry:
         # Nothing below the dispatcher is lazy: what these give is a copy, made when it is read.
         self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
+        self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
         self.is_list = user is None and self.form is None and is_list_op(op)
 
     def run_view(
@@ -178,7 +180,9 @@ class Entry:
         """A view of a deferred view is deferred; a write into one goes through to its base."""
         first = operands[0]
         if self.written is not None:
-            if any(is_deferred(args[place]) for place in self.writes if place < len(args)):
+            if not self.reshapes and any(
+                is_deferred(args[place]) for place in self.writes if place < len(args)
+            ):
                 made = write_through(self.op, self.family, self.writes, args, kwargs)
                 return made if self.op._schema.returns else None
         elif (made := view_of_lazy(self.op, args, kwargs)) is not None:

@@ -26,8 +26,7 @@ _OWN = (
     "_origin",
     "_of",
     "_how",
-    "_seen",
-    "_value",
+    "_read",
     "_ready",
     "_watched",
 )

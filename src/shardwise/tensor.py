@@ -14,6 +14,7 @@ from .deferred import DeferredView
 from .dispatch import dispatch
 from .distribute import distribute, from_local, to_local, whole_local
 from .errors import LayoutError, MeshError
+from .inplace_views import in_place
 from .mesh import AnyMesh, topology
 from .pending import PendingValue
 from .per_rank import PerRank
@@ -185,6 +186,14 @@ class DTensor(Wrapper):
                 part = part.diagonal()
             part.fill_(fill_value)
         return self
+
+    t_ = in_place(torch.Tensor.t)
+    transpose_ = in_place(torch.Tensor.transpose)
+    swapaxes_ = in_place(torch.Tensor.swapaxes)
+    swapdims_ = in_place(torch.Tensor.swapdims)
+    squeeze_ = in_place(torch.Tensor.squeeze)
+    unsqueeze_ = in_place(torch.Tensor.unsqueeze)
+    as_strided_ = in_place(torch.Tensor.as_strided)
 
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:

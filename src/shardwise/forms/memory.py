@@ -16,6 +16,7 @@ import torch
 from ..entry import register_form
 from ..errors import LayoutError
 from ..geometry import is_dense, memory_order
+from ..outs import check_untracked
 from ..placement import Replicate, Shard
 from ..redistribute import in_order
 from ..replicated import laid_out
@@ -117,8 +118,10 @@ def _become(op: Any, target: Any, made: Any) -> Any:
 def as_strided_in_place(
     x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
 ) -> Any:
-    """The tensor has other elements of its memory; those it leaves out are gone."""
-    return _become(aten.as_strided_.default, x, as_strided(x, size, stride, storage_offset))
+    """The tensor has other elements of its memory."""
+    check_untracked(aten.as_strided_.default, x)
+    x.data = aten.as_strided.default(x, size, stride, storage_offset)
+    return x
 
 
 @register_form("resize_", always=True)
@@ -133,15 +136,24 @@ def resize(x: Any, size: Sequence[int], *, memory_format: torch.memory_format | 
             f"{op}: {x._spec!r} is a view, and its base would not see the new elements. Resize the "
             "base, or make a new tensor."
         )
+    shared = x._cell is not None  # others may have views of it
     flat = x.permute(memory_order(x.stride())).reshape(-1)
     count, have = prod(size), x.numel()
+    if count > have > 0 and shared:
+        raise LayoutError(
+            f"{op}: {x._spec!r} may share memory with other tensors, which would not see it grow "
+            f"to {list(size)}. Resize a clone() of it, or make a new tensor."
+        )
     if count > have:
         flat = torch.cat([flat, flat.new_empty(count - have)])
     stride = torch.empty(size, device="meta").to(memory_format=memory_format).stride()
     order = memory_order(stride)
     made = flat[:count].reshape([size[dim] for dim in order])
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return _become(op, x, made.permute(back).clone())
+    made = made.permute(sorted(range(len(order)), key=order.__getitem__))
+    if have and shared:
+        x.data = made
+        return x
+    return _become(op, x, made.clone())
 
 
 @register_form("resize_as_", always=True)

@@ -1,0 +1,56 @@
+"""Views in place, as `t_` and `unsqueeze_`: the tensor becomes a view of what it was.
+
+On one device such a call changes sizes and strides, and whoever has a view of the tensor still sees
+its memory. Autograd would make views of a DTensor again by the calls that made them, on a base
+that has another shape by now. So the tensor and a new view of it are exchanged: the views that
+there are keep their base, and the tensor is one more view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._torch import announce_write, exchange, is_base_or_saved
+from .autograd import take_data
+from .errors import LayoutError
+from .moving import wrote
+from .saving import plain_attributes
+
+__all__ = ["in_place"]
+
+
+def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that makes a tensor its own view, for one that returns the view."""
+    name = f"{view.__name__}_"
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        announce_write(self)
+        if self.requires_grad and not torch.is_grad_enabled():
+            _check_alone(name, self)
+            take_data(self, view(self, *args, **kwargs))
+        else:
+            made = view(self, *args, **kwargs)
+            attributes, retains = plain_attributes(self), self.retains_grad
+            exchange(self, made)
+            self.__dict__.update(attributes)
+            if retains:
+                self.retain_grad()
+        wrote(self)
+        return self
+
+    method.__name__ = name
+    method.__doc__ = f"As `torch.Tensor.{name}`: views of the tensor still see its memory."
+    return method
+
+
+def _check_alone(name: str, tensor: Any) -> None:
+    """An error if gradients would go through views that autograd makes again of another shape."""
+    if tensor._is_view() or is_base_or_saved(tensor):
+        raise LayoutError(
+            f"{name}: {tensor._spec!r} requires grad, and is a view, has views, or is saved for a "
+            f"backward: without grad mode its gradients would be those of another shape. Use "
+            f"{name.removesuffix('_')}, which returns a new view, or {name} where grad mode is on."
+        )
