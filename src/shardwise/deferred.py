@@ -18,7 +18,7 @@ from ._torch import OpOverload, in_one_memory, make_wrapper
 from .engine import identity
 from .errors import LayoutError
 from .geometry import contiguous_stride
-from .moving import own_copy, stamp, wrote
+from .moving import moved, own_copy, stamp, wrote
 from .plain import full_local
 from .plans import Plan
 from .rules.pointwise import pointwise
@@ -102,7 +102,8 @@ class DeferredView:
             others = [value for value in args if isinstance(value, torch.Tensor)]
             made = plan.run((self._of, *others), (self._of, *args), kwargs)
             made = made if place is None else made[place]
-            read.value, read.seen = made._locals, now
+            # Of a base that is reduced by now a form may make another layout than at first.
+            read.value, read.seen = moved(made, self._spec), now
         return read.value
 
 

@@ -52,7 +52,10 @@ def _places(
         return None
     span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
     memory = torch.full((max(span, last + 1),), -1)
-    memory.as_strided(shape, steps).copy_(torch.arange(prod(shape)).view(shape))
+    address = torch.zeros((), dtype=torch.int64)
+    for n, step in zip(shape, steps, strict=True):
+        address = address.unsqueeze(-1) + torch.arange(n) * step
+    memory[address.flatten()] = torch.arange(prod(shape))  # any place of those that are one memory
     found = memory.as_strided(size, stride, offset).contiguous()
     return None if bool((found < 0).any()) else found
 
