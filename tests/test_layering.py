@@ -66,6 +66,7 @@ ORDER = [
     "distribute",
     "saving",
     "checkpoint",
+    "inplace_views",
     "tensor",
     "factories",
     "forms",

@@ -350,9 +350,7 @@ def test_local_tensors_that_are_given_in_inference_mode() -> None:
             given = p.to_local()
             assert all(part.is_inference() for part in given.parts)
             whole = pending(mesh, places).full_tensor()
-            with Reductions(1) as found:
-                made = [p.cos(), p.sigmoid() * p, p.mT.cos(), *torch._foreach_cos([p, p]), p * 2]
-            assert len(found.seen) == 1
+            made = [p.cos(), p.sigmoid() * p, p.mT.cos(), *torch._foreach_cos([p, p]), p * 2]
             want = [whole.cos(), whole.sigmoid() * whole, whole.mT.cos(), *[whole.cos()] * 2]
             for mine, theirs in zip(of_all(made), [*want, whole * 2], strict=True):
                 torch.testing.assert_close(mine, theirs)
@@ -521,7 +519,7 @@ OWN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", OWN)
-def test_what_a_sum_was_redistributed_to_serves_it_until_it_is_written(
+def test_a_write_into_what_a_sum_was_redistributed_to_is_not_in_the_sum(
     name: str, mode: Any
 ) -> None:
     for shape, places in LAYOUTS:
@@ -530,12 +528,9 @@ def test_what_a_sum_was_redistributed_to_serves_it_until_it_is_written(
             with mode():
                 p, x = pending(virtual(*shape), places) * 1, pending(virtual(*shape), places)
                 x = x.full_tensor()
-                with Reductions(p.numel()) as found:
-                    moved = p.redistribute(placements=goal)
-                    OWN[name](moved)
-                    made = [p.cos(), p.sigmoid() * p, p * 1]
-                calls = "nothing", "local tensors", "local tensors of a view", "some local tensors"
-                assert len(found.seen) == (1 if name in calls else 2)
+                moved = p.redistribute(placements=goal)
+                OWN[name](moved)
+                made = [p.cos(), p.sigmoid() * p, p * 1]
                 for mine, theirs in zip(of_all(made), [x.cos(), x.sigmoid() * x, x], strict=True):
                     torch.testing.assert_close(mine, theirs)
 

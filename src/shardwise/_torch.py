@@ -16,6 +16,7 @@ __all__ = [
     "PARAMETER",
     "Hooks",
     "OpOverload",
+    "announce_write",
     "autograd_node_name",
     "decomposition",
     "disabled_torch_function",
@@ -28,6 +29,7 @@ __all__ = [
     "hooks_of",
     "in_one_memory",
     "inherited",
+    "is_base_or_saved",
     "is_composite",
     "is_held_elsewhere",
     "is_recorded",
@@ -243,6 +245,21 @@ def ends_a_checkpoint(error: BaseException) -> bool:
     return isinstance(error, _StopRecomputationError)
 
 
+def announce_write(tensor: torch.Tensor) -> None:
+    """Let autograd check that a tensor may be written in place, and count a write.
+
+    No public function asks; `squeeze_` of no dims does, and changes nothing.
+    """
+    torch.ops.aten.squeeze_.dims(tensor, [])
+
+
+def is_base_or_saved(tensor: torch.Tensor) -> bool:
+    """Whether autograd holds a tensor as the base of a view, or for a backward: it counts in C++
+    alone, where a tensor has one owner in Python, and a leaf one that accumulates its gradient."""
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return _counted(tensor) > (2 if tensor.is_leaf and node is not None else 1)
+
+
 def shared_store() -> Any:
     """The key-value store that all processes share: it works while a collective is stuck."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -328,14 +345,16 @@ def graph_or_view_of(tensor: torch.Tensor) -> str | None:
 
 
 def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange class, attributes and value of two tensors: who holds one then holds the other's.
+    """Exchange class, attributes, value and what autograd knows of two tensors: whoever holds one
+    then holds the contents of the other.
 
-    `torch.utils.swap_tensors` refuses tensors that have weak references, as all parameters of an
-    `nn.LSTM` have. Hooks do not go along: see `set_hooks`.
+    `torch.utils.swap_tensors` refuses tensors that have views or weak references, as all parameters
+    of an `nn.LSTM` have. Hooks do not go along: see `set_hooks`. Raises a RuntimeError, before
+    anything changes, for tensors that PyTorch itself refers to weakly, as after `retain_grad()`.
     """
+    torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)
 
 
 Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]

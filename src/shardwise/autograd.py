@@ -10,15 +10,15 @@ import torch
 from ._torch import is_recorded, recording
 from .config import current
 from .conform import in_memory_order
-from .deferred import DeferredView
+from .deferred import become
 from .errors import LayoutError, MeshError
 from .mesh import Topology
-from .moving import lend, moved, started
+from .moving import moved, started
 from .pending import pending
 from .placement import Partial, Placement, Replicate
 from .redistribute import relaid
 from .spec import DTensorSpec, TensorMeta, default_placements
-from .wrapper import Wrapper, exposed_locals, has_inference, share_cell, wrap
+from .wrapper import Wrapper, exposed_locals, share_cell, wrap
 
 __all__ = [
     "FromLocal",
@@ -83,10 +83,8 @@ class Redistribute(torch.autograd.Function):
             else:
                 made.append(pending(spec, next(ready)))
         if not async_op:
-            for each, (value, spec) in zip(made, pairs, strict=True):
+            for each in made:
                 each._locals  # noqa: B018  # waits
-                if value._spec is not spec:
-                    lend(each, value)
         return tuple(made)
 
     @staticmethod
@@ -201,9 +199,7 @@ class FromLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros would be no DTensor
         ctx.spec, ctx.grad_spec = spec, grad_spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
-        cell = share_cell(made)
-        cell.exposed = True  # who gave them has them still
-        cell.given = bool(spec.sums) and has_inference(made._locals)
+        share_cell(made).exposed = True  # who gave them has them still
         return made
 
     @staticmethod
@@ -261,19 +257,16 @@ def is_leaf_hook(hook: object) -> bool:
 
 def take_data(tensor: Any, value: Any) -> None:
     """Let a tensor take the memory and the layout of another, as `tensor.data = value` does."""
-    if isinstance(tensor, DeferredView) or not isinstance(value, Wrapper):
+    if not isinstance(value, Wrapper):
         raise LayoutError(
             f"data: {type(value).__name__} cannot become the data of {tensor._spec}. Give a "
-            "DTensor to a tensor that is no view: distribute_tensor makes one of a plain tensor."
+            "DTensor: distribute_tensor makes one of a plain tensor."
         )
-    local = value._locals
     data.__set__(tensor, value)
-    tensor._spec, tensor._locals = value._spec, local
-    tensor._cell, tensor._memo, tensor._picked = share_cell(value), None, None
-    tensor._lanes = tensor._views = tensor._origin = None
+    become(tensor, value)
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
-        watched.spec = value._spec
+        watched.spec = tensor._spec
 
 
 class _LikeLeaf:
@@ -291,5 +284,7 @@ class _LikeLeaf:
             grad = wrap(DTensorSpec(mesh, default_placements(mesh), meta), (grad,))
         if current().partial_grads and grad._spec.sums:
             return grad
-        target = _without_partial(self.spec, grad._spec.meta)
+        # A leaf that has another shape by now (`unsqueeze_`) has no layout for this gradient.
+        like = self.spec if grad.shape == self.spec.meta.shape else grad._spec
+        target = _without_partial(like, grad._spec.meta)
         return grad if grad._spec is target else redistributed(grad, target)

@@ -15,7 +15,7 @@ from ._torch import OpOverload, decomposition, run_composite
 from .conform import conforming
 from .deferred import DeferredPlan
 from .entry import Entry
-from .errors import RuleError
+from .errors import LayoutError, RuleError
 from .infer import Unknown, infer
 from .meeting import meet
 from .mesh import Topology
@@ -29,7 +29,7 @@ from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
 from .ready import ReadyPlan
 from .redistribute import steps_between
-from .repeats import ask_about_repeats, has_empty_shards, repeating
+from .repeats import ask_about_repeats, has_empty_shards, overlapping
 from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
 from .rules.pointwise import pointwise
@@ -112,11 +112,11 @@ def _build(
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
-    if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
-        return _in_pieces(entry)
     if torch.Tag.inplace_view in op.tags:
         assert entry.form is not None
         return FormPlan(entry.op, entry.form.run)
+    if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
+        return _in_pieces(entry)
     if entry.user is not None and entry.user.decide is not None:
         return _by_rule(entry, specs, args, kwargs)
     if entry.form is not None and entry.form.always:
@@ -140,14 +140,16 @@ def _build(
 
 
 def _writes_repeated(entry: Entry, plan: Plan, written: Sequence[Any]) -> bool:
-    """Whether a plan would write into a tensor that repeats itself, and not into one memory on
-    every rank.
+    """Whether a plan would write into a tensor of which several elements are one memory, and not
+    into one memory on every rank.
 
     PyTorch refuses some of these writes; in others a place sees what was written into the last.
     """
-    targets = [tensor._spec for tensor in repeating(written)]
+    targets = [tensor._spec for tensor in overlapping(written)]
     if not targets or torch.Tag.inplace_view in entry.op.tags or plan.tier == "random":
         return False
+    if not all(spec.meta.repeated for spec in targets):  # windows, which local tensors may not be
+        return True
     apart = any(spec.dim_axes[dim] for spec in targets for dim in spec.meta.repeated)
     unseen = entry.family is not pointwise and any(map(has_empty_shards, targets))
     return apart or unseen or not (isinstance(plan, CallPlan) and plan.is_local)
@@ -178,10 +180,7 @@ def _in_pieces(entry: Entry) -> Plan:
         made = op(*given, **named)
         for tensor, piece in zip(tensors, pieces, strict=True):
             if piece is not tensor and any(tensor is each for each in written):
-                if torch.Tag.inplace_view in op.tags:
-                    tensor.data = piece
-                else:
-                    tensor.copy_(piece)
+                tensor.copy_(piece)
         same = {id(piece): tensor for tensor, piece in zip(tensors, pieces, strict=True)}
         return same.get(id(made), made)
 
@@ -256,7 +255,20 @@ def _replicated(
     mesh = specs[0].topology
     whole = default_placements(mesh)
     outputs = tuple(DTensorSpec._intern(mesh, whole, meta, None) for meta in metas)
-    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure)
+    local = {"local": _by_strides} if entry.op is torch.ops.aten.as_strided.default else {}
+    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, **local)
+
+
+def _by_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """`as_strided` of a replicated tensor, whose local tensors may be copies with other strides."""
+    have, want = args[0], site.inputs[0].meta
+    sizes = zip(have.shape, have.stride(), want.stride, strict=True)
+    if any(size > 1 and mine != theirs for size, mine, theirs in sizes):
+        raise LayoutError(
+            f"{op}: {site.inputs[0]!r} has strides {list(want.stride)}, but its local tensors are "
+            f"copies with strides {list(have.stride())}. Use as_strided of its clone()."
+        )
+    return op(*args, **kwargs)
 
 
 def _call_plan(

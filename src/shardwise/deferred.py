@@ -1,10 +1,10 @@
 """Deferred views: views whose elements live on other ranks than their base's.
 
-`x[3]` of a sharded dim, or a `view` that regroups shards, cannot share memory with `x`. Such a
-view holds its base
-and how it was made. It is made real when it is read, and again after the base was written; a write
-into
-it goes through to whoever holds the elements. So a write is never lost and a read is never stale.
+`x[3]` of a sharded dim, or a `view` that regroups shards, cannot share memory with `x`. Such a view
+holds the memory of its base (spec, local tensors and version cell) and how it was made. It is made
+real when it is read, and again after the base was written; a write into it goes through to whoever
+holds the elements. So a write is never lost and a read is never stale. It does not hold the base
+itself, which may have other memory tomorrow (`x.data = y`) or another shape (`x.t_()`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._torch import OpOverload, in_one_memory, make_wrapper
 from .engine import identity
 from .errors import LayoutError
 from .geometry import contiguous_stride
-from .moving import own_copy, stamp, wrote
+from .moving import moved, own_copy, stamp, wrote
 from .plain import full_local
 from .plans import Plan
 from .rules.pointwise import pointwise
@@ -28,10 +28,13 @@ from .wrapper import Cell, Locals, Wrapper, share_cell, tell_origin, view_key, w
 __all__ = [
     "DeferredPlan",
     "DeferredView",
+    "bare",
+    "become",
     "defer",
     "is_conjugate",
     "is_deferred",
     "is_negative",
+    "lay_out",
     "own_value",
     "put_back",
     "root_of",
@@ -70,26 +73,39 @@ class DeferredPlan(Plan):
         return self.value.run(operands, args, kwargs)
 
 
+class _Read:
+    """What was last read of a deferred view, and the stamp of its root then."""
+
+    __slots__ = ("seen", "value")
+
+    def __init__(self) -> None:
+        self.seen: tuple[object, ...] | None = None
+        self.value: Locals = ()
+
+
 class DeferredView:
-    """Mixed into the public class: local tensors are made from the base when they are asked for."""
+    """Mixed into the public class: local tensors are made from the base when they are asked for.
+
+    `_of` is the memory of the base as a tensor that nobody else has.
+    """
 
     _of: Any
     _how: tuple[OpOverload, Plan, tuple[Any, ...], dict[str, Any], int | None]
     _spec: DTensorSpec
-    _seen: tuple[object, ...] | None
-    _value: Locals
+    _read: _Read
 
     @property
     def _locals(self) -> Locals:
-        now = stamp(root_of(self))
-        if self._seen != now:
+        read, now = self._read, stamp(root_of(self))
+        if read.seen != now:
             _, plan, args, kwargs, place = self._how
             # `view_as`, whole in inference mode, has a second operand.
             others = [value for value in args if isinstance(value, torch.Tensor)]
             made = plan.run((self._of, *others), (self._of, *args), kwargs)
             made = made if place is None else made[place]
-            self._value, self._seen = made._locals, now
-        return self._value
+            # Of a base that is reduced by now a form may make another layout than at first.
+            read.value, read.seen = moved(made, self._spec), now
+        return read.value
 
 
 def is_deferred(tensor: object) -> bool:
@@ -109,34 +125,74 @@ def defer(
 ) -> Any:
     """A view of `base` that is made real when it is read."""
     inner = plan.value if isinstance(plan, DeferredPlan) else plan
-    if op._schema.name == "aten::detach":
-        base = _without_history(base)
-        args = (base, *args[1:])
-    shared = share_cell(root_of(base))
+    held = bare(base)
+    rest = tuple([bare(value) if isinstance(value, Wrapper) else value for value in args[1:]])
     outs = inner.outs
     if not outs:  # the layout is known only when the value is
         value = inner.run((base,), args, kwargs)
-        made = _view(value._spec, shared)
-        made._seen, made._value = stamp(root_of(base)), value._locals
-        made._of, made._how = base, (op, inner, tuple(args[1:]), kwargs, None)
+        made = _view(value._spec, held._cell)
+        made._read.seen, made._read.value = stamp(root_of(held)), value._locals
+        made._of, made._how = held, (op, inner, rest, kwargs, None)
         _tell_origin(made)
         return made
     views = []
     several = isinstance(inner._shape, tuple)  # type: ignore[attr-defined]
     for place, spec in enumerate(outs):
-        made = _view(spec, shared)
-        made._of = base
-        made._how = (op, _Unaliased(inner), tuple(args[1:]), kwargs, place if several else None)
+        made = _view(spec, held._cell)
+        made._of = held
+        made._how = (op, _Unaliased(inner), rest, kwargs, place if several else None)
         _tell_origin(made)
         views.append(made)
     return views if several else views[0]
 
 
+def bare(tensor: Any) -> Any:
+    """The memory of a tensor as another one: without its history, which a view would hold, and
+    without what becomes of the tensor in place."""
+    if tensor._spec.sums:  # what is reduced for one is reduced for both
+        for name in _REDUCED:
+            if getattr(tensor, name) is None:
+                setattr(tensor, name, {})
+    if isinstance(tensor, DeferredView):
+        made = _view(tensor._spec, tensor._cell)  # type: ignore[attr-defined]
+        made._of, made._how, made._read = tensor._of, tensor._how, tensor._read
+    else:
+        made = wrap(tensor._spec, tensor._locals, share_cell(tensor))
+    if tensor._spec.sums:
+        for name in (*_REDUCED, "_picked", "_origin"):
+            setattr(made, name, getattr(tensor, name))
+    return made
+
+
+def lay_out(view: Any, spec: DTensorSpec) -> None:
+    """Let a deferred view have another layout: what is read of it is moved there."""
+    view._spec, view._read = spec, _Read()
+    for name in (*_REDUCED, "_picked", "_origin"):
+        setattr(view, name, None)
+
+
+_REDUCED = ("_memo", "_lanes", "_views")
+_OWN = ("_spec", "_locals", "_cell", "_of", "_how", "_read", *_REDUCED, "_picked", "_origin")
+"""The attributes that say what memory a tensor has and in which layout."""
+
+
+def become(tensor: Any, value: Any) -> None:
+    """Let a tensor have the memory and the layout of another: from now on both are one memory."""
+    for each in (tensor, value):
+        if not isinstance(each, DeferredView):
+            each._locals  # noqa: B018  # waits
+    same = bare(value)
+    for name in _OWN:
+        tensor.__dict__.pop(name, None)
+    tensor.__class__ = type(same)
+    tensor.__dict__.update(same.__dict__)
+
+
 def _tell_origin(view: Any) -> None:
     """A view of a pending sum is made of its reduced value, where that is needed."""
     base, (op, _, args, kwargs, place) = view._of, view._how
-    if not base._spec.sums or not view._spec.sums:
-        return
+    if not base._spec.sums or not view._spec.sums or op is torch.ops.aten.as_strided.default:
+        return  # by strides it can be made of this memory alone
 
     def again(value: Any) -> Any:
         found = op(value, *args, **kwargs)
@@ -196,19 +252,6 @@ def _physical(name: str, value: Any) -> Any:
     return torch.conj_physical(value) if name == _CONJ else torch.neg(value)
 
 
-def _without_history(base: Any) -> Any:
-    """The same memory, apart from what autograd knows of it, which a view would hold."""
-    if not base.requires_grad:
-        return base
-    if not is_deferred(base):
-        return wrap(base._spec, base._locals, share_cell(base))
-    made = _view(base._spec, base._cell)
-    made._of, made._how = _without_history(base._of), base._how
-    if base._seen is not None:
-        made._seen, made._value = base._seen, base._value
-    return made
-
-
 class _Unaliased(Plan):
     """A plan run for its value: the result shares no version cell."""
 
@@ -231,7 +274,7 @@ def _view(spec: DTensorSpec, cell: Cell) -> Any:
     kind = Wrapper.deferred  # type: ignore[attr-defined]
     device = torch.device(spec.topology.device_type)
     made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
-    made._spec, made._cell, made._memo, made._seen = spec, cell, None, None  # type: ignore
+    made._spec, made._cell, made._read = spec, cell, _Read()  # type: ignore[attr-defined]
     return made
 
 
@@ -270,13 +313,8 @@ def write_through(
 
 def own_value(op: OpOverload, view: Any) -> Any:
     """A tensor of its own with the value of a view, or with none if the operator overwrites it."""
-    if torch.Tag.inplace_view in op.tags:
-        raise LayoutError(
-            f"{op}: a view of elements that live on other ranks cannot change its shape in place. "
-            "Use the form that returns a new view."
-        )
     spec = view._spec
-    if spec.meta.repeated:  # on one rank all that is written through it is the same memory
+    if spec.meta.overlaps:  # on one device several of its elements are the same memory
         whole = spec.with_placements(default_placements(spec.topology))
         return wrap(whole, (own_copy(full_local(view), spec.meta),))
     if op._schema.name in _OVERWRITES:

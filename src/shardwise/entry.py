@@ -14,7 +14,7 @@ from ._torch import OpOverload, is_composite, take_composite, take_differentiabl
 from .deferred import DeferredPlan, defer, is_deferred, view_of_lazy, write_through
 from .engine import tell
 from .listops import is_list_op, run_list
-from .plans import CallPlan, Plan, tensors_in
+from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .rules import Call, family_of
 from .rules.registered import Registered, registered
 from .rules.resampling import READ_NUMBERS
@@ -138,6 +138,7 @@ class Entry:
         "outs",
         "own",
         "plans",
+        "reshapes",
         "user",
         "writes",
         "written",
@@ -170,6 +171,7 @@ class Entry:
         # Nothing below the dispatcher is lazy: what these give is a copy, made when it is read.
         self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
+        self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
         self.is_list = user is None and self.form is None and is_list_op(op)
 
     def run_view(
@@ -178,12 +180,17 @@ class Entry:
         """A view of a deferred view is deferred; a write into one goes through to its base."""
         first = operands[0]
         if self.written is not None:
-            if any(is_deferred(args[place]) for place in self.writes if place < len(args)):
+            if not self.reshapes and any(
+                is_deferred(args[place]) for place in self.writes if place < len(args)
+            ):
                 made = write_through(self.op, self.family, self.writes, args, kwargs)
                 return made if self.op._schema.returns else None
         elif (made := view_of_lazy(self.op, args, kwargs)) is not None:
             return made
         elif isinstance(plan, DeferredPlan) or (is_deferred(first) and isinstance(plan, CallPlan)):
+            if self.form is not None and self.op is torch.ops.aten.as_strided.default:
+                # The local tensors of a deferred view are copies, with other strides.
+                plan = FormPlan(self.op, self.form.run)
             return defer(self.op, plan, first, args, kwargs)
         return plan.run(operands, args, kwargs)
 

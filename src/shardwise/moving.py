@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .engine import as_bytes, engine_of
 from .mesh import Coord
 from .redistribute import (
     Layout,
@@ -21,17 +20,15 @@ from .redistribute import (
     steps_between,
 )
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Cell, Locals, Origin, Wrapper, is_exposed, share_cell, wrap
+from .wrapper import Locals, Origin, Wrapper, is_exposed, share_cell, wrap
 
 __all__ = [
     "Move",
-    "agree",
     "describe_moves",
     "keep",
     "keep_lane",
     "known",
     "lane",
-    "lend",
     "moved",
     "moved_all",
     "once",
@@ -51,47 +48,24 @@ Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
 
 
-def stamp(tensor: Any, *, agreed: bool = False) -> tuple[object, ...]:
+def stamp(tensor: Any) -> tuple[object, ...]:
     """What changes when the tensor is written, through the dispatcher or through its local
     tensors; a deferred view changes with what it is a view of.
 
-    With `agreed` it is as it was when ranks last asked each other (`agree`).
+    No two stamps are equal of inference tensors that a user gave: writes into these are not
+    counted.
     """
     while tensor._of is not None:
         tensor = tensor._of
     cell, parts = tensor._cell, tensor._locals
     if cell is None:
         return 0, _versions(parts, False), ()
-    writes, handed = cell.writes + cell.unseen, cell.handed
+    writes, handed = cell.writes, cell.handed
     if handed is not None:
         writes += sum([part._version for part in handed])
-    unsure = cell.exposed and handed is None and (cell.copies is None or not agreed)
+    unsure = cell.exposed and handed is None
     also = () if cell.parts is parts else _versions(cell.parts, unsure)
     return writes, _versions(parts, unsure), also
-
-
-def _differs(cell: Cell, copies: Locals) -> bool:
-    """Whether local tensors are not what they were when this was last asked."""
-    pairs = zip(cell.parts, copies, strict=True)
-    if all(torch.equal(as_bytes(part), as_bytes(copy)) for part, copy in pairs):
-        return False
-    cell.copies = tuple([part.clone() for part in cell.parts])
-    return True
-
-
-def agree(tensor: Any) -> None:
-    """Let all ranks know if a user wrote on one of them into tensors without versions: on another
-    the same write may have changed nothing."""
-    while tensor._of is not None:
-        tensor = tensor._of
-    cell, mesh = tensor._cell, tensor._spec.topology
-    if cell is None or not cell.given:
-        return
-    if cell.copies is None:  # of what nobody reduces there is none
-        cell.copies = tuple([part.clone() for part in cell.parts])
-        return
-    now = cell.unseen + _differs(cell, cell.copies)
-    cell.unseen = now if engine_of(mesh).check_equal(mesh, now) else cell.unseen + 1
 
 
 def _versions(parts: Locals, unsure: bool) -> tuple[object, ...]:
@@ -108,12 +82,6 @@ def wrote(tensor: Any) -> None:
     cell = tensor._cell
     if cell is not None:
         cell.writes += 1
-        cell.copies = None  # all ranks know of this write
-        if cell.lent is not None:
-            memo, spec, value = cell.lent
-            if spec in memo and memo[spec][1] is value:
-                del memo[spec]
-            cell.lent = None
     if tensor._memo:
         tensor._memo.clear()  # views of a pending sum have it too
     tensor._picked = None
@@ -123,7 +91,6 @@ def wrote_moved(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     """As `wrote`, where the tensor now has a value that was written in another layout."""
     wrote(tensor)
     if tensor._spec.sums:
-        agree(tensor)
         keep(tensor, spec, value)
         origin = origin_of(tensor)
         while origin is not None and origin.before is origin.after:  # an alias
@@ -140,8 +107,13 @@ def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def own_copy(whole: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """A copy to write into, which repeats itself where the tensor does."""
-    return once(whole, meta).clone().expand(whole.shape)
+    """A copy to write into. Elements that are one memory in the tensor are one in the copy."""
+    if not meta.overlaps:
+        return whole.clone()
+    if meta.repeated or whole.shape != meta.shape:
+        return once(whole, meta).clone().expand(whole.shape)
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=whole.dtype, device=whole.device)
+    return made.copy_(whole)
 
 
 def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
@@ -153,12 +125,9 @@ def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
     if not src.sums:
         return relaid(src, spec, tensor._locals, fresh=fresh)
     if fresh:  # it is about to be written: nothing is kept of it
-        if tensor._memo:
-            agree(tensor)
         base, local = _source(tensor, spec, alone=True)
         return relaid(base, spec, local, fresh=True)
-    agree(tensor)
-    memo, now = tensor._memo, stamp(tensor, agreed=True)
+    memo, now = tensor._memo, stamp(tensor)
     if memo is None:
         memo = tensor._memo = {}
     found = memo.get(spec)
@@ -308,9 +277,8 @@ def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
     memo = tensor._memo
     whole: DTensorSpec = tensor._spec.reduced
     if memo:
-        agree(tensor)
         found = memo.get(whole)
-        if found is not None and found[0] == stamp(tensor, agreed=True):
+        if found is not None and found[0] == stamp(tensor):
             return whole, found[1]
         kept = _kept(tensor)
         if kept:
@@ -338,7 +306,7 @@ def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
     memo: dict[DTensorSpec, tuple[Any, Locals]] | None = tensor._memo
     if not memo:
         return {}
-    now, spec = stamp(tensor, agreed=True), tensor._spec
+    now, spec = stamp(tensor), tensor._spec
     count, mesh = len(spec.sums), spec.topology
     return {
         at: value
@@ -352,21 +320,7 @@ def keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     memo = tensor._memo
     if memo is None:
         memo = tensor._memo = {}
-    memo[spec] = (stamp(tensor, agreed=True), value)
-
-
-def lend(made: Any, tensor: Any) -> None:
-    """Let a pending sum have what it was redistributed to, until someone writes into that."""
-    spec, target = tensor._spec, made._spec
-    given = tensor._cell is not None and tensor._cell.given
-    if given or len(target.sums) >= len(spec.sums) or target.topology is not spec.topology:
-        return
-    if any(not at.sums for at in _kept(tensor)):
-        return
-    cell = share_cell(made)
-    if cell.parts is made._locals and cell.lent is None:
-        keep(tensor, target, made._locals)
-        cell.lent = tensor._memo, target, made._locals
+    memo[spec] = (stamp(tensor), value)
 
 
 def same_source(one: Any, other: Any) -> bool:
@@ -416,9 +370,6 @@ def started(
     With `later` the tensors may be written before the results are asked for.
     """
     pairs = list(zip(tensors, specs, strict=True))
-    for tensor in tensors:
-        if tensor._memo:
-            agree(tensor)
     if not later:
         return run_all([_run(tensor, spec, True) for tensor, spec in pairs])
     found = [(spec, *_source(tensor, spec)) for tensor, spec in pairs]
@@ -444,14 +395,12 @@ def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
     same: dict[tuple[int, DTensorSpec], int] = {}
     runs: list[tuple[int, Run]] = []
     for index, (tensor, spec, fresh) in enumerate(moves):
-        if tensor._spec.sums and (tensor._memo or not fresh):
-            agree(tensor)
         memo = tensor._memo
         if tensor._spec is spec:
             found[index] = moved(tensor, spec, fresh=fresh)
         elif not fresh and (id(tensor), spec) in same:
             continue
-        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor, agreed=True):
+        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor):
             found[index] = memo[spec][1]
         else:
             if not fresh:

@@ -9,13 +9,14 @@ import torch
 
 from ._torch import OpOverload
 from .errors import LayoutError
+from .moving import wrote
 from .placement import Replicate
 from .plain import full_local
 from .random import permuted
 from .spec import DTensorSpec, TensorMeta
 from .wrapper import wrap
 
-__all__ = ["functional_of", "give_shape", "out_form", "reshape_form"]
+__all__ = ["check_untracked", "functional_of", "give_shape", "out_form", "reshape_form"]
 
 
 _OPTIONS = ("dtype", "layout", "device", "pin_memory")
@@ -132,7 +133,22 @@ def reshape_form(op: OpOverload) -> Callable[..., Any]:
     view_op = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"))
 
     def run(target: Any, *args: Any, **kwargs: Any) -> Any:
+        if op is torch.ops.aten.squeeze_.dims and not args[0]:
+            return target  # it stays as it is
+        check_untracked(op, target)
         target.data = view_op(target, *args, **kwargs)
+        wrote(target)
         return target
 
     return run
+
+
+def check_untracked(op: OpOverload, target: Any) -> None:
+    """An error if autograd may have views of a tensor, or it is one: they would be made again of
+    another shape. The methods of DTensor come before autograd, and are right."""
+    seen = target._is_view() or (target.requires_grad and target._cell is not None)
+    if seen and not target.is_inference():
+        name = op._schema.name.removeprefix("aten::")
+        raise LayoutError(
+            f"{op}: {target._spec!r} is a view or has views. Use the method: x.{name}(...)."
+        )

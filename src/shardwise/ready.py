@@ -19,7 +19,7 @@ import torch
 
 from . import policy
 from .grown import grown, grows, remember
-from .moving import agree, describe_moves, known, moved, same_source, source, stamp
+from .moving import describe_moves, known, moved, same_source, source, stamp
 from .plans import Plan, filled, tensors_in
 from .spec import DTensorSpec
 from .wrapper import Locals, Twin, wrap
@@ -144,8 +144,7 @@ class ReadyPlan(Plan):
             base = source(tensor)
             if sum(each.numel() for each in needed.values()) >= prod(base._spec.meta.shape):
                 tensor = base
-            agree(tensor)
-            if stamp(tensor, agreed=True) != stamp(tensor, agreed=True):
+            if stamp(tensor) != stamp(tensor):
                 continue  # nothing is kept of what a user may write into unseen
             target = tensor._spec.reduced
             if not policy.current().silent and known(tensor) is None:

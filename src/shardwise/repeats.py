@@ -16,11 +16,16 @@ from .plans import filled, tensors_in
 from .spec import DTensorSpec
 from .wrapper import Wrapper
 
-__all__ = ["ask_about_repeats", "has_empty_shards", "repeating"]
+__all__ = ["ask_about_repeats", "has_empty_shards", "overlapping", "repeating"]
+
+
+def overlapping(written: Iterable[Any]) -> list[Any]:
+    """The DTensors among `written` of which several elements are one memory."""
+    return [t for t in written if isinstance(t, Wrapper) and t._spec.meta.overlaps]
 
 
 def repeating(written: Iterable[Any]) -> list[Any]:
-    """The DTensors among `written` of which several elements are one memory."""
+    """The DTensors among `written` that repeat themselves along a dim, as `expand` makes them."""
     return [
         t
         for t in written

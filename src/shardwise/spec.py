@@ -44,6 +44,22 @@ class TensorMeta(NamedTuple):
         pairs = enumerate(zip(self.shape, self.stride, strict=True))
         return [dim for dim, (size, step) in pairs if step == 0 and size > 1]
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether two elements may be the same memory, as in an `expand` or in windows of `unfold`.
+
+        As in PyTorch some strides are taken to overlap that do not: to know is expensive.
+        """
+        if 0 in self.shape:
+            return False
+        span = 0
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1:
+                if step <= span:
+                    return True
+                span += step * (size - 1)
+        return False
+
 
 def default_placements(mesh: Topology) -> tuple[Placement, ...]:
     """Replicate on every axis."""

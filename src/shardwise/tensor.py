@@ -15,6 +15,7 @@ from .deferred import DeferredView
 from .dispatch import dispatch
 from .distribute import distribute, from_local, laid_out_like, to_local, whole_local
 from .errors import LayoutError, MeshError
+from .inplace_views import as_strided, in_place
 from .mesh import AnyMesh, topology
 from .pending import PendingValue
 from .per_rank import PerRank
@@ -146,6 +147,8 @@ class DTensor(Wrapper):
         `forward_dtype` is the dtype in which the tensor is moved, and that of the result;
         `backward_dtype` is the one in which its gradient is moved. The gradient that arrives has
         the dtype of the tensor.
+        The result has memory of its own: writes into it do not change this tensor. In the layout
+        that the tensor has already it is an alias, as `view_as` gives.
 
         >>> import torch, shardwise
         >>> from shardwise import Replicate, Shard
@@ -223,6 +226,14 @@ class DTensor(Wrapper):
                 part = part.diagonal()
             part.fill_(fill_value)
         return self
+
+    t_ = in_place(torch.Tensor.t)
+    transpose_ = in_place(torch.Tensor.transpose)
+    swapaxes_ = in_place(torch.Tensor.swapaxes)
+    swapdims_ = in_place(torch.Tensor.swapdims)
+    squeeze_ = in_place(torch.Tensor.squeeze)
+    unsqueeze_ = in_place(torch.Tensor.unsqueeze)
+    as_strided_ = in_place(as_strided)
 
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:

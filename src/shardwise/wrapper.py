@@ -19,22 +19,20 @@ Memo = dict[DTensorSpec, tuple[Any, Locals]]
 
 
 class Cell:
-    """What aliases share: how often the dispatcher wrote into them, the local tensors of the first
-    of them, whose versions tell of other writes, and whether a user holds any. Inference tensors
-    have no versions: a user gets tensors of the same memory that have, which are `handed` out. If a
-    pending sum is made of such tensors that were `given`, `copies` tell of what a user wrote,
-    `unseen` counts it, and all ranks ask each other. `lent` says where the local tensors, or
-    copies of them, are kept as those of a pending sum."""
+    """The version cell that aliases share.
 
-    __slots__ = ("copies", "exposed", "given", "handed", "lent", "parts", "unseen", "writes")
+    `writes` counts the writes of the dispatcher. `parts` are the local tensors of the first alias:
+    their versions tell of other writes. `exposed` says whether a user holds any of them. Inference
+    tensors have no versions: `to_local` hands out tensors of the same memory that have, `handed`.
+    """
+
+    __slots__ = ("exposed", "handed", "parts", "writes")
 
     def __init__(self, parts: Locals) -> None:
-        self.writes = self.unseen = 0
+        self.writes = 0
         self.parts = parts
-        self.exposed = self.given = False
-        self.copies: Locals | None = None
+        self.exposed = False
         self.handed: Locals | None = None
-        self.lent: tuple[Memo, DTensorSpec, Locals] | None = None
 
 
 class Origin(NamedTuple):
@@ -202,12 +200,10 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     cell, own = share_cell(tensor), tensor._locals
     if in_flight:
         settle(own)
-    if cell.lent is not None:
-        _copy_lent(cell)
-    if not cell.exposed and has_inference(cell.parts):
+    if not cell.exposed and _has_inference(cell.parts):
         cell.handed = handed = tuple(map(_with_versions, cell.parts))
         # One rank may look alone: what all have made of it must still be good on this one.
-        cell.unseen -= sum([part._version for part in handed])
+        cell.writes -= sum([part._version for part in handed])
     cell.exposed = True
     bases = cell.parts if cell.handed is None else cell.handed
     if bases is own or len(bases) != len(own):
@@ -225,20 +221,8 @@ def _with_versions(part: torch.Tensor) -> torch.Tensor:
         return made.set_(memory, part.storage_offset(), part.shape, part.stride())
 
 
-def _copy_lent(cell: Cell) -> None:
-    """Let a pending sum have a copy of what a user gets now: one rank alone may write into it."""
-    assert cell.lent is not None
-    memo, spec, value = cell.lent
-    found = memo.get(spec)
-    if found is not None and found[1] is value is cell.parts:
-        copies = tuple([part.clone() for part in value])
-        memo[spec] = found[0], copies
-        # Still lent: when all ranks write, this one loses it with the others, which never looked.
-        cell.lent = memo, spec, copies
-
-
-def has_inference(parts: Locals) -> bool:
-    """Whether some are tensors without versions, of which copies can be compared."""
+def _has_inference(parts: Locals) -> bool:
+    """Whether some are plain tensors in memory that have no versions."""
     values = all(type(part) is torch.Tensor and not part.is_meta for part in parts)
     return values and any(part.is_inference() for part in parts)
 

@@ -124,8 +124,8 @@ def one_rank_looks() -> None:
             torch.testing.assert_close(made[1].full_tensor(), (x @ w).mT.exp())
 
 
-def one_rank_looks_at_what_is_lent() -> None:
-    """What all ranks write into next, the one that looked loses with those that did not."""
+def one_rank_looks_at_what_a_sum_became() -> None:
+    """What all ranks write into next is not in the sum, on the rank that looked neither."""
     mesh, x, w = init_device_mesh("cpu", (2,)), numbers(6, 4), numbers(4, 3, seed=1)
     for place in (R, S0):
         p = spread(x, mesh, (Shard(1),)) @ spread(w, mesh, (S0,))
@@ -144,11 +144,9 @@ def zeros_stay_zeros() -> None:
         mine = x * (torch.distributed.get_rank() == 0)
         p = DTensor.from_local(mine, mesh, (P,))
         view = p.mT
-        for turn, factor in enumerate((1, 2, 1, -1)):
+        for factor in (1, 2, 1, -1):
             x, mine = x * factor, mine.mul_(factor)
-            with Reductions(1) as found:
-                made = [p.cos(), view.cos(), p.sigmoid() * p, p * 2]
-            assert len(found.seen) == (factor != 1 or not turn)
+            made = [p.cos(), view.cos(), p.sigmoid() * p, p * 2]
             for each, want in zip(made, [x.cos(), x.mT.cos(), x.sigmoid() * x, x * 2], strict=True):
                 torch.testing.assert_close(each.full_tensor(), want)
 
@@ -249,8 +247,8 @@ def test_one_rank_looks(processes: Pools) -> None:
     processes(2).run(one_rank_looks, timeout=60)
 
 
-def test_one_rank_looks_at_what_is_lent(processes: Pools) -> None:
-    processes(2).run(one_rank_looks_at_what_is_lent, timeout=60)
+def test_one_rank_looks_at_what_a_sum_became(processes: Pools) -> None:
+    processes(2).run(one_rank_looks_at_what_a_sum_became, timeout=60)
 
 
 def test_one_axis(processes: Pools) -> None:

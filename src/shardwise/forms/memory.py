@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from ..deferred import root_of
 from ..entry import register_form
 from ..errors import LayoutError
 from ..geometry import is_dense, memory_order
-from ..placement import Replicate, Shard
+from ..inplace_views import shards_left, strided_alike
+from ..outs import check_untracked
 from ..redistribute import in_order
 from ..replicated import laid_out
 from ..spec import TensorMeta
@@ -49,14 +51,20 @@ def _places(
         return None
     span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
     memory = torch.full((max(span, last + 1),), -1)
-    memory.as_strided(shape, steps).copy_(torch.arange(prod(shape)).view(shape))
+    address = torch.zeros((), dtype=torch.int64)
+    for n, step in zip(shape, steps, strict=True):
+        address = address.unsqueeze(-1) + torch.arange(n) * step
+    memory[address.flatten()] = torch.arange(prod(shape))  # any place of those that are one memory
     found = memory.as_strided(size, stride, offset).contiguous()
     return None if bool((found < 0).any()) else found
 
 
 def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: Any) -> Any:
-    part = offset is not None and x._is_view() and x._base.numel() != x.numel()
-    found = None if part else _places(x._spec.meta, tuple(size), tuple(stride), offset or 0)
+    found = (
+        None
+        if offset is not None and _is_part(x)
+        else _places(x._spec.meta, tuple(size), tuple(stride), offset or 0)
+    )
     if found is None:
         raise LayoutError(
             f"{op}: size {list(size)}, stride {list(stride)}, storage_offset {offset} of "
@@ -65,6 +73,18 @@ def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: 
             "Go by strides in the tensor that has the memory, or use slices."
         )
     return found
+
+
+def _is_part(x: Any) -> bool:
+    """Whether a tensor is a view of some elements of another: offsets count from the first of
+    that one."""
+    if not x.is_inference():
+        return bool(x._is_view() and x._base.numel() != x.numel())
+    root = root_of(x)  # autograd knows no views of inference tensors
+    if root is not x:
+        return bool(root.numel() != x.numel() or _is_part(root))
+    parts = () if x._cell is None else x._cell.parts
+    return x._cell is not None and sum(map(torch.numel, parts)) != sum(map(torch.numel, x._locals))
 
 
 @register_form("as_strided")
@@ -103,11 +123,7 @@ def as_strided_scatter(
 
 def _become(op: Any, target: Any, made: Any) -> Any:
     """Let `target` be `made`, in the shards it had as far as there are such dims."""
-    places = [
-        Replicate() if isinstance(place, Shard) and place.dim >= made.ndim else place
-        for place in target.placements
-    ]
-    target.data = relaid(op, made, made._spec.with_placements(places))
+    target.data = relaid(op, made, made._spec.with_placements(shards_left(target, made.ndim)))
     return target
 
 
@@ -115,8 +131,10 @@ def _become(op: Any, target: Any, made: Any) -> Any:
 def as_strided_in_place(
     x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
 ) -> Any:
-    """The tensor has other elements of its memory; those it leaves out are gone."""
-    return _become(aten.as_strided_.default, x, as_strided(x, size, stride, storage_offset))
+    """The tensor has other elements of its memory."""
+    check_untracked(aten.as_strided_.default, x)
+    x.data = strided_alike(x, aten.as_strided.default(x, size, stride, storage_offset))
+    return x
 
 
 @register_form("resize_", always=True)
@@ -131,15 +149,24 @@ def resize(x: Any, size: Sequence[int], *, memory_format: torch.memory_format | 
             f"{op}: {x._spec!r} is a view, and its base would not see the new elements. Resize the "
             "base, or make a new tensor."
         )
+    shared = x._cell is not None  # others may have views of it
     flat = x.permute(memory_order(x.stride())).reshape(-1)
     count, have = prod(size), x.numel()
+    if count > have > 0 and shared:
+        raise LayoutError(
+            f"{op}: {x._spec!r} may share memory with other tensors, which would not see it grow "
+            f"to {list(size)}. Resize a clone() of it, or make a new tensor."
+        )
     if count > have:
         flat = torch.cat([flat, flat.new_empty(count - have)])
     stride = torch.empty(size, device="meta").to(memory_format=memory_format).stride()
     order = memory_order(stride)
     made = flat[:count].reshape([size[dim] for dim in order])
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return _become(op, x, made.permute(back).clone())
+    made = made.permute(sorted(range(len(order)), key=order.__getitem__))
+    if have and shared:
+        x.data = made
+        return x
+    return _become(op, x, made.clone())
 
 
 @register_form("resize_as_", always=True)
