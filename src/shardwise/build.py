@@ -15,7 +15,7 @@ from ._torch import OpOverload, decomposition, run_composite
 from .conform import conforming
 from .deferred import DeferredPlan
 from .entry import Entry
-from .errors import RuleError
+from .errors import LayoutError, RuleError
 from .infer import Unknown, infer
 from .meeting import meet
 from .mesh import Topology
@@ -255,7 +255,20 @@ def _replicated(
     mesh = specs[0].topology
     whole = default_placements(mesh)
     outputs = tuple(DTensorSpec._intern(mesh, whole, meta, None) for meta in metas)
-    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure)
+    local = {"local": _by_strides} if entry.op is torch.ops.aten.as_strided.default else {}
+    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, **local)
+
+
+def _by_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """`as_strided` of a replicated tensor, whose local tensors may be copies with other strides."""
+    have, want = args[0], site.inputs[0].meta
+    sizes = zip(have.shape, have.stride(), want.stride, strict=True)
+    if any(size > 1 and mine != theirs for size, mine, theirs in sizes):
+        raise LayoutError(
+            f"{op}: {site.inputs[0]!r} has strides {list(want.stride)}, but its local tensors are "
+            f"copies with strides {list(have.stride())}. Use as_strided of its clone()."
+        )
+    return op(*args, **kwargs)
 
 
 def _call_plan(

@@ -14,7 +14,7 @@ from ._torch import OpOverload, is_composite, take_composite, take_differentiabl
 from .deferred import DeferredPlan, defer, is_deferred, view_of_lazy, write_through
 from .engine import tell
 from .listops import is_list_op, run_list
-from .plans import CallPlan, Plan, tensors_in
+from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .rules import Call, family_of
 from .rules.registered import Registered, registered
 from .rules.resampling import READ_NUMBERS
@@ -188,6 +188,9 @@ class Entry:
         elif (made := view_of_lazy(self.op, args, kwargs)) is not None:
             return made
         elif isinstance(plan, DeferredPlan) or (is_deferred(first) and isinstance(plan, CallPlan)):
+            if self.form is not None and self.op is torch.ops.aten.as_strided.default:
+                # The local tensors of a deferred view are copies, with other strides.
+                plan = FormPlan(self.op, self.form.run)
             return defer(self.op, plan, first, args, kwargs)
         return plan.run(operands, args, kwargs)
 

@@ -27,6 +27,8 @@ def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
     name = f"{view.__name__}_"
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bare = torch.empty_strided(self.shape, self.stride(), device="meta")
+        view(bare, *args, **kwargs)  # an error now changes nothing
         announce_write(self)
         if self.requires_grad and not torch.is_grad_enabled():
             _check_alone(name, self)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..deferred import root_of
 from ..entry import register_form
 from ..errors import LayoutError
 from ..geometry import is_dense, memory_order
@@ -61,8 +62,11 @@ def _places(
 
 
 def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: Any) -> Any:
-    part = offset is not None and x._is_view() and x._base.numel() != x.numel()
-    found = None if part else _places(x._spec.meta, tuple(size), tuple(stride), offset or 0)
+    found = (
+        None
+        if offset is not None and _is_part(x)
+        else _places(x._spec.meta, tuple(size), tuple(stride), offset or 0)
+    )
     if found is None:
         raise LayoutError(
             f"{op}: size {list(size)}, stride {list(stride)}, storage_offset {offset} of "
@@ -71,6 +75,18 @@ def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: 
             "Go by strides in the tensor that has the memory, or use slices."
         )
     return found
+
+
+def _is_part(x: Any) -> bool:
+    """Whether a tensor is a view of some elements of another: offsets count from the first of
+    that one."""
+    if not x.is_inference():
+        return bool(x._is_view() and x._base.numel() != x.numel())
+    root = root_of(x)  # autograd knows no views of inference tensors
+    if root is not x:
+        return bool(root.numel() != x.numel() or _is_part(root))
+    parts = () if x._cell is None else x._cell.parts
+    return x._cell is not None and sum(map(torch.numel, parts)) != sum(map(torch.numel, x._locals))
 
 
 @register_form("as_strided")
