@@ -34,6 +34,7 @@ __all__ = [
     "is_conjugate",
     "is_deferred",
     "is_negative",
+    "lay_out",
     "own_value",
     "put_back",
     "root_of",
@@ -161,6 +162,13 @@ def bare(tensor: Any) -> Any:
         for name in (*_REDUCED, "_picked", "_origin"):
             setattr(made, name, getattr(tensor, name))
     return made
+
+
+def lay_out(view: Any, spec: DTensorSpec) -> None:
+    """Let a deferred view have another layout: what is read of it is moved there."""
+    view._spec, view._read = spec, _Read()
+    for name in (*_REDUCED, "_picked", "_origin"):
+        setattr(view, name, None)
 
 
 _REDUCED = ("_memo", "_lanes", "_views")

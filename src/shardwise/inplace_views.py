@@ -8,18 +8,21 @@ there are keep their base, and the tensor is one more view of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ._torch import announce_write, exchange, is_base_or_saved
 from .autograd import take_data
+from .deferred import is_deferred, lay_out
 from .errors import LayoutError
 from .moving import wrote
+from .placement import Placement, Replicate, Shard
 from .saving import plain_attributes
+from .wrapper import Wrapper
 
-__all__ = ["in_place"]
+__all__ = ["as_strided", "in_place", "shards_left", "strided_alike"]
 
 
 def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +49,32 @@ def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
     method.__name__ = name
     method.__doc__ = f"As `torch.Tensor.{name}`: views of the tensor still see its memory."
     return method
+
+
+def shards_left(tensor: Any, ndim: int) -> list[Placement]:
+    """The placements of a tensor for one of `ndim` dims, in shards where there is such a dim."""
+    places: list[Placement] = []
+    for place in tensor.placements:
+        if isinstance(place, Shard):
+            places.append(Shard(place.dim) if place.dim < ndim else Replicate())
+        else:
+            places.append(place)
+    return places
+
+
+def strided_alike(tensor: Any, view: Any) -> Any:
+    """A view of a tensor by strides, in the shards of the tensor."""
+    if is_deferred(view):
+        lay_out(view, view._spec.with_placements(shards_left(tensor, view.ndim)))
+    return view
+
+
+def as_strided(
+    tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
+    """What a tensor becomes by `as_strided_`."""
+    view = torch.Tensor.as_strided(tensor, size, stride, storage_offset)
+    return strided_alike(tensor, view) if isinstance(tensor, Wrapper) else view
 
 
 def _check_alone(name: str, tensor: Any) -> None:

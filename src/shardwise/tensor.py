@@ -14,7 +14,7 @@ from .deferred import DeferredView
 from .dispatch import dispatch
 from .distribute import distribute, from_local, to_local, whole_local
 from .errors import LayoutError, MeshError
-from .inplace_views import in_place
+from .inplace_views import as_strided, in_place
 from .mesh import AnyMesh, topology
 from .pending import PendingValue
 from .per_rank import PerRank
@@ -193,7 +193,7 @@ class DTensor(Wrapper):
     swapdims_ = in_place(torch.Tensor.swapdims)
     squeeze_ = in_place(torch.Tensor.squeeze)
     unsqueeze_ = in_place(torch.Tensor.unsqueeze)
-    as_strided_ = in_place(torch.Tensor.as_strided)
+    as_strided_ = in_place(as_strided)
 
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:

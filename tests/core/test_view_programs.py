@@ -77,7 +77,10 @@ def view_of(pick: random.Random, x: torch.Tensor) -> tuple[str, Step]:
 
 
 def strided_view_of(pick: random.Random, x: torch.Tensor) -> tuple[str, Step]:
-    """A view by strides, of the elements that the tensor has."""
+    """A view by strides. Where gradients are compared, it has elements that the tensor has: of
+    others PyTorch loses the gradients."""
+    if x.requires_grad and not x.is_contiguous():
+        return "view_as()", lambda x: x.view_as(x)
     n = x.numel()
     size, stride = (max(n // 2, 1),), (pick.choice([1, 1, 2]),)
     return f"as_strided({size}, {stride})", lambda x: x.as_strided(size, stride)
@@ -95,10 +98,11 @@ def in_place_view_of(pick: random.Random, x: torch.Tensor) -> tuple[str, Step]:
         return "squeeze_()", lambda x: x.squeeze_()
     if kind == "unsqueeze_":
         return f"unsqueeze_({dim})", lambda x: x.unsqueeze_(dim)
-    if kind == "as_strided_":
+    if kind == "as_strided_" and (x.is_contiguous() or not x.requires_grad):
         n = max(x.numel() if x.requires_grad else x.numel() // 2, 1)
         return f"as_strided_(({n},), (1,))", lambda x: x.as_strided_((n,), (1,))
-    return f"{kind}({dim}, {other})", lambda x: getattr(x, kind)(dim, other)
+    name = "transpose_" if kind == "as_strided_" else kind
+    return f"{name}({dim}, {other})", lambda x: getattr(x, name)(dim, other)
 
 
 def write_of(pick: random.Random, x: torch.Tensor, seed: int) -> tuple[str, Step]:

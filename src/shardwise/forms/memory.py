@@ -17,8 +17,8 @@ from ..deferred import root_of
 from ..entry import register_form
 from ..errors import LayoutError
 from ..geometry import is_dense, memory_order
+from ..inplace_views import shards_left, strided_alike
 from ..outs import check_untracked
-from ..placement import Replicate, Shard
 from ..redistribute import in_order
 from ..replicated import laid_out
 from ..spec import TensorMeta
@@ -125,11 +125,7 @@ def as_strided_scatter(
 
 def _become(op: Any, target: Any, made: Any) -> Any:
     """Let `target` be `made`, in the shards it had as far as there are such dims."""
-    places = [
-        Replicate() if isinstance(place, Shard) and place.dim >= made.ndim else place
-        for place in target.placements
-    ]
-    target.data = relaid(op, made, made._spec.with_placements(places))
+    target.data = relaid(op, made, made._spec.with_placements(shards_left(target, made.ndim)))
     return target
 
 
@@ -139,7 +135,7 @@ def as_strided_in_place(
 ) -> Any:
     """The tensor has other elements of its memory."""
     check_untracked(aten.as_strided_.default, x)
-    x.data = aten.as_strided.default(x, size, stride, storage_offset)
+    x.data = strided_alike(x, aten.as_strided.default(x, size, stride, storage_offset))
     return x
 
 
