@@ -62,6 +62,7 @@ ORDER = [
     "per_rank",
     "distribute",
     "saving",
+    "inplace_views",
     "tensor",
     "factories",
     "forms",

@@ -98,6 +98,9 @@ def test_a_tensor_keeps_its_layout():
     assert x.resize_(10, 3).placements == (Shard(0),)
     assert x.as_strided_((4, 2), (2, 1)).placements == (Shard(0),)
     assert x.t_().placements == (Shard(1),)
+    with pytest.raises(LayoutError, match="is a view"):
+        x.resize_(8)
+    x = sw.distribute_tensor(X.t().contiguous(), virtual(2), [Shard(1)])
     assert x.resize_(8).placements == (Replicate(),)
 
 
