@@ -204,11 +204,12 @@ def announce_write(tensor: torch.Tensor) -> None:
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Let two tensors be each other: class, attributes, shape and what autograd knows of them.
 
-    `torch.utils.swap_tensors` refuses tensors that have views or weak references.
+    `torch.utils.swap_tensors` refuses tensors that have views or weak references. This raises a
+    RuntimeError of those that PyTorch itself refers to weakly, as after `retain_grad()`.
     """
+    torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)
 
 
 def is_base_or_saved(tensor: torch.Tensor) -> bool:

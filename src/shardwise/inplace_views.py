@@ -38,11 +38,15 @@ def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
             take_data(self, view(self, *args, **kwargs))
         else:
             made = view(self, *args, **kwargs)
-            attributes, retains = plain_attributes(self), self.retains_grad
-            exchange(self, made)
+            attributes = plain_attributes(self)
+            try:
+                exchange(self, made)
+            except RuntimeError as error:
+                raise LayoutError(
+                    f"{name}: {self._spec!r} cannot become a view of itself: autograd refers to "
+                    f"it, as after retain_grad(). Use {view.__name__}, which returns a new view."
+                ) from error
             self.__dict__.update(attributes)
-            if retains:
-                self.retain_grad()
         wrote(self)
         return self
 
