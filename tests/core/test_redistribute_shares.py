@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,12 +49,9 @@ WRITES: list[Callable[[Any], Any]] = [
 
 
 def _zero_local(x: Any) -> None:
-    for part in x.to_local().parts if hasattr(x, "to_local") else [x]:
+    held = x.to_local() if hasattr(x, "to_local") else x
+    for part in held.parts if hasattr(held, "parts") else [held]:
         part.zero_()
-
-
-def _mesh(pick: random.Random) -> Any:
-    return virtual(*pick.choice(MESHES))
 
 
 def _places(pick: random.Random, mesh: Any) -> tuple[Any, ...]:
@@ -67,9 +64,9 @@ def _places(pick: random.Random, mesh: Any) -> tuple[Any, ...]:
 class Program:
     """Tensors, each beside a plain one that shares memory with the same others."""
 
-    def __init__(self, seed: int) -> None:
-        self.pick = random.Random(seed)
-        mesh = _mesh(self.pick)
+    def __init__(self, seed: int, meshes: Sequence[tuple[int, ...]] = MESHES) -> None:
+        self.pick, self.meshes = random.Random(seed), meshes
+        mesh = virtual(*self.pick.choice(meshes))
         places = _places(self.pick, mesh)
         value = numbers(*SHAPE, seed=seed)
         self.pairs = [(spread(value.clone(), mesh, places), value.clone())]
@@ -87,7 +84,11 @@ class Program:
 
     def move(self) -> None:
         have, want = self.pick.choice(self.pairs)
-        mesh = have.device_mesh if self.pick.random() < 0.8 else _mesh(self.pick)
+        mesh = (
+            have.device_mesh
+            if self.pick.random() < 0.8
+            else virtual(*self.pick.choice(self.meshes))
+        )
         places, later = _places(self.pick, mesh), self.pick.random() < 0.3
         self.told.append(f"{have.placements} to {places} on {tuple(mesh.shape)}, async {later}")
         made = have.redistribute(mesh, places, async_op=later)

@@ -142,13 +142,20 @@ def both(step: Step, have: Any, want: Any) -> tuple[Any, Any] | None:
     return got, made
 
 
+KINDS = ["view"] * 4 + ["strided"] + ["write"] * 4 + ["mix"] * 2 + ["reshape"] * 2 + ["data"]
+
+
 class Program:
-    def __init__(self, seed: int, mode: str, trained: bool) -> None:
+    """Tensors on a mesh beside plain ones; `told` is what was done to them."""
+
+    def __init__(self, seed: int, mode: str, trained: bool, mesh: Any = None) -> None:
         self.pick = pick = random.Random(seed)
         self.seed, self.mode, self.trained = seed, mode, trained
-        mesh, size = virtual(*pick.choice(MESHES)), pick.choice(SIZES)
+        mesh = virtual(*pick.choice(MESHES)) if mesh is None else mesh
+        size = pick.choice(SIZES)
         kinds = [Replicate(), *map(Shard, range(len(size))), *map(Shard, range(len(size)))]
-        self.places = [pick.choice([*kinds, Partial()]) for _ in range(mesh.ndim)]
+        kinds += [Partial(pick.choice(["sum", "sum", "avg", "max"]))]
+        self.places = [pick.choice(kinds) for _ in range(mesh.ndim)]
         self.mesh, value = mesh, numbers(*size, seed=seed)
         self.told = [f"{mode} seed {seed}: {list(size)} {self.places} on {tuple(mesh.shape)}"]
         self.plain = value.clone().requires_grad_(trained)
@@ -175,7 +182,7 @@ class Program:
         pick = self.pick
         at = pick.randrange(len(self.pairs))
         have, want = self.pairs[at]
-        kind = pick.choice(["view"] * 4 + ["strided"] + ["write"] * 4 + ["reshape"] * 2 + ["data"])
+        kind = pick.choice(KINDS)
         adds = kind in ("view", "strided")
         if kind == "view":
             told, step = view_of(pick, want)
@@ -185,6 +192,8 @@ class Program:
             told, step = in_place_view_of(pick, want)
         elif kind == "write":
             told, step = write_of(pick, want, self.seed + len(self.told))
+        elif kind == "mix":
+            return self.mix(at)
         else:
             return self.data(at)
         lulled = self.mode == "grad" and pick.random() < 0.15
@@ -197,6 +206,27 @@ class Program:
         if adds and made is not None:
             self.pairs.append(made)
         return made is not None or kind != "reshape"  # which is announced before it is refused
+
+    def mix(self, at: int) -> bool:
+        """A write that reads another tensor, in another layout maybe, but of other memory: one
+        device refuses some tensors that overlap, and has no order for the rest."""
+        have, want = self.pairs[at]
+        memory = want.untyped_storage().data_ptr()
+        fits = [
+            pair
+            for pair in self.pairs
+            if pair[1].shape == want.shape and pair[1].untyped_storage().data_ptr() != memory
+        ]
+        if not fits:
+            return True
+        source = self.pick.choice(fits)
+        name = self.pick.choice(["copy_", "add_", "mul_"])
+        self.told.append(f"{at}.{name}({[pair[0] is source[0] for pair in self.pairs]})")
+        try:
+            pairs = {id(have): source[0], id(want): source[1]}
+            return both(lambda x: getattr(x, name)(pairs[id(x)]), have, want) is not None
+        except LayoutError:
+            return False
 
     def data(self, at: int) -> bool:
         """The tensor takes the memory of another.
