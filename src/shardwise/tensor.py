@@ -124,6 +124,8 @@ class DTensor(Wrapper):
         `cuts` gives for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s.
         `device_mesh` may be another mesh, of other ranks too: all ranks of both must make the call.
         With `async_op` it overlaps with what follows; the result waits when it is first used.
+        The result has memory of its own: writes into it do not change this tensor. In the layout
+        that the tensor has already it is an alias, as `view_as` gives.
 
         >>> import torch, shardwise
         >>> from shardwise import Replicate, Shard
