@@ -12,7 +12,7 @@ from . import (
 from .autograd import keep_partial_grads
 from .cost import Link
 from .debug import CommDebugMode
-from .engine import exchange_buffer
+from .engine import exchange_buffer, lockstep
 from .factories import (
     arange,
     empty,
@@ -72,6 +72,7 @@ __all__ = [
     "is_first_rank",
     "keep_partial_grads",
     "linspace",
+    "lockstep",
     "logspace",
     "manual_seed",
     "normal",

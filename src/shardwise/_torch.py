@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,14 +16,11 @@ __all__ = [
     "disabled_torch_function",
     "ends_a_checkpoint",
     "fake_tensors",
-    "gloo_group",
     "gloo_timeout",
     "in_one_memory",
     "is_composite",
-    "is_held_elsewhere",
     "is_recorded",
     "make_wrapper",
-    "never_free",
     "reading_lazy_bits",
     "recorder",
     "recording",
@@ -33,6 +28,7 @@ __all__ = [
     "run_composite",
     "saves_elsewhere",
     "shared_store",
+    "store_address",
     "take_composite",
     "take_differentiable",
 ]
@@ -200,19 +196,11 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of gloo that `torch.distributed` does not know of.
-
-    `dist.new_group` needs every rank of the world, or a name from how many groups a rank has, and
-    may not be called in two threads at once.
-    """
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def never_free(group: Any) -> None:
-    """Keep a group of gloo to the end of the process, and then not wait for it: to free one means
-    to wait for all that it has begun, which nothing can call off."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def store_address(store: Any) -> str:
+    """The host that has a store; this one if it is none that is reached by a network."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1"))
 
 
 def gloo_timeout() -> timedelta:
@@ -225,27 +213,3 @@ def gloo_timeout() -> timedelta:
 def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are in one storage: those without memory have no address to compare."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
-def is_held_elsewhere(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether anybody but this sequence may hold one of its tensors, or their memory.
-
-    PyTorch's counts and Python's are beside each other: a user may hold the tensor itself, a view,
-    the tensor that it is a view of, the storage, or a capsule.
-    """
-    for part in parts:
-        base, storage = part._base, part.untyped_storage()
-        if not storage.resizable():  # the memory of an array, or of other processes too
-            return True
-        if sys.getrefcount(part) > 3 or sys.getrefcount(storage) > 3 or _counted(part) > 1:
-            return True
-        if base is not None and (sys.getrefcount(base) > 3 or _counted(base) > 2):
-            return True
-        views = 0 if base is None else 1
-        if torch._C._storage_Use_Count(storage._cdata) > 2 + views:
-            return True
-    return False
-
-
-def _counted(tensor: torch.Tensor) -> int:
-    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]

@@ -73,7 +73,7 @@ class Redistribute(torch.autograd.Function):
         pairs = list(zip(values, targets, strict=True))
         moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
         sources, goals = [value for value, _ in moving], [spec for _, spec in moving]
-        ready = iter(started(sources, goals, later=async_op))
+        ready = iter(started(sources, goals, async_op))
         made: list[Any] = []
         for value, spec in pairs:
             if value._spec is spec:

@@ -17,7 +17,7 @@ from . import infer, policy
 from ._torch import OpOverload, reading_lazy_bits, recorder, recording, run_composite
 from .build import build
 from .deferred import root_of
-from .engine import in_flight, settle, tell
+from .engine import report
 from .entry import Entry
 from .errors import LayoutError
 from .pending import PendingValue
@@ -87,8 +87,6 @@ def dispatch(
     if entry.composite and torch.is_inference_mode_enabled():
         # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
         return run_composite(op, *args, **(kwargs or {}))
-    if in_flight and entry.altered:
-        _before_writing(entry, args, kwargs or {})
     if entry.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
         # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
         with torch.inference_mode(False), torch.no_grad():
@@ -136,7 +134,7 @@ def dispatch(
         return found.run(operands, args, kwargs)
     except BaseException as error:
         # an error in values is this rank's alone: the others must not wait for it
-        tell(error, operands[0]._spec.topology)
+        report(error, operands[0]._spec.topology)
         raise
 
 
@@ -155,17 +153,6 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     new = [make_known(tensor) for tensor in found]
     return any(new)
-
-
-def _before_writing(entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Wait for what still reads the memory that an operator writes."""
-    given = [args[place] for place in entry.writes if place < len(args)]
-    given += [value for name, value in kwargs.items() if name in entry.altered]
-    for each in given:
-        for tensor in each if isinstance(each, (list, tuple)) else (each,):
-            # Nobody reads a value that is still to come.
-            if isinstance(tensor, Wrapper) and not isinstance(tensor, PendingValue):
-                settle(root_of(tensor)._locals)
 
 
 def _run(

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from . import policy
 from ._torch import OpOverload
 from .deferred import is_deferred, own_value, put_back
-from .engine import tell
+from .engine import report
 from .errors import LayoutError
 from .infer import infer
 from .listplan import Element, ListPlan
@@ -339,7 +339,7 @@ def _run_on(
     try:
         return found.run(operands, args, kwargs)
     except BaseException as error:
-        tell(error, mesh)  # as of a single operator: it is this rank's alone
+        report(error, mesh)  # as of a single operator: it is this rank's alone
         raise
 
 

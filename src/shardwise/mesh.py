@@ -24,6 +24,7 @@ from .errors import MeshError
 from .geometry import all_coords
 from .links import told_by_first
 from .placement import Placement
+from .world import World, at_end, current_world, known_world
 
 __all__ = [
     "AnyMesh",
@@ -164,12 +165,15 @@ def init_device_mesh(
     *,
     mesh_dim_names: Sequence[str] | None = None,
     links: LinkLike | Sequence[LinkLike] | None = None,
+    lockstep: bool = False,
 ) -> AnyMesh:
     """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
 
     `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
     one per axis, the same for as long as the mesh lives. Processes that are told nothing read what
-    `shardwise calibrate` has measured; all take what the mesh's first rank has.
+    `shardwise calibrate` has measured; all take what the mesh's first rank has. With `lockstep` the
+    ranks compare what they run before each collective, as in `shardwise.lockstep`, until the
+    process group is destroyed.
 
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     VirtualMesh('cpu', dp=2, tp=2)
@@ -192,7 +196,9 @@ def init_device_mesh(
             f"init_device_mesh: mesh_shape {shape} has {prod(shape)} ranks, but {world} processes "
             f"run. Start {prod(shape)}, or use DeviceMesh(device_type, ranks) for a part of them."
         )
-    return _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
+    made = _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
+    current_world().lockstep |= lockstep
+    return made
 
 
 class _DeviceMeshMeta(type):
@@ -239,6 +245,7 @@ def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) ->
     if not where.groups:
         where.groups.update(_flattened_groups(where))
     share_random_state(mesh)
+    current_world().find_addresses(where.ranks)  # all have said so: they took part in the above
     return mesh
 
 
@@ -282,6 +289,7 @@ class Topology:
         "ranks",
         "shape",
         "virtual",
+        "world",
     )
 
     mesh: AnyMesh
@@ -294,6 +302,7 @@ class Topology:
     coordinate: Coord | None
     links: tuple[Link, ...]
     groups: dict[tuple[int, ...], dist.ProcessGroup]
+    world: World | None
 
     def __init__(self, mesh: AnyMesh, links: tuple[Link, ...]) -> None:
         self.mesh = mesh
@@ -307,6 +316,12 @@ class Topology:
         self.coordinate = None if here is None else tuple(here)
         self.links = links
         self.groups = {}
+        self.world = None if self.virtual else current_world()
+
+    def refuse_destroyed(self) -> None:
+        """An error if the process group of this mesh was destroyed."""
+        if self.world is not None and not self.world.is_current():
+            raise MeshError(_destroyed(str(self)))
 
     def coords_here(self, axes: Sequence[int]) -> tuple[Coord, ...]:
         """The coordinates that live in this process, the axes outside `axes` fixed at 0 if virtual.
@@ -334,6 +349,46 @@ class Topology:
         return f"({_axes_text(self.shape, names)})"
 
 
+class DestroyedMesh:
+    """What is left of a mesh whose process group was destroyed: it has a shape and no groups."""
+
+    def __init__(self, mesh: TorchDeviceMesh) -> None:
+        self.device_type = mesh.device_type
+        self.mesh = mesh.mesh
+        self.mesh_dim_names = mesh.mesh_dim_names
+        self.shape = tuple(mesh.shape)
+        self.ndim = len(self.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return self.mesh.numel() if mesh_dim is None else self.mesh.size(mesh_dim)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        raise MeshError(_destroyed(_axes_text(self.shape, self.mesh_dim_names)))
+
+    def __repr__(self) -> str:
+        return f"DestroyedMesh({_axes_text(self.shape, self.mesh_dim_names)})"
+
+
+def _destroyed(mesh: str) -> str:
+    return (
+        f"the process group of mesh {mesh} was destroyed, by destroy_process_group() or because "
+        "another one was made since: its tensors cannot communicate any more. What this rank holds "
+        "of them is still there, x.to_local(); make a new mesh and give them to it with "
+        "DTensor.from_local or distribute_tensor."
+    )
+
+
+@at_end
+def _forget_groups(world: World) -> None:
+    """Let go of all groups of a world that was destroyed; tensors may keep their `Topology`."""
+    with _lock:
+        for key, where in list(_topologies.items()):
+            if where.world is world:
+                del _topologies[key]
+                where.groups.clear()
+                where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment, arg-type]
+
+
 @lru_cache(maxsize=65536)
 def _group_coords(shape: tuple[int, ...], coord: Coord, axes: tuple[int, ...]) -> tuple[Coord, ...]:
     members = []
@@ -354,11 +409,22 @@ def topology(mesh: AnyMesh, links: tuple[Link, ...] | None = None) -> Topology:
     found = _find(mesh)
     if found is None:
         own = _links(mesh) if links is None else links
+        _check_alive(mesh)
         if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
             topology(root_mesh(mesh))
         with _lock:
             found = _topologies.setdefault(_key(mesh), Topology(mesh, own))
     return found
+
+
+def _check_alive(mesh: AnyMesh) -> None:
+    """An error if a mesh over processes was made for a group that was destroyed since."""
+    if isinstance(mesh, VirtualMesh) or mesh.get_coordinate() is None:
+        return
+    try:
+        dist.get_process_group_ranks(mesh.get_group(0))
+    except (KeyError, ValueError) as error:
+        raise MeshError(_destroyed(_axes_text(mesh.shape, mesh.mesh_dim_names))) from error
 
 
 def described(where: Topology) -> tuple[Any, ...]:
@@ -381,8 +447,9 @@ def described_mesh(
         own = [Link(*pair) for pair in links]
         array = torch.tensor(ranks).view(shape)
         return topology(VirtualMesh(device_type, array, mesh_dim_names=names, links=own))
-    world = dist.group.WORLD if dist.is_available() else None
-    found = _topologies.get((world, device_type, tuple(shape), tuple(ranks), names))
+    world = known_world()
+    number = None if world is None or not world.is_current() else world.number
+    found = _topologies.get((number, device_type, tuple(shape), tuple(ranks), names))
     if found is None and names is not None:
         found = _part_of_known(device_type, tuple(ranks), tuple(names))
     if found is None:
@@ -456,7 +523,7 @@ def _key(mesh: AnyMesh) -> tuple[object, ...]:
         return mesh._key()
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(mesh.mesh.flatten().tolist())
-    return dist.group.WORLD, mesh.device_type, tuple(mesh.shape), ranks, names
+    return current_world().number, mesh.device_type, tuple(mesh.shape), ranks, names
 
 
 def _links(mesh: AnyMesh) -> tuple[Link, ...]:

@@ -7,21 +7,17 @@ are multiplied.
 
 from __future__ import annotations
 
-import os
-import re
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from ._torch import autograd_node_name
 from .errors import CommunicationError, PlainTensorError
+from .user_line import user_line
 
 __all__ = [
     "Policy",
@@ -34,7 +30,6 @@ __all__ = [
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
-_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 _ACTIONS = ("auto", "warn", "error")
 _PLAIN = ("check", "check_always", "trust", "error")
 _PRODUCTS = ("check", "trust")
@@ -173,21 +168,6 @@ def implicit_replication() -> Iterator[None]:
         yield
 
 
-def _where() -> str:
-    """The user's line that led here; in a backward also the operator of the forward."""
-    line = "unknown line"
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_NOT_THE_USERS):
-            line = f"{frame.filename}:{frame.lineno}"
-            break
-    node = autograd_node_name()
-    if node is None:
-        return line
-    forward = re.sub(r"Backward\d*$", "", node.split("::")[-1])
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", forward).lower()
-    return f"{line} (in the backward of {snake})"
-
-
 @contextmanager
 def inside(op: object) -> Iterator[None]:
     """Notices name `op` too, in place of which other operators run."""
@@ -207,11 +187,11 @@ def on_moves(op: object | None, moves: list[str]) -> None:
     who = f"{op}, in {outer}," if None not in (op, outer) and op is not outer else op or outer
     text = f"{who} moves {'; '.join(moves)}"
     if _state.policy.moves == "warn":
-        warnings.warn(f"{text}, at {_where()}.", stacklevel=2)
+        warnings.warn(f"{text}, at {user_line()}.", stacklevel=2)
         return
     raise CommunicationError(
         f'{text}, and communication("error") forbids implicit communication. Write it down with '
-        f"redistribute(...) before the call, at {_where()}, or allow it with "
+        f"redistribute(...) before the call, at {user_line()}, or allow it with "
         'communication("auto").'
     )
 
@@ -223,12 +203,12 @@ def on_fallback(op: object, seen: set[object]) -> None:
     text = f"{op} has no rule: its inputs are replicated and it runs whole on every rank"
     if _state.policy.fallback == "error":
         raise CommunicationError(
-            f'{text}, which communication(..., fallback="error") forbids, at {_where()}. '
+            f'{text}, which communication(..., fallback="error") forbids, at {user_line()}. '
             "Give it a rule with shardwise.register_rule."
         )
     if op not in seen:
         seen.add(op)
-        warnings.warn(f"{text}, at {_where()}.", stacklevel=2)
+        warnings.warn(f"{text}, at {user_line()}.", stacklevel=2)
 
 
 def on_plain(op: object, shape: tuple[int, ...]) -> None:

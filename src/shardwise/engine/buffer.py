@@ -10,28 +10,27 @@ import torch
 
 from ..errors import CommunicationError
 from ..geometry import Box, box_numel
-from .lane import here
 
 __all__ = ["Rooms", "buffer_size", "chunks", "exchange_buffer", "give_back"]
 
 
 class _Buffer:
-    """One for the process: a backward runs in other threads than its forward. What runs in the
-    background has that of its call."""
+    """One for the process: a backward runs in other threads than its forward."""
 
     nbytes = 32 << 20
 
 
 def buffer_size() -> int:
     """The bytes that a collective may pack and unpack at a time."""
-    return _Buffer.nbytes if here.nbytes is None else here.nbytes
+    return _Buffer.nbytes
 
 
 @contextmanager
 def exchange_buffer(nbytes: int) -> Iterator[None]:
     """Let collectives use buffers of at most `nbytes`, the same on all ranks; it is 32 MiB.
 
-    What is larger goes in rounds. A rank holds the source, the target and this, never more.
+    What is larger goes in rounds. A rank holds the source, the target and this, never more; with
+    `async_op` one such buffer for each move that is under way.
 
     >>> import torch, shardwise
     >>> from shardwise import Shard
