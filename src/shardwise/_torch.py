@@ -12,6 +12,7 @@ import torch.distributed as dist
 __all__ = [
     "OpOverload",
     "autograd_node_name",
+    "call_at_destroy",
     "decomposition",
     "disabled_torch_function",
     "ends_a_checkpoint",
@@ -194,6 +195,25 @@ def shared_store() -> Any:
 def root_mesh(mesh: Any) -> Any:
     """The mesh that a `torch.distributed.DeviceMesh` was taken from by the names of its axes."""
     return mesh._get_root_mesh()
+
+
+def call_at_destroy(callback: Callable[[], None]) -> None:
+    """Call `callback` when `destroy_process_group` destroys the default group, before it does.
+
+    There is no public hook. PyTorch first finalizes the communicators in a list of its own; one
+    that is put there hears of it in time to use the store. In a version without the list nobody is
+    called: `World.is_current` then says so at the next use.
+    """
+    communicators = getattr(dist.distributed_c10d._world, "comms", None)
+    if communicators is not None:
+        communicators.append(_Communicator(callback))
+
+
+class _Communicator:
+    """What `destroy_process_group` finalizes."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.finalize = callback
 
 
 def store_address(store: Any) -> str:

@@ -120,9 +120,9 @@ def dispatch(
     if found is None or (
         found.default is not None and found.default is not torch.get_default_dtype()
     ):
-        found = _build(entry, tuple(key), operands, args, kwargs, plain)
-    elif plain and policy.current().plain == "check_always":
-        check_plain(entry.op, entry.own, operands, args, kwargs)
+        found = _build(entry, tuple(key), operands, args, kwargs)
+    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
+        found.plain_checked = check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
         if found.is_complex:
             with reading_lazy_bits():
@@ -248,14 +248,11 @@ def _build(
     operands: list[Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    plain: bool,
 ) -> Plan:
     made = build(entry, operands, args, kwargs)
     made.is_complex = any(o._spec.dtype.is_complex for o in operands)
     if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
         made.default = torch.get_default_dtype()  # integers divided, or times a number
-    if plain and policy.current().plain in ("check", "check_always"):
-        check_plain(entry.op, entry.own, operands, args, kwargs)
     with _lock:
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()

@@ -326,9 +326,6 @@ def _run_on(
         torch.get_default_dtype(),
     )
     found = entry.plans.get(key)
-    when = policy.current().plain
-    if plain and (when == "check_always" or (when == "check" and found is None)):
-        check_plain(entry.op, entry.own, operands, args, kwargs)
     if found is None:
         if len(entry.plans) >= _MOST_PLANS:
             entry.plans.clear()
@@ -336,6 +333,8 @@ def _run_on(
         ask_about_repeats(entry.op, written, args, kwargs)
         made = _build(entry, mesh, listing, operands, args, kwargs)
         found = entry.plans[key] = _ready(entry, mesh, made, operands)
+    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
+        found.plain_checked = check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
         return found.run(operands, args, kwargs)
     except BaseException as error:

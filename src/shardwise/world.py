@@ -9,12 +9,13 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
-from ._torch import shared_store, store_address
+from ._torch import call_at_destroy, shared_store, store_address
 from .errors import CommunicationError, MeshError
 
 __all__ = ["World", "at_end", "at_start", "current_world", "known_world", "refuse_forked"]
@@ -139,7 +140,7 @@ def current_world() -> World:
             "with shardwise.init_device_mesh under torchrun."
         )
     world = _State.world = World(group)
-    weakref.finalize(group, _end, world.number).atexit = False
+    call_at_destroy(partial(_end, world.number))
     if not _State.watches_forks:
         _State.watches_forks = True
         os.register_at_fork(after_in_child=_after_fork)
@@ -149,14 +150,20 @@ def current_world() -> World:
 
 
 def _end(number: int) -> None:
-    """Forget a world whose group was destroyed."""
+    """Forget a world whose group is being destroyed, or has been."""
     world = _State.world
     if world is None or world.number != number:
         return
-    _State.world = None
+    errors: list[CommunicationError] = []
     for callback in _ends:
-        callback(world)
+        try:
+            callback(world)
+        except CommunicationError as error:  # the other callbacks have their own to let go of
+            errors.append(error)
+    _State.world = None
     world.close()
+    if errors:
+        raise errors[0]
 
 
 def _after_fork() -> None:

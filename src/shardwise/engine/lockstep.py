@@ -185,17 +185,19 @@ def _leave(how: str, *, meet: bool) -> None:
         return
     session = _State.session
     try:
-        _say_left(world, how)
+        text = _say_left(world, how)
         if meet:
-            _meet(world, f"{how} lockstep() at {user_line()}")
+            _meet(world, text)
     finally:
         _State.session = session + 1
         _State.counts = {}
 
 
-def _say_left(world: World, how: str) -> None:
+def _say_left(world: World, how: str) -> str:
+    """Say in the store that this rank has left, and in words."""
     text = f"{how} lockstep() at {user_line()}, after {sum(_State.counts.values())} collectives"
     world.store.set(_at(world, world.rank), f"left\n{text}")
+    return text
 
 
 def _meet(world: World, text: str) -> None:
@@ -221,30 +223,12 @@ def _meet(world: World, text: str) -> None:
 
 @at_end
 def _end(world: World) -> None:
-    """After the process group was destroyed: tell who still waits for this rank, and the user."""
-    if world.lockstep:
-        try:
-            _say_left(world, "destroyed the process group under")
-            waiting = _waiting(world)
-        except RuntimeError:
-            waiting = {}  # the store went with the process that had it, which has left before
-        if waiting:
-            lines = "\n".join([f"  rank {rank}: {text}" for rank, text in waiting.items()])
-            print(
-                f"lockstep: rank {world.rank} destroyed the process group, but other ranks wait "
-                f"for it. Each is about to run:\n{lines}",
-                file=sys.stderr,
-            )
-    _State.depth, _State.session, _State.counts = 0, 0, {}
-
-
-def _waiting(world: World) -> dict[int, str]:
-    """The ranks that wait for a collective with this one, when all have said where they are."""
-    end = time.monotonic() + 2 * _TICK.total_seconds()
-    while True:
-        others = [rank for rank in range(world.size) if rank != world.rank]
-        said = {rank: _said(world, rank) for rank in others}
-        found = {r: what for r, (at, what) in said.items() if _is_waiting_for(world.rank, at)}
-        if found or all(there == "left" for there, _ in said.values()) or time.monotonic() > end:
-            return found
-        time.sleep(0.02)
+    """Before the process group is destroyed: raise if another rank still waits for this one."""
+    try:
+        if world.lockstep and world.is_current():
+            text = _say_left(world, "destroys the process group under")
+            _meet(world, text)
+    except dist.DistNetworkError:
+        pass  # the process that has the store saw that all have left, and went first
+    finally:
+        _State.depth, _State.session, _State.counts = 0, 0, {}
