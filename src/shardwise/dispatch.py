@@ -26,6 +26,7 @@ from .plans import Plan, tensors_in
 from .rules.call import LEAST, MOST, has_fractions
 from .sparse import has_sparse, run_sparse
 from .trace import planned
+from .world import World, at_end
 from .wrapper import Plain, Wrapper
 
 __all__ = ["clear", "dispatch", "stats"]
@@ -51,6 +52,11 @@ def clear() -> None:
         _entries.clear()
         _counts["misses"] = 0
     infer.clear()
+
+
+@at_end
+def _forget_plans(_: World) -> None:
+    clear()
 
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")

@@ -79,7 +79,11 @@ class World:
         return False
 
     def close(self) -> None:
-        """Stop listening: others take this process for gone."""
+        """Let go of the store, and stop listening: others take this process for gone."""
+        self.store = None
+        self.stop_listening()
+
+    def stop_listening(self) -> None:
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
@@ -170,7 +174,7 @@ def _after_fork() -> None:
     """A child has none of its parent's threads, and must not speak in its name."""
     if _State.world is not None:
         _State.parents, _State.world = _State.world, None
-        _State.parents.close()
+        _State.parents.stop_listening()
 
 
 def refuse_forked() -> None:
