@@ -103,9 +103,8 @@ def different() -> None:
             else:
                 values[1].item()
                 values[0].item()
-        elif way == "more":
-            if mine:
-                x.sum().item()
+        elif way == "more" and mine:
+            x.sum().item()
 
 
 if catch:

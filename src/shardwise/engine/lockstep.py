@@ -29,6 +29,11 @@ __all__ = ["compare", "describe", "is_compared", "lockstep"]
 
 _TICK = timedelta(seconds=1)
 """How long a rank waits before it looks whether the others can still come."""
+_ENDS = ("left", "failed")
+
+
+class LockstepError(CommunicationError):
+    """The ranks run different programs."""
 
 
 class _State:
@@ -71,10 +76,10 @@ def lockstep() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _leave(f"left by {type(error).__name__}: {error}"[:500], meet=False)
+        _leave(error)
         raise
     else:
-        _leave("left", meet=True)
+        _leave(None)
 
 
 def describe(jobs: Sequence[Job]) -> str:
@@ -145,14 +150,14 @@ def _check_absent(world: World, place: str, text: str, absent: Sequence[int]) ->
     """Raise if ranks that are waited for have left, or wait for this one elsewhere."""
     for rank in absent:
         there, what = _said(world, rank)
-        elsewhere = there == "left" or _is_waiting_for(world.rank, there)
+        elsewhere = there in _ENDS or _is_waiting_for(world.rank, there)
         came = world.store.check([world.key("lockstep", _State.session, place, rank)])
         if elsewhere and not came:
             _raise_difference({world.rank: text, rank: what})
 
 
 def _said(world: World, rank: int) -> tuple[str, str]:
-    """Which comparison a rank has waited in, or "left", and in words; nothing if it has not."""
+    """Which comparison a rank has waited in, or one of `_ENDS`, and in words; else nothing."""
     if not world.store.check([_at(world, rank)]):
         return "", ""
     there, what = world.store.get(_at(world, rank)).decode().split("\n", 1)
@@ -161,7 +166,7 @@ def _said(world: World, rank: int) -> tuple[str, str]:
 
 def _is_waiting_for(me: int, place: str) -> bool:
     """Whether this rank is missing in a comparison that another one waits in."""
-    if place in ("", "left"):
+    if not place or place in _ENDS:
         return False
     names, count = place.split("/")
     ranks = tuple(map(int, names.split(",")))
@@ -170,33 +175,33 @@ def _is_waiting_for(me: int, place: str) -> bool:
 
 def _raise_difference(texts: dict[int, str]) -> NoReturn:
     lines = "\n".join([f"  rank {rank}: {text}" for rank, text in sorted(texts.items())])
-    raise CommunicationError(
-        f"lockstep: the ranks run different programs. Each is about to run:\n{lines}\n"
+    raise LockstepError(
+        f"lockstep: the ranks run different programs:\n{lines}\n"
         "All ranks must make the same calls on DTensors in the same order: look for a branch on "
         "the rank, or on a value that differs by rank."
     )
 
 
-def _leave(how: str, *, meet: bool) -> None:
-    """Leave a context: the last one waits until all ranks leave it too."""
+def _leave(error: BaseException | None) -> None:
+    """Leave a context; the outermost one waits until all ranks leave it too, unless by an error."""
     _State.depth -= 1
     world = known_world()
     if _State.depth or _is_always() or world is None or not world.is_current():
         return
-    session = _State.session
     try:
-        text = _say_left(world, how)
-        if meet:
-            _meet(world, text)
+        if error is None:
+            _meet(world, _say(world, "left", "left"))
+        elif not isinstance(error, LockstepError):  # of a difference the others know
+            _say(world, "failed", f"raised {type(error).__name__}: {error}"[:500] + " and left")
     finally:
-        _State.session = session + 1
+        _State.session += 1
         _State.counts = {}
 
 
-def _say_left(world: World, how: str) -> str:
-    """Say in the store that this rank has left, and in words."""
+def _say(world: World, status: str, how: str) -> str:
+    """Say in the store that this rank has "left" or "failed", and how."""
     text = f"{how} lockstep() at {user_line()}, after {sum(_State.counts.values())} collectives"
-    world.store.set(_at(world, world.rank), f"left\n{text}")
+    world.store.set(_at(world, world.rank), f"{status}\n{text}")
     return text
 
 
@@ -208,7 +213,7 @@ def _meet(world: World, text: str) -> None:
     while absent:
         said = {rank: _said(world, rank) for rank in absent}
         for rank, (there, what) in said.items():
-            if _is_waiting_for(world.rank, there):
+            if there == "failed" or _is_waiting_for(world.rank, there):
                 _raise_difference({world.rank: text, rank: what})
         absent = [rank for rank in absent if said[rank][0] != "left"]
         now = time.monotonic()
@@ -226,8 +231,7 @@ def _end(world: World) -> None:
     """Before the process group is destroyed: raise if another rank still waits for this one."""
     try:
         if world.lockstep and world.is_current():
-            text = _say_left(world, "destroys the process group under")
-            _meet(world, text)
+            _meet(world, _say(world, "left", "destroys the process group under"))
     except dist.DistNetworkError:
         pass  # the process that has the store saw that all have left, and went first
     finally:

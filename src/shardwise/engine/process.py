@@ -21,7 +21,7 @@ from ..trace import record
 from ..world import refuse_forked
 from .buffer import Rooms, buffer_size, give_back
 from .channel import channel_of, members, reduction_groups
-from .faults import clear, wait
+from .faults import clear, report, wait
 from .groups import all_reduce
 from .lockstep import compare, describe, is_compared
 from .mail import Land, Launch, mail
@@ -46,7 +46,11 @@ class ProcessEngine:
             _compare(jobs)
         outs = [_target(job) for job in jobs]
         rooms = Rooms()
-        return _run(_launches(jobs, outs, rooms), outs, rooms)
+        try:
+            return _run(_launches(jobs, outs, rooms), outs, rooms)
+        except BaseException as error:  # this rank's alone, as one without room for a buffer
+            report(error, jobs[0].task.src.topology)
+            raise
 
     def check_equal(
         self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
