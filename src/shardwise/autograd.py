@@ -229,6 +229,7 @@ def watch_leaf(tensor: Any) -> None:
         like_leaf = _LikeLeaf(tensor._spec)
         setattr(tensor, _WATCHED, like_leaf)
         tensor.register_hook(like_leaf)
+        tensor.register_post_accumulate_grad_hook(_reduce_kept)
 
 
 def take_data(tensor: Any, value: Any) -> None:
@@ -246,6 +247,15 @@ def take_data(tensor: Any, value: Any) -> None:
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
         watched.spec = value._spec
+
+
+def _reduce_kept(leaf: Any) -> None:
+    """Bring a `.grad` into the leaf's layout that an earlier backward has left partial, under
+    `keep_partial_grads`."""
+    grad = leaf.grad
+    if _Grads.keep_partial or not isinstance(grad, Wrapper) or not grad._spec.sums:
+        return
+    leaf.grad = redistributed(grad, _without_partial(leaf._spec, grad._spec.meta))
 
 
 class _LikeLeaf:

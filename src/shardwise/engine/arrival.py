@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
-
-import torch.distributed as dist
+from typing import Any
 
 from ..errors import CommunicationError
 from ..mesh import Topology
 from ..user_line import user_line
 from ..world import current_world
 
-__all__ = ["ARRIVAL", "all_arrive"]
+__all__ = ["ARRIVAL", "all_arrive", "wait_for"]
 
 ARRIVAL = timedelta(seconds=5)
 """How long a rank waits for the others."""
@@ -32,9 +33,7 @@ def all_arrive(what: str, topology: Topology, call: str) -> None:
     store.set(f"{name}/{world.rank}", line)
     if store.add(name, 1) == len(topology.ranks):
         store.compare_set(f"{name}/end", "", "all")
-    try:
-        store.wait([f"{name}/end"], ARRIVAL)
-    except dist.DistStoreError:
+    if not wait_for(store, [f"{name}/end"], ARRIVAL):
         absent = [rank for rank in topology.ranks if not store.check([f"{name}/{rank}"])]
         store.compare_set(f"{name}/end", "", ", ".join(map(str, absent)) or str(world.rank))
     absent_text = store.get(f"{name}/end").decode()
@@ -50,3 +49,17 @@ def all_arrive(what: str, topology: Topology, call: str) -> None:
         "distribute_tensor(tensor, mesh, [Replicate()]) on every rank. "
         'With shardwise.plain_tensors("trust") plain tensors are not compared.'
     )
+
+
+def wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> bool:
+    """Wait until the store has all keys; False if it has not in time.
+
+    `store.wait` would do, but warns on the error output when its time is over.
+    """
+    end, pause = time.monotonic() + timeout.total_seconds(), 0.0
+    while not store.check(list(keys)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause + 1e-5, 0.02)
+    return True

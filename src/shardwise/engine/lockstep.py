@@ -22,6 +22,7 @@ from .._torch import gloo_timeout
 from ..errors import CommunicationError
 from ..user_line import user_line
 from ..world import World, at_end, current_world, known_world
+from .arrival import wait_for
 from .faults import raise_if_peer_failed
 from .protocol import Job
 
@@ -123,17 +124,13 @@ def _exchange(world: World, ranks: tuple[int, ...], count: int, text: str) -> di
     store.set(f"{base}/{world.rank}", text)
     keys = [f"{base}/{rank}" for rank in others]
     end = time.monotonic() + gloo_timeout().total_seconds()
-    while True:
-        try:
-            store.wait(keys, _TICK)
-            break
-        except dist.DistStoreError:
-            store.set(_at(world, world.rank), f"{place}\n{text}")
-            absent = [rank for rank in others if not store.check([f"{base}/{rank}"])]
-            _check_absent(world, place, text, absent)
-            raise_if_peer_failed()
-            if absent and time.monotonic() > end:
-                _raise_difference({world.rank: text} | dict.fromkeys(absent, "it did not come"))
+    while not wait_for(store, keys, _TICK):
+        store.set(_at(world, world.rank), f"{place}\n{text}")
+        absent = [rank for rank in others if not store.check([f"{base}/{rank}"])]
+        _check_absent(world, place, text, absent)
+        raise_if_peer_failed()
+        if absent and time.monotonic() > end:
+            _raise_difference({world.rank: text} | dict.fromkeys(absent, "it did not come"))
     if count > 2:  # who is here has read what was said before the last one
         before = world.key("lockstep", _State.session, f"{','.join(map(str, ranks))}/{count - 2}")
         store.delete_key(f"{before}/{world.rank}")
