@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -14,7 +15,10 @@ from ._torch import autograd_node_name
 
 __all__ = ["user_line"]
 
-_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+_NOT_THE_USERS = (
+    *[str(Path(file).parent) + os.sep for file in (__file__, torch.__file__)],
+    contextlib.__file__,  # it enters and leaves contexts
+)
 
 
 def user_line() -> str:

@@ -24,7 +24,7 @@ from ..user_line import user_line
 from ..world import World, at_end, current_world, known_world
 from .arrival import wait_for
 from .faults import raise_if_peer_failed
-from .protocol import Job
+from .protocol import Job, Task
 
 __all__ = ["compare", "describe", "is_compared", "lockstep"]
 
@@ -84,16 +84,23 @@ def lockstep() -> Iterator[None]:
 
 
 def describe(jobs: Sequence[Job]) -> str:
-    """A collective in a few words."""
+    """A collective in a few words, and a digest of all that it is."""
     parts = []
     for job in jobs[:4]:
         task, dtype = job.task, str(job.dtype).removeprefix("torch.")
         how = f"{task.kind}({task.op})" if task.op else task.kind
-        parts.append(f"{how} over axes {list(task.axes)} of {dtype}, {task.src} to {task.dst}")
+        shape = [max(stops) for stops in zip(*_stops(task), strict=True)]
+        parts.append(f"{how} of {dtype}{shape} over axes {list(task.axes)}")
     more = f" and {len(jobs) - 4} more" if len(jobs) > 4 else ""
-    whole = "; ".join(parts) + more
     digest = sha256(repr([(job.task, job.dtype) for job in jobs]).encode()).hexdigest()[:8]
-    return f"{whole[:300]} [{digest}]"
+    return f"{'; '.join(parts)}{more}, layouts {digest}"
+
+
+def _stops(task: Task) -> list[list[int]]:
+    """Where the pieces of all ranks end, in each dim."""
+    mesh = task.src.topology
+    every = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
+    return [[stop for _, stop in task.src.box(coord)] for coord in every]
 
 
 def _operator() -> str:
