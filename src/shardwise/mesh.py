@@ -409,22 +409,32 @@ def topology(mesh: AnyMesh, links: tuple[Link, ...] | None = None) -> Topology:
     found = _find(mesh)
     if found is None:
         own = _links(mesh) if links is None else links
-        _check_alive(mesh)
         if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
             topology(root_mesh(mesh))
+        made = Topology(mesh, own)
+        _check_groups(made)
         with _lock:
-            found = _topologies.setdefault(_key(mesh), Topology(mesh, own))
+            found = _topologies.setdefault(_key(mesh), made)
     return found
 
 
-def _check_alive(mesh: AnyMesh) -> None:
-    """An error if a mesh over processes was made for a group that was destroyed since."""
-    if isinstance(mesh, VirtualMesh) or mesh.get_coordinate() is None:
+def _check_groups(where: Topology) -> None:
+    """An error if the groups of a mesh over processes were destroyed since it was made.
+
+    PyTorch finds them by name, and may give one of that name that was made since.
+    """
+    if isinstance(where.mesh, VirtualMesh) or where.coordinate is None:
         return
-    try:
-        dist.get_process_group_ranks(mesh.get_group(0))
-    except (KeyError, ValueError) as error:
-        raise MeshError(_destroyed(_axes_text(mesh.shape, mesh.mesh_dim_names))) from error
+    for axis in range(where.ndim):
+        members = list(map(where.rank_of, where.group_coords(where.coordinate, (axis,))))
+        try:
+            ranks = dist.get_process_group_ranks(where.mesh.get_group(axis))
+        except RuntimeError as error:
+            if "resolve" not in str(error):
+                raise
+            ranks = []
+        if sorted(ranks) != sorted(members):
+            raise MeshError(_destroyed(str(where)))
 
 
 def described(where: Topology) -> tuple[Any, ...]:
