@@ -16,6 +16,8 @@ ORDER = [
     "errors",
     "lazy",
     "_torch",
+    "user_line",
+    "world",
     "caller",
     "cache",
     "config",

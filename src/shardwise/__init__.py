@@ -20,6 +20,7 @@ from .config import (
 )
 from .cost import Link
 from .debug import CommDebugMode
+from .engine import lockstep
 from .factories import (
     arange,
     empty,
@@ -77,6 +78,7 @@ __all__ = [
     "is_first_rank",
     "keep_partial_grads",
     "linspace",
+    "lockstep",
     "logspace",
     "manual_seed",
     "normal",

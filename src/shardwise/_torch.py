@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +17,12 @@ __all__ = [
     "OpOverload",
     "announce_write",
     "autograd_node_name",
+    "call_at_destroy",
     "decomposition",
     "disabled_torch_function",
     "ends_a_checkpoint",
     "entered_torch_mesh",
     "fake_tensors",
-    "gloo_group",
     "gloo_timeout",
     "graph_or_view_of",
     "hooks_of",
@@ -31,11 +30,9 @@ __all__ = [
     "inherited",
     "is_base_or_saved",
     "is_composite",
-    "is_held_elsewhere",
     "is_recorded",
     "is_traced",
     "make_wrapper",
-    "never_free",
     "reading_lazy_bits",
     "recorder",
     "recording",
@@ -45,6 +42,7 @@ __all__ = [
     "set_hooks",
     "set_inherited",
     "shared_store",
+    "store_address",
     "suggest_memory_format",
     "swap_contents",
     "take_composite",
@@ -278,19 +276,30 @@ def entered_torch_mesh() -> Any:
     return entered[-1] if entered else None
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of gloo that `torch.distributed` does not know of.
+def call_at_destroy(callback: Callable[[], None]) -> None:
+    """Call `callback` when `destroy_process_group` destroys the default group, before it does.
 
-    `dist.new_group` needs every rank of the world, or a name from how many groups a rank has, and
-    may not be called in two threads at once.
+    There is no public hook. PyTorch first finalizes the communicators in a list of its own; one
+    that is put there hears of it in time to use the store. In a version without the list nobody is
+    called: `World.is_current` then says so at the next use.
     """
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    communicators = getattr(dist.distributed_c10d._world, "comms", None)
+    if communicators is not None:
+        communicators.append(_Communicator(callback))
 
 
-def never_free(group: Any) -> None:
-    """Keep a group of gloo to the end of the process, and then not wait for it: to free one means
-    to wait for all that it has begun, which nothing can call off."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+class _Communicator:
+    """What `destroy_process_group` finalizes."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.finalize = callback
+
+
+def store_address(store: Any) -> str:
+    """The host that has a store; this one if it is none that is reached by a network."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1"))
 
 
 def gloo_timeout() -> timedelta:
@@ -303,26 +312,6 @@ def gloo_timeout() -> timedelta:
 def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are in one storage: those without memory have no address to compare."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
-def is_held_elsewhere(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether anybody but this sequence may hold one of its tensors, or their memory.
-
-    PyTorch's counts and Python's are beside each other: a user may hold the tensor itself, a view,
-    the tensor that it is a view of, the storage, or a capsule.
-    """
-    for part in parts:
-        base, storage = part._base, part.untyped_storage()
-        if not storage.resizable():  # the memory of an array, or of other processes too
-            return True
-        if sys.getrefcount(part) > 3 or sys.getrefcount(storage) > 3 or _counted(part) > 1:
-            return True
-        if base is not None and (sys.getrefcount(base) > 3 or _counted(base) > 2):
-            return True
-        views = 0 if base is None else 1
-        if torch._C._storage_Use_Count(storage._cdata) > 2 + views:
-            return True
-    return False
 
 
 def _counted(tensor: torch.Tensor) -> int:

@@ -75,7 +75,7 @@ class Redistribute(torch.autograd.Function):
         pairs = list(zip(values, targets, strict=True))
         moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
         sources, goals = [value for value, _ in moving], [spec for _, spec in moving]
-        ready = iter(started(sources, goals, later=async_op))
+        ready = iter(started(sources, goals, async_op))
         made: list[Any] = []
         for value, spec in pairs:
             if value._spec is spec:
@@ -248,6 +248,7 @@ def watch_leaf(tensor: Any) -> None:
         like_leaf = _LikeLeaf(tensor._spec)
         setattr(tensor, _WATCHED, like_leaf)
         tensor.register_hook(like_leaf)
+        tensor.register_post_accumulate_grad_hook(_reduce_kept)
 
 
 def is_leaf_hook(hook: object) -> bool:
@@ -267,6 +268,15 @@ def take_data(tensor: Any, value: Any) -> None:
     watched = getattr(tensor, _WATCHED, None)
     if watched is not None:
         watched.spec = tensor._spec
+
+
+def _reduce_kept(leaf: Any) -> None:
+    """Bring a `.grad` into the leaf's layout that an earlier backward has left partial, under
+    `keep_partial_grads`."""
+    grad = leaf.grad
+    if current().partial_grads or not isinstance(grad, Wrapper) or not grad._spec.sums:
+        return
+    leaf.grad = redistributed(grad, _without_partial(leaf._spec, grad._spec.meta))
 
 
 class _LikeLeaf:

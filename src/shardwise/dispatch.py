@@ -18,7 +18,7 @@ from ._torch import OpOverload, reading_lazy_bits, recorder, recording, run_comp
 from .build import build
 from .cache import kept, plan_bytes
 from .deferred import root_of
-from .engine import in_flight, settle, tell
+from .engine import report
 from .entry import Entry
 from .errors import LayoutError
 from .pending import PendingValue
@@ -27,6 +27,7 @@ from .plans import Plan, tensors_in
 from .rules.call import LEAST, MOST, has_fractions
 from .sparse import has_sparse, run_sparse
 from .trace import planned
+from .world import World, at_end
 from .wrapper import Plain, Wrapper
 
 __all__ = ["clear", "dispatch", "stats"]
@@ -50,6 +51,11 @@ def clear() -> None:
         _entries.clear()
         _counts["misses"] = 0
     kept.clear()
+
+
+@at_end
+def _forget_plans(_: World) -> None:
+    clear()
 
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
@@ -86,8 +92,6 @@ def dispatch(
     if entry.composite and torch.is_inference_mode_enabled():
         # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
         return run_composite(op, *args, **(kwargs or {}))
-    if in_flight and entry.altered:
-        _before_writing(entry, args, kwargs or {})
     if entry.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
         # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
         with torch.inference_mode(False), torch.no_grad():
@@ -121,9 +125,9 @@ def dispatch(
     if found is None or (
         found.default is not None and found.default is not torch.get_default_dtype()
     ):
-        found = _build(entry, tuple(key), operands, args, kwargs, plain)
-    elif plain and policy.current().plain == "check_always":
-        check_plain(entry.op, entry.own, operands, args, kwargs)
+        found = _build(entry, tuple(key), operands, args, kwargs)
+    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
+        found.plain_checked = check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
         if found.is_complex:
             with reading_lazy_bits():
@@ -135,7 +139,7 @@ def dispatch(
         return found.run(operands, args, kwargs)
     except BaseException as error:
         # an error in values is this rank's alone: the others must not wait for it
-        tell(error, operands[0]._spec.topology)
+        report(error, operands[0]._spec.topology)
         raise
 
 
@@ -154,17 +158,6 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     new = [make_known(tensor) for tensor in found]
     return any(new)
-
-
-def _before_writing(entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Wait for what still reads the memory that an operator writes."""
-    given = [args[place] for place in entry.writes if place < len(args)]
-    given += [value for name, value in kwargs.items() if name in entry.altered]
-    for each in given:
-        for tensor in each if isinstance(each, (list, tuple)) else (each,):
-            # Nobody reads a value that is still to come.
-            if isinstance(tensor, Wrapper) and not isinstance(tensor, PendingValue):
-                settle(root_of(tensor)._locals)
 
 
 def _run(
@@ -260,14 +253,11 @@ def _build(
     operands: list[Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    plain: bool,
 ) -> Plan:
     made = build(entry, operands, args, kwargs)
     made.is_complex = any(o._spec.dtype.is_complex for o in operands)
     if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
         made.default = torch.get_default_dtype()  # integers divided, or times a number
-    if plain and policy.current().plain in ("check", "check_always"):
-        check_plain(entry.op, entry.own, operands, args, kwargs)
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
         _counts["misses"] += 1

@@ -12,7 +12,7 @@ import torch
 
 from ._torch import OpOverload, is_composite, take_composite, take_differentiable
 from .deferred import DeferredPlan, defer, is_deferred, view_of_lazy, write_through
-from .engine import tell
+from .engine import report
 from .listops import is_list_op, run_list
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .rules import Call, family_of
@@ -85,7 +85,7 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             given = (v for v in tensors_in(args, kwargs) if isinstance(v, Wrapper))
             if (first := next(given, None)) is not None:
-                tell(error, first._spec.topology)
+                report(error, first._spec.topology)
             raise
 
     return told

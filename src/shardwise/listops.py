@@ -13,7 +13,7 @@ from . import policy
 from ._torch import OpOverload
 from .cache import kept, plan_bytes
 from .deferred import is_deferred, own_value, put_back
-from .engine import tell
+from .engine import report
 from .errors import LayoutError
 from .infer import infer
 from .listplan import Element, ListPlan
@@ -326,19 +326,18 @@ def _run_on(
         torch.get_default_dtype(),
     )
     found = entry.plans.get(key)
-    when = policy.current().plain
-    if plain and (when == "check_always" or (when == "check" and found is None)):
-        check_plain(entry.op, entry.own, operands, args, kwargs)
     if found is None:
         written = [each for n in entry.writes if n in listing.lists for each in args[n]]
         ask_about_repeats(entry.op, written, args, kwargs)
         made = _build(entry, mesh, listing, operands, args, kwargs)
         found = _ready(entry, mesh, made, operands)
         kept.put(entry.plans, key, found, plan_bytes(operands))
+    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
+        found.plain_checked = check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
         return found.run(operands, args, kwargs)
     except BaseException as error:
-        tell(error, mesh)  # as of a single operator: it is this rank's alone
+        report(error, mesh)  # as of a single operator: it is this rank's alone
         raise
 
 

@@ -29,6 +29,8 @@ __all__ = ["different_meshes", "meet"]
 
 def different_meshes(op: object, operands: Sequence[Any]) -> MeshError:
     """The error for operands that cannot meet."""
+    for operand in operands:
+        operand._spec.topology.refuse_destroyed()
     given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
     return MeshError(
         f"{op}: the operands are on different meshes: {given}.\n"

@@ -26,6 +26,7 @@ from .errors import MeshError
 from .geometry import all_coords
 from .links import told_by_first
 from .placement import Placement
+from .world import World, at_end, current_world, known_world
 
 __all__ = [
     "AnyMesh",
@@ -174,12 +175,15 @@ def init_device_mesh(
     *,
     mesh_dim_names: Sequence[str] | None = None,
     links: LinkLike | Sequence[LinkLike] | None = None,
+    lockstep: bool = False,
 ) -> AnyMesh:
     """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
 
     `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
     one per axis, the same for as long as the mesh lives. Processes that are told nothing read what
-    `shardwise calibrate` has measured; all take what the mesh's first rank has.
+    `shardwise calibrate` has measured; all take what the mesh's first rank has. With `lockstep` the
+    ranks compare what they run before each collective, as in `shardwise.lockstep`, until the
+    process group is destroyed.
 
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     VirtualMesh('cpu', dp=2, tp=2)
@@ -202,7 +206,9 @@ def init_device_mesh(
             f"init_device_mesh: mesh_shape {shape} has {prod(shape)} ranks, but {world} processes "
             f"run. Start {prod(shape)}, or use DeviceMesh(device_type, ranks) for a part of them."
         )
-    return _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
+    made = _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
+    current_world().lockstep |= lockstep
+    return made
 
 
 class _DeviceMeshMeta(type):
@@ -249,6 +255,7 @@ def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) ->
     if not where.groups:
         where.groups.update(_flattened_groups(where))
     share_random_state(mesh)
+    current_world().find_addresses(where.ranks)  # all have said so: they took part in the above
     return mesh
 
 
@@ -292,6 +299,7 @@ class Topology:
         "ranks",
         "shape",
         "virtual",
+        "world",
     )
 
     mesh: AnyMesh
@@ -304,6 +312,7 @@ class Topology:
     coordinate: Coord | None
     links: tuple[Link, ...]
     groups: dict[tuple[int, ...], dist.ProcessGroup]
+    world: World | None
 
     def __init__(self, mesh: AnyMesh, links: tuple[Link, ...]) -> None:
         self.mesh = mesh
@@ -317,6 +326,12 @@ class Topology:
         self.coordinate = None if here is None else tuple(here)
         self.links = links
         self.groups = {}
+        self.world = None if self.virtual else current_world()
+
+    def refuse_destroyed(self) -> None:
+        """An error if the process group of this mesh was destroyed."""
+        if self.world is not None and not self.world.is_current():
+            raise MeshError(_destroyed(str(self)))
 
     def coords_here(self, axes: Sequence[int]) -> tuple[Coord, ...]:
         """The coordinates that live in this process, the axes outside `axes` fixed at 0 if virtual.
@@ -342,6 +357,46 @@ class Topology:
     def __repr__(self) -> str:
         names = self.mesh.mesh_dim_names
         return f"({_axes_text(self.shape, names)})"
+
+
+class DestroyedMesh:
+    """What is left of a mesh whose process group was destroyed: it has a shape and no groups."""
+
+    def __init__(self, mesh: TorchDeviceMesh) -> None:
+        self.device_type = mesh.device_type
+        self.mesh = mesh.mesh
+        self.mesh_dim_names = mesh.mesh_dim_names
+        self.shape = tuple(mesh.shape)
+        self.ndim = len(self.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return self.mesh.numel() if mesh_dim is None else self.mesh.size(mesh_dim)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        raise MeshError(_destroyed(_axes_text(self.shape, self.mesh_dim_names)))
+
+    def __repr__(self) -> str:
+        return f"DestroyedMesh({_axes_text(self.shape, self.mesh_dim_names)})"
+
+
+def _destroyed(mesh: str) -> str:
+    return (
+        f"the process group of mesh {mesh} was destroyed, by destroy_process_group() or because "
+        "another one was made since: its tensors cannot communicate any more. What this rank holds "
+        "of them is still there, x.to_local(); make a new mesh and give them to it with "
+        "DTensor.from_local or distribute_tensor."
+    )
+
+
+@at_end
+def _forget_groups(world: World) -> None:
+    """Let go of all groups of a world that was destroyed; tensors may keep their `Topology`."""
+    with _lock:
+        for key, where in list(_topologies.items()):
+            if where.world is world:
+                del _topologies[key]
+                where.groups.clear()
+                where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment, arg-type]
 
 
 @lru_cache(maxsize=65536)
@@ -370,8 +425,10 @@ def topology(mesh: AnyMesh | None, links: tuple[Link, ...] | None = None) -> Top
         own = _links(mesh) if links is None else links
         if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
             topology(root_mesh(mesh))
+        made = Topology(mesh, own)
+        _check_groups(made)
         with _lock:
-            found = _topologies.setdefault(_key(mesh), Topology(mesh, own))
+            found = _topologies.setdefault(_key(mesh), made)
     return found
 
 
@@ -384,6 +441,25 @@ def _entered() -> AnyMesh:
             "`with mesh:`. Make a mesh with shardwise.init_device_mesh(device_type, shape)."
         )
     return found
+
+
+def _check_groups(where: Topology) -> None:
+    """An error if the groups of a mesh over processes were destroyed since it was made.
+
+    PyTorch finds them by name, and may give one of that name that was made since.
+    """
+    if isinstance(where.mesh, VirtualMesh) or where.coordinate is None:
+        return
+    for axis in range(where.ndim):
+        members = list(map(where.rank_of, where.group_coords(where.coordinate, (axis,))))
+        try:
+            ranks = dist.get_process_group_ranks(where.mesh.get_group(axis))
+        except RuntimeError as error:
+            if "resolve" not in str(error):
+                raise
+            ranks = []
+        if sorted(ranks) != sorted(members):
+            raise MeshError(_destroyed(str(where)))
 
 
 def described(where: Topology) -> tuple[Any, ...]:
@@ -407,8 +483,9 @@ def described_mesh(
         own = [Link(*pair) for pair in links]
         array = torch.tensor(ranks).view(shape)
         return topology(VirtualMesh(device_type, array, mesh_dim_names=names, links=own))
-    world = dist.group.WORLD if dist.is_available() else None
-    found = _topologies.get((world, device_type, tuple(shape), tuple(ranks), names))
+    world = known_world()
+    number = None if world is None or not world.is_current() else world.number
+    found = _topologies.get((number, device_type, tuple(shape), tuple(ranks), names))
     if found is None and names is not None:
         found = _part_of_known(device_type, tuple(ranks), tuple(names))
     if found is not None:
@@ -515,7 +592,7 @@ def _key(mesh: AnyMesh) -> tuple[object, ...]:
         return mesh._key()
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(mesh.mesh.flatten().tolist())
-    return dist.group.WORLD, mesh.device_type, tuple(mesh.shape), ranks, names
+    return current_world().number, mesh.device_type, tuple(mesh.shape), ranks, names
 
 
 def _links(mesh: AnyMesh) -> tuple[Link, ...]:

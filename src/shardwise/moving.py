@@ -16,11 +16,10 @@ from .redistribute import (
     relaid,
     run_all,
     run_between,
-    run_later,
     steps_between,
 )
 from .spec import DTensorSpec, TensorMeta
-from .wrapper import Locals, Origin, Wrapper, is_exposed, share_cell, wrap
+from .wrapper import Locals, Origin, Wrapper, share_cell, wrap
 
 __all__ = [
     "Move",
@@ -363,18 +362,18 @@ def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
 
 
 def started(
-    tensors: Sequence[Any], specs: Sequence[DTensorSpec], later: bool = False
+    tensors: Sequence[Any], specs: Sequence[DTensorSpec], async_op: bool = False
 ) -> list[Ready]:
-    """New local tensors for many moves, in few collectives that may still be under way.
+    """New local tensors for many moves, in few collectives.
 
-    With `later` the tensors may be written before the results are asked for.
+    The last collective of each may still be under way. With `async_op` the tensors may be written
+    before the results are asked for.
     """
-    pairs = list(zip(tensors, specs, strict=True))
-    if not later:
-        return run_all([_run(tensor, spec, True) for tensor, spec in pairs])
-    found = [(spec, *_source(tensor, spec)) for tensor, spec in pairs]
-    held = any(map(is_exposed, tensors))
-    return run_later([(base, spec, local) for spec, base, local in found], held)
+    runs = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        base, local = _source(tensor, spec)
+        runs.append(run_between(base, spec, local, fresh=True, async_op=async_op))
+    return run_all(runs)
 
 
 def _unreduced(view: Any, target: DTensorSpec) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -14,6 +15,24 @@ from .wrapper import Locals, Wrapper, wrap
 __all__ = ["PendingValue", "pending"]
 
 
+class _Once:
+    """A value that is waited for once, whichever thread asks first; an error is raised again."""
+
+    __slots__ = ("_lock", "_made", "_ready")
+
+    def __init__(self, ready: Ready) -> None:
+        self._ready: Ready | None = ready
+        self._made: Locals = ()
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Locals:
+        with self._lock:
+            if self._ready is not None:
+                self._made = self._ready()
+                self._ready = None
+            return self._made
+
+
 class PendingValue:
     """Mixed into the public class. Once it has its value, the tensor is of the public class."""
 
@@ -21,10 +40,13 @@ class PendingValue:
 
     @property
     def _locals(self) -> Locals:
-        local = self._ready()
-        self.__class__ = Wrapper.public  # type: ignore[assignment]  # it is no longer special
-        self._locals = local  # type: ignore[misc]
-        del self._ready
+        own = self.__dict__
+        ready = own.get("_ready")
+        if ready is not None:  # else another thread has the value since
+            own["_locals"] = ready()
+            self.__class__ = Wrapper.public  # type: ignore[assignment]  # it is no longer special
+            own.pop("_ready", None)
+        local: Locals = own["_locals"]
         return local
 
 
@@ -37,5 +59,5 @@ def pending(spec: DTensorSpec, ready: Ready) -> Any:
     kind = Wrapper.pending  # type: ignore[attr-defined]
     device = torch.device(topology.device_type)
     made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
-    made._spec, made._ready = spec, ready  # type: ignore[attr-defined]
+    made._spec, made._ready = spec, _Once(ready)  # type: ignore[attr-defined]
     return made

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.hooks import unserializable_hook
 
+from . import policy
 from ._torch import OpOverload
-from .engine import as_bytes, engine_of
+from .engine import all_arrive, as_bytes, engine_of
 from .errors import LayoutError, PlainTensorError
 from .mesh import Topology
 from .moving import moved
 from .spec import DTensorSpec, TensorMeta, default_placements
+from .world import World, at_end
 from .wrapper import Plain, Wrapper, wrap
 
 __all__ = ["adopt", "bring_grads_back", "check_dense", "check_plain", "digest", "full_local"]
@@ -121,29 +124,68 @@ def _read(
             yield from found
 
 
+class _Checked:
+    """How often the plain operands of a call were found equal, by a digest of the call that all
+    ranks have alike.
+
+    Whether a rank compares must not depend on which plans it still has, so this is no part of the
+    plan cache, and nothing is evicted: 16 bytes a call. It goes with the process group.
+    """
+
+    calls: ClassVar[dict[bytes, int]] = {}
+
+
+@at_end
+def _forget_checked(_: World) -> None:
+    _Checked.calls = {}
+
+
 def check_plain(
     op: OpOverload,
     own: frozenset[str],
     operands: Sequence[Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-) -> None:
-    """An error, on every rank, if a plain operand is not equal on all ranks.
+) -> bool:
+    """An error, on every rank, if a plain operand is not equal on all ranks. Returns whether the
+    operands of such calls need not be compared again.
 
     Arguments named in `own` are only written, or nothing but themselves is made of what they held.
     """
-    for operand in _read(op, own, operands, args, kwargs):
-        if not isinstance(operand, Plain):
-            continue
-        value, topology = operand._locals[0], operand._spec.topology
-        if value.ndim == 0 or topology.virtual:
-            continue
-        if not engine_of(topology).check_equal(topology, digest(value)):
-            raise PlainTensorError(
-                f"{op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is "
-                "mixed with DTensors, but it is not equal on all ranks. A plain tensor counts as "
-                "replicated.\n"
-                "If each rank has its own part of a batch, say so: "
-                "DTensor.from_local(tensor, mesh, [Shard(0)]). If it is one value for all, use "
-                "distribute_tensor(tensor, mesh, [Replicate()]), which takes the first rank's."
-            )
+    found = [o for o in _read(op, own, operands, args, kwargs) if isinstance(o, Plain)]
+    found = [o for o in found if o._locals[0].ndim and not o._spec.topology.virtual]
+    if not found:
+        return True
+    mode = policy.current().plain
+    if mode not in ("check", "check_always"):
+        return False
+    call = sha256(f"{op} {[_described(operand) for operand in operands]}".encode()).digest()[:16]
+    times = _Checked.calls.get(call, 0)
+    if times and mode == "check":
+        return True
+    mesh = found[0]._spec.topology
+    if mesh.coordinate is not None:
+        what = f"{op}: a plain tensor among DTensors is compared over the ranks"
+        all_arrive(what, mesh, f"{call.hex()} {times}")
+    for operand in found:
+        _check_equal(op, operand)
+    _Checked.calls[call] = times + 1
+    return True
+
+
+def _described(operand: Any) -> str:
+    kind = "plain " if isinstance(operand, Plain) else ""
+    return f"{kind}{operand._spec} {operand._spec.stride} {operand._spec.topology.ranks}"
+
+
+def _check_equal(op: OpOverload, operand: Plain) -> None:
+    value, topology = operand._locals[0], operand._spec.topology
+    if not engine_of(topology).check_equal(topology, digest(value)):
+        raise PlainTensorError(
+            f"{op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is "
+            "mixed with DTensors, but it is not equal on all ranks. A plain tensor counts as "
+            "replicated.\n"
+            "If each rank has its own part of a batch, say so: "
+            "DTensor.from_local(tensor, mesh, [Shard(0)]). If it is one value for all, use "
+            "distribute_tensor(tensor, mesh, [Replicate()]), which takes the first rank's."
+        )

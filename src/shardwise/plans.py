@@ -38,10 +38,10 @@ class Plan:
     `quick`, if there is one, does the same as `run` for operands that are no deferred views. `tier`
     says who serves the call: rows, form, random, decomposition or fallback. `default` is the
     default dtype for which it was built, if the results may have it. `is_complex` says that some
-    operand is.
+    operand is, `plain_checked` that plain operands of such calls are equal on all ranks.
     """
 
-    __slots__ = ("default", "is_complex", "quick", "tier")
+    __slots__ = ("default", "is_complex", "plain_checked", "quick", "tier")
 
     quick: Callable[..., Any] | None
 
@@ -50,6 +50,7 @@ class Plan:
         self.tier = tier
         self.default: torch.dtype | None = None
         self.is_complex = False
+        self.plain_checked = False
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import torch
-
-from ._torch import autograd_node_name
 from .config import current
 from .errors import CommunicationError, PlainTensorError
+from .user_line import user_line
 
 __all__ = ["current", "inside", "on_fallback", "on_moves", "on_plain"]
-
-_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
 class _State(threading.local):
@@ -27,21 +19,6 @@ class _State(threading.local):
 
 
 _state = _State()
-
-
-def _where() -> str:
-    """The user's line that led here; in a backward also the operator of the forward."""
-    line = "unknown line"
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_NOT_THE_USERS):
-            line = f"{frame.filename}:{frame.lineno}"
-            break
-    node = autograd_node_name()
-    if node is None:
-        return line
-    forward = re.sub(r"Backward\d*$", "", node.split("::")[-1])
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", forward).lower()
-    return f"{line} (in the backward of {snake})"
 
 
 @contextmanager
@@ -63,11 +40,11 @@ def on_moves(op: object | None, moves: list[str]) -> None:
     who = f"{op}, in {outer}," if None not in (op, outer) and op is not outer else op or outer
     text = f"{who} moves {'; '.join(moves)}"
     if current().moves == "warn":
-        warnings.warn(f"{text}, at {_where()}.", stacklevel=2)
+        warnings.warn(f"{text}, at {user_line()}.", stacklevel=2)
         return
     raise CommunicationError(
         f'{text}, and communication("error") forbids implicit communication. Write it down with '
-        f"redistribute(...) before the call, at {_where()}, or allow it with "
+        f"redistribute(...) before the call, at {user_line()}, or allow it with "
         'communication("auto").'
     )
 
@@ -79,12 +56,12 @@ def on_fallback(op: object, seen: set[object]) -> None:
     text = f"{op} has no rule: its inputs are replicated and it runs whole on every rank"
     if current().fallback == "error":
         raise CommunicationError(
-            f'{text}, which communication(..., fallback="error") forbids, at {_where()}. '
+            f'{text}, which communication(..., fallback="error") forbids, at {user_line()}. '
             "Give it a rule with shardwise.register_rule."
         )
     if op not in seen:
         seen.add(op)
-        warnings.warn(f"{text}, at {_where()}.", stacklevel=2)
+        warnings.warn(f"{text}, at {user_line()}.", stacklevel=2)
 
 
 def on_plain(op: object, shape: tuple[int, ...]) -> None:

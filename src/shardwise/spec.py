@@ -120,7 +120,6 @@ class DTensorSpec:
     True
     """
 
-    mesh: AnyMesh
     topology: Topology
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta | None
@@ -168,7 +167,7 @@ class DTensorSpec:
             found = cls._interned.get(key)
             if found is None:
                 found = object.__new__(cls)
-                found.topology, found.mesh = where, where.mesh
+                found.topology = where
                 found.placements, found.tensor_meta, found.cuts = places, meta, cuts
                 cls._interned[key] = found
         return found
@@ -253,6 +252,11 @@ class DTensorSpec:
             return self
         places = tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in self.placements)
         return self._intern(self.topology, places, self.tensor_meta, None)
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh as the user knows it."""
+        return self.topology.mesh
 
     # --- how it is laid out ----------------------------------------------------------------
 

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ._torch import disabled_torch_function, is_held_elsewhere, make_wrapper
-from .engine import in_flight, settle
+from ._torch import disabled_torch_function, make_wrapper
 from .spec import DTensorSpec
 
 __all__ = ["Origin", "Plain", "Wrapper", "wrap"]
@@ -198,8 +197,6 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     dispatcher makes of a local tensor has versions of its own.
     """
     cell, own = share_cell(tensor), tensor._locals
-    if in_flight:
-        settle(own)
     if not cell.exposed and _has_inference(cell.parts):
         cell.handed = handed = tuple(map(_with_versions, cell.parts))
         # One rank may look alone: what all have made of it must still be good on this one.
@@ -225,17 +222,6 @@ def _has_inference(parts: Locals) -> bool:
     """Whether some are plain tensors in memory that have no versions."""
     values = all(type(part) is torch.Tensor and not part.is_meta for part in parts)
     return values and any(part.is_inference() for part in parts)
-
-
-def is_exposed(tensor: Any) -> bool:
-    """Whether a user may write into the local tensors where nobody counts.
-
-    Who was given them may have let go of them since.
-    """
-    cell = tensor._cell
-    if cell is None or not cell.exposed:
-        return False
-    return cell.parts is not tensor._locals or is_held_elsewhere(cell.parts)
 
 
 def _view_of(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a process really holds while a layout changes, its threads of the background included."""
+"""What a process really holds while a layout changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine import flight, mail, process
+from shardwise.engine import mail, process
 
 __all__ = ["Peak"]
 
@@ -33,13 +33,6 @@ class Peak:
         self._undo = ExitStack()
 
     def __enter__(self) -> Peak:
-        serve = flight._Runway._serve
-
-        def watched(runway: flight._Runway) -> None:
-            with _Watch(self):
-                serve(runway)
-
-        self._undo.enter_context(patch.object(flight._Runway, "_serve", watched))
         for module, name in ((mail, "all_to_all"), (process, "all_reduce")):
             kept = partial(self._keep, getattr(module, name))
             self._undo.enter_context(patch.object(module, name, kept))

@@ -1,52 +1,42 @@
 """Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
 
 from ..mesh import Topology
+from .arrival import all_arrive
 from .buffer import buffer_size, give_back
-from .faults import tell
-from .flight import fly, in_flight, is_idle, settle
-from .lane import Ends, here, rehearsing
-from .process import ProcessEngine, can_fly
+from .faults import report
+from .lockstep import lockstep
+from .process import ProcessEngine
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, has_room, identity
-from .rehearsal import Rehearsal
 from .virtual import VirtualEngine
 from .wire import as_bytes, backends_reduce, buffer_width, is_plain
 
 __all__ = [
-    "Ends",
     "Engine",
     "Finish",
     "Job",
     "Locals",
     "Parcel",
+    "all_arrive",
     "as_bytes",
     "backends_reduce",
     "buffer_size",
     "buffer_width",
-    "can_fly",
     "check_reducible",
     "engine_of",
-    "fly",
     "give_back",
     "has_room",
-    "here",
     "identity",
-    "in_flight",
-    "is_idle",
     "is_plain",
+    "lockstep",
     "narrow",
-    "rehearsing",
-    "settle",
-    "tell",
+    "report",
 ]
 
 _virtual: Engine = VirtualEngine()
 _process: Engine = ProcessEngine()
-_rehearsal: Engine = Rehearsal()
 
 
 def engine_of(topology: Topology) -> Engine:
     """The engine that serves a mesh."""
-    if topology.virtual:
-        return _virtual
-    return _rehearsal if here.rehearsing else _process
+    return _virtual if topology.virtual else _process

@@ -9,15 +9,13 @@ import torch
 
 from ..config import current
 from ..geometry import Box, box_numel
-from .lane import here
 
 __all__ = ["Rooms", "buffer_size", "chunks", "give_back"]
 
 
 def buffer_size() -> int:
-    """The bytes that a collective may pack and unpack at a time. What runs in the background has
-    those of its call."""
-    return current().buffer if here.nbytes is None else here.nbytes
+    """The bytes that a collective may pack and unpack at a time."""
+    return current().buffer
 
 
 def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:

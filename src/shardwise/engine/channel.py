@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError
 from ..mesh import Coord, Topology, VirtualMesh
-from .faults import look
-from .lane import here
+from ..world import World, at_end
 from .protocol import Task
 
-__all__ = ["Channel", "channel_of", "is_behind", "lanes"]
+__all__ = ["Channel", "channel_of", "members", "reduction_groups"]
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,9 @@ def channel_of(tasks: Sequence[Task]) -> Channel:
     """The channel for collectives that go out as one."""
     src, dst = tasks[0].src.topology, tasks[0].dst.topology
     axes = tuple(sorted({axis for task in tasks for axis in task.axes}))
-    if here.lane is not None:
-        found = _members(src, axes) if src is dst else _of_both(src, dst)
-        return replace(found, group=here.lane.group(found.ranks, look))
     if src is dst:
         return _on_one_mesh(src, axes)
     return _between(src, dst)
-
-
-def is_behind(group: Any) -> bool:
-    """Whether a group is one of the background, which `torch.distributed` does not know."""
-    return group is not None and not isinstance(group, dist.ProcessGroup)
 
 
 def world() -> dist.ProcessGroup:
@@ -64,16 +55,16 @@ def world() -> dist.ProcessGroup:
 def _on_one_mesh(topology: Topology, axes: tuple[int, ...]) -> Channel:
     group = _spanning(topology, axes)
     if group is None:
-        return _members(topology, axes)
+        return members(topology, axes)
     return _among(topology, tuple(dist.get_process_group_ranks(group)), group)
 
 
 @lru_cache(maxsize=4096)
-def _members(topology: Topology, axes: tuple[int, ...]) -> Channel:
+def members(topology: Topology, axes: tuple[int, ...]) -> Channel:
     """The members along `axes`, without a group."""
     assert topology.coordinate is not None
-    members = topology.group_coords(topology.coordinate, axes)
-    return _among(topology, tuple(sorted(map(topology.rank_of, members))), None)
+    found = topology.group_coords(topology.coordinate, axes)
+    return _among(topology, tuple(sorted(map(topology.rank_of, found))), None)
 
 
 def _among(topology: Topology, ranks: tuple[int, ...], group: Any) -> Channel:
@@ -120,10 +111,8 @@ def _of_both(src: Topology, dst: Topology) -> Channel:
     return Channel(None, ranks, have, want, me)
 
 
-def lanes(topology: Topology, axes: tuple[int, ...]) -> list[Any]:
+def reduction_groups(topology: Topology, axes: tuple[int, ...]) -> list[dist.ProcessGroup]:
     """Groups that, one after another, reduce over `axes`: one if there is one for all of them."""
-    if here.lane is not None:
-        return [here.lane.group(_members(topology, axes).ranks, look)]
     own = tuple(axis for axis in axes if topology.shape[axis] > 1)
     assert not isinstance(topology.mesh, VirtualMesh)
     if len(own) > 1 and own in topology.groups:
@@ -135,5 +124,11 @@ def lanes(topology: Topology, axes: tuple[int, ...]) -> list[Any]:
             run = own[first : first + count]
             if run in topology.groups:
                 rest = (*own[:first], *own[first + count :])
-                return [topology.groups[run], *lanes(topology, rest)]
+                return [topology.groups[run], *reduction_groups(topology, rest)]
     return [topology.mesh.get_group(axis) for axis in own]
+
+
+@at_end
+def _forget_channels(_: World) -> None:
+    for cached in (_on_one_mesh, members, _between, _of_both):
+        cached.cache_clear()

@@ -1,186 +1,314 @@
-"""What a rank does when another one fails: it raises at its next collective instead of hanging.
+"""Failures: a rank that fails tells the others, which raise instead of waiting for it.
 
-An error in values, such as an index out of range, happens on one rank alone. That rank leaves a
-note in the store that all processes share; a rank that waits long for a collective looks there.
+Each rank has one note in the store that all processes share. It says
 
-A program may catch an error and go on. If all ranks of the mesh had one in the same call, as they
-have of an index that all of them hold, they are still in step. Else those that had none come to a
-collective that was meant for the results of the call: they must hear of the error all the same,
-and the ranks that went on raise with them. So each rank counts its failures on a mesh, and one that
-goes on first waits until the others have failed as often as it has. Of each failure there is a note
-until then: the ranks may have had the first one alike and not the next.
+- which error ended the rank's program, if one did (`sys.excepthook`),
+- or in how many calls on each mesh the rank failed so far. An error in values, such as an index out
+  of range, may be one rank's alone. A program that catches it goes on if all ranks of the mesh
+  failed as often; otherwise the ranks are not in step, and those that failed raise at their next
+  collective as the others do.
+
+A rank that waits reads the notes every two seconds. If the backend says that a connection was
+closed, it finds out whose process has ended, and writes the note on behalf of that rank: whoever
+comes later names the same rank, and not one that ended because of it.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from hashlib import sha256
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
-import torch.distributed as dist
-
-from .._torch import ends_a_checkpoint, gloo_timeout, shared_store
+from .._torch import ends_a_checkpoint, gloo_timeout
 from ..errors import CommunicationError, OutOfRangeError, ShardwiseError
 from ..mesh import Topology
-from .lane import Lane, here
+from ..user_line import user_line
+from ..world import World, at_end, at_start, known_world, refuse_forked
 
-__all__ = [
-    "LOOK_AFTER",
-    "forgive",
-    "leave_note",
-    "look",
-    "note_stands",
-    "tell",
-    "wait",
-    "wait_pairs",
-]
+__all__ = ["TICK", "clear", "raise_if_peer_failed", "report", "wait", "wait_pairs"]
 
-_KEY = "shardwise/fault"
-_STANDING = f"{_KEY}/standing"
-"""How many notes stand."""
-LOOK_AFTER = timedelta(seconds=2)
+TICK = timedelta(seconds=2)
+"""How long a rank waits before it reads the notes."""
+_PATIENCE = 5.0
+"""How many seconds the process that has the store waits for others to read the notes."""
+
+Counts = dict[str, int]
+"""How often a rank has failed on each mesh, by the mesh's ranks."""
 
 
-class _Told:
-    """How often this rank has failed since it last talked, and on which meshes."""
+class _Own:
+    """What this rank has said of itself."""
 
-    notes = 0
-    meshes: tuple[tuple[int, ...], ...] = ()
+    counts: ClassVar[Counts] = {}
+    unsettled: ClassVar[set[str]] = set()  # meshes on which others may not have failed as often
+    text = ""
+    order = 0
+    ended = False
+    knows = False  # of a failure, its own or another's
 
 
-def tell(error: BaseException, topology: Topology) -> None:
-    """Leave a note that this rank failed in a call on a mesh.
+# --- telling -------------------------------------------------------------------------------------
 
-    Errors of the library are found by all ranks alike, but for those in values.
+
+def report(error: BaseException, topology: Topology) -> None:
+    """Note that this rank failed in a call on a mesh.
+
+    Other errors of the library than those in values are found by all ranks alike. On other devices
+    than CPUs nobody reads notes while waiting.
     """
     alike = isinstance(error, ShardwiseError) and not isinstance(error, OutOfRangeError)
-    if alike or topology.virtual or not dist.is_initialized():
+    world = known_world()
+    if alike or world is None or topology.world is not world or topology.device_type != "cpu":
         return
-    if getattr(error, "_shardwise_told", False) or ends_a_checkpoint(error):
-        return  # told by the call within this one that it comes from, or no error
-    error._shardwise_told = True  # type: ignore[attr-defined]
-    me = dist.get_rank()
-    # Elsewhere nobody looks for notes, so nobody would answer to one.
-    ranks = topology.ranks if topology.device_type == "cpu" else ()
-    text = f"rank {me} failed: {type(error).__name__}: {error}"[:2000]
+    if getattr(error, "_shardwise_reported", False) or ends_a_checkpoint(error):
+        return  # reported by the call within this one that it comes from, or no error
+    error._shardwise_reported = True  # type: ignore[attr-defined]
+    mesh = ",".join(map(str, topology.ranks))
+    _Own.counts[mesh] = _Own.counts.get(mesh, 0) + 1
+    _Own.unsettled.add(mesh)
+    if not _Own.text:
+        _Own.text = _text(world.rank, error)
+    _write_own(world)
+
+
+def _report_end(error: BaseException) -> None:
+    """Note that an error ends this rank's program, unless it is the consequence of another's."""
+    world = known_world()
+    if world is None or not world.is_current():
+        return
+    _Own.knows = True
+    cause: BaseException | None = error
+    while cause is not None:
+        if getattr(cause, "_shardwise_consequence", False):
+            return
+        cause = cause.__cause__ or cause.__context__
+    _Own.ended, _Own.text = True, _text(world.rank, error)
+    _write_own(world)
+
+
+def _text(rank: int, error: BaseException) -> str:
+    return f"rank {rank} failed: {type(error).__name__}: {error}"[:2000]
+
+
+def _write_own(world: World) -> None:
     try:
-        store = shared_store()
-        count = store.add(_count_key(ranks, me), 1)
-        note = f"{','.join(map(str, ranks))}\n{count}\n{text}"
-        store.set(f"{_notes_key(me)}/{_Told.notes}", note)
-        store.add(_notes_key(me), 1)
-        store.add(_STANDING, 1)
-    except RuntimeError:
-        return  # the store is gone, and with it the process that had it: all hear of that
-    _Told.notes += 1
-    if ranks not in _Told.meshes:
-        _Told.meshes = (*_Told.meshes, ranks)
-
-
-def _notes_key(rank: int) -> str:
-    """Where a rank counts its notes that stand; the notes are below. None is ever deleted, because
-    a rank that looks for what was there a moment ago would wait for it."""
-    return f"{_KEY}/notes/{rank}"
-
-
-def _count_key(ranks: Sequence[int], rank: int) -> str:
-    """Where a rank counts its failures on a mesh of these ranks."""
-    return f"{_KEY}/{sha256(str(tuple(ranks)).encode()).hexdigest()[:32]}/{rank}"
-
-
-def _apart_key(rank: int) -> str:
-    """Set when a rank has raised because another failed, or another because it did: it is not in
-    step with all others any more."""
-    return f"{_KEY}/apart/{rank}"
-
-
-def leave_note(lane: Lane, error: BaseException) -> None:
-    """As `tell`, for what ran in the background. This note stays: its groups are of no more use."""
-    text = f"rank {lane.rank} failed in the background: {type(error).__name__}: {error}"
-    try:
-        lane.store.set(_key_of(lane), text[:2000])
+        _Own.order = _Own.order or world.store.add(world.key("notes"), 1)
+        note = {"order": _Own.order, "ended": _Own.ended, "text": _Own.text, "counts": _Own.counts}
+        world.store.set(world.key("note", world.rank), json.dumps(note))
     except RuntimeError:
         return  # the store is gone, and with it the process that had it: all hear of that
 
 
-def note_stands(lane: Lane) -> bool:
-    """Whether some rank has failed where this one did not."""
-    try:
-        found = _note(lane.store, lane.rank, lane.size)
-        return found is not None or bool(lane.store.check([_key_of(lane)]))
-    except RuntimeError:
-        return True  # the store is gone, and with it the process that had it
+def _note_gone(world: World, rank: int) -> None:
+    """Note on behalf of a rank that its process has ended."""
+    text = (
+        f"rank {rank} is gone: its process has ended or destroyed its process group. What ended it "
+        "is in its own output"
+    )
+    note = {"order": world.store.add(world.key("notes"), 1), "ended": True, "text": text}
+    world.store.compare_set(world.key("note", rank), "", json.dumps({**note, "counts": {}}))
+    if not json.loads(world.store.get(world.key("note", rank)))["text"]:  # it was settled before
+        world.store.set(world.key("note", rank), json.dumps({**note, "counts": {}}))
 
 
-def _key_of(lane: Lane) -> str:
-    return f"{lane.name}/fault"
+# --- hearing -------------------------------------------------------------------------------------
 
 
-def forgive() -> None:
-    """Take the notes back if the program caught the errors and goes on, on every rank that ran the
-    calls; raise if some of them had no error."""
-    if not _Told.notes or here.lane is not None:
+def raise_if_peer_failed(cause: BaseException | None = None) -> None:
+    """Raise if another rank has failed where this one did not."""
+    refuse_forked()
+    world = known_world()
+    if world is None or not world.is_current():
         return
-    store, me = shared_store(), dist.get_rank()
-    for ranks in _Told.meshes:
-        own = store.add(_count_key(ranks, me), 0)
-        for rank in ranks:
-            _await_failure(store, _count_key(ranks, rank), own, rank)
-    store.add(_notes_key(me), -_Told.notes)
-    store.add(_STANDING, -_Told.notes)
-    _Told.notes, _Told.meshes = 0, ()
+    try:
+        found = _first_failure(world)
+        if found is not None:
+            for rank in {world.rank, found[0]}:
+                world.store.set(world.key("apart", rank), "")
+    except RuntimeError as gone:
+        _raise_store_gone(world, cause or gone)
+    if found is not None:
+        _raise(f"a collective cannot finish: {found[1].rstrip('.')}.", cause)
 
 
-def _await_failure(store: Any, key: str, count: int, rank: int) -> None:
-    """Wait until another rank has failed as often; raise if one has heard that this one failed, or
-    that one raised because of somebody's error."""
-    me = dist.get_rank()
-    pause, start = 0.001, time.monotonic()
-    while store.add(key, 0) < count:
-        late = time.monotonic() - start > gloo_timeout().total_seconds()
-        if late or any(store.check([_apart_key(each)]) for each in (me, rank)):
-            store.set(_apart_key(me), "")
-            raise CommunicationError(
+def _raise(text: str, cause: BaseException | None) -> NoReturn:
+    """Raise what is the consequence of another rank's failure."""
+    _Own.knows = True
+    error = CommunicationError(text)
+    error._shardwise_consequence = True  # type: ignore[attr-defined]
+    raise error from cause
+
+
+def _notes(world: World) -> dict[int, dict[str, Any]]:
+    if world.store.add(world.key("notes"), 0) == 0:
+        return {}
+    keys = {rank: world.key("note", rank) for rank in range(world.size)}
+    there = {rank: key for rank, key in keys.items() if world.store.check([key])}
+    return {rank: json.loads(world.store.get(key)) for rank, key in there.items()}
+
+
+def _first_failure(world: World) -> tuple[int, str] | None:
+    """The first rank that failed where another one did not, and its text."""
+    notes = _notes(world)
+    counts = {rank: note["counts"] for rank, note in notes.items()}
+    counts[world.rank] = _Own.counts
+    for rank, note in sorted(notes.items(), key=lambda item: item[1]["order"]):
+        if rank == world.rank or not note["text"]:
+            continue
+        if note["ended"] or _is_apart(world.rank, note["counts"], counts):
+            return rank, note["text"]
+    return None
+
+
+def _is_apart(me: int, failed: Counts, counts: dict[int, Counts]) -> bool:
+    """Whether some rank of a mesh has failed less often than one that has `failed`: this rank, or
+    any if it is not on the mesh."""
+    for mesh, count in failed.items():
+        ranks = list(map(int, mesh.split(",")))
+        for rank in (me,) if me in ranks else ranks:
+            if counts.get(rank, {}).get(mesh, 0) < count:
+                return True
+    return False
+
+
+def _raise_store_gone(world: World, cause: BaseException) -> NoReturn:
+    gone = _gone(world, range(world.size))
+    if len(gone) == 1:
+        who = f"rank {gone[0]} is gone: its process has ended, and with it the store"
+    elif gone:
+        names = ", ".join(map(str, gone))
+        who = f"ranks {names} are gone, and with them the store, which would say who was first"
+    else:
+        who = "the process that has the store of torch.distributed has ended"
+    _raise(f"a collective cannot finish: {who}. What ended it is in its own output.", cause)
+
+
+def _gone(world: World, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if rank != world.rank and world.is_gone(rank)]
+
+
+def _explain(error: RuntimeError, ranks: Sequence[int]) -> NoReturn:
+    """Raise for a collective among `ranks` that the backend gave up: say which rank failed."""
+    world = known_world()
+    if world is None or not world.is_current():
+        raise error
+    end = time.monotonic() + TICK.total_seconds()
+    while True:
+        raise_if_peer_failed(error)
+        gone = _gone(world, ranks)
+        if gone:
+            raise_if_peer_failed(error)  # one of them may have ended because of the other
+            try:
+                for rank in gone:
+                    _note_gone(world, rank)
+            except RuntimeError as lost:
+                _raise_store_gone(world, lost)
+            if len(gone) == 1:
+                raise_if_peer_failed(error)
+            names = ", ".join(map(str, gone))
+            _raise(
+                f"a collective cannot finish: ranks {names} are gone: their processes have ended "
+                "or destroyed their process groups. What ended them is in their own output.",
+                error,
+            )
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    names = ", ".join(map(str, ranks))
+    _raise(
+        f"a collective among ranks {names} failed at {user_line()}: {str(error).rstrip('.')}. All "
+        "of their processes live, and none has told of an error. If it is a timeout, some may not "
+        "have come here: shardwise.lockstep() shows which lines the ranks run.",
+        error,
+    )
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+def clear() -> None:
+    """Before a collective: go on after errors that the program has caught, if all ranks of the mesh
+    had them; otherwise raise."""
+    if not _Own.unsettled:
+        return
+    world = known_world()
+    if world is None:
+        return
+    for mesh in sorted(_Own.unsettled):
+        for rank in map(int, mesh.split(",")):
+            _await_failure(world, mesh, rank)
+    _Own.unsettled.clear()
+    _Own.text, _Own.order = "", 0
+    _write_own(world)
+
+
+def _await_failure(world: World, mesh: str, rank: int) -> None:
+    """Wait until another rank has failed as often on a mesh; raise if one has heard that this one
+    failed, or raised because of somebody's error."""
+    pause, end = 0.001, time.monotonic() + gloo_timeout().total_seconds()
+    key = world.key("note", rank)
+    while rank != world.rank:
+        try:
+            if world.store.check([key]):
+                note = json.loads(world.store.get(key))
+                if note["counts"].get(mesh, 0) >= _Own.counts[mesh]:
+                    return
+                if note["ended"]:
+                    raise_if_peer_failed()
+            apart = any(world.store.check([world.key("apart", r)]) for r in (world.rank, rank))
+        except RuntimeError as gone:
+            if isinstance(gone, CommunicationError):
+                raise
+            _raise_store_gone(world, gone)
+        if apart or time.monotonic() > end or (pause >= 0.05 and world.is_gone(rank)):
+            world.store.set(world.key("apart", world.rank), "")
+            _raise(
                 f"a call failed on this rank and not on rank {rank}. The program caught the error "
                 "here and went on, but the others have results of the call and use them, so the "
                 "ranks are not in step any more. Let the error end the program, or find out on "
-                "all ranks whether the values are right before the call."
+                "all ranks whether the values are right before the call.",
+                None,
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
 
 
-def wait(work: Any, on_cpu: bool) -> None:
-    """Wait for a collective; raise if meanwhile another rank has failed."""
+# --- waiting -------------------------------------------------------------------------------------
+
+
+def wait(work: Any, ranks: Sequence[int], on_cpu: bool) -> None:
+    """Wait for a collective among `ranks`; raise if one of them has failed."""
     if work is None:
         return
-    while on_cpu:
+    refuse_forked()
+    if not on_cpu:
+        work.wait()
+        return
+    while True:
+        running = not work.is_completed()
         try:
-            work.wait(LOOK_AFTER)
-            if here.lane is not None:
-                here.lane.finished += 1
+            work.wait(TICK)
             return
         except RuntimeError as error:
-            if here.lane is not None:
-                here.lane.park()
-            look(error)
-            if "timed out" not in str(error).lower():
-                raise
-            if work.is_completed():  # it ended just now, well or badly: the next wait tells
-                break
-    work.wait()
+            if not running or "timed out" not in str(error).lower():
+                _explain(error, ranks)
+            raise_if_peer_failed(error)
 
 
-def wait_pairs(works: Sequence[Any], on_cpu: bool) -> None:
-    """Wait for messages between pairs of ranks; raise if meanwhile another rank has failed.
+def wait_pairs(works: Sequence[Any], ranks: Sequence[int], on_cpu: bool) -> None:
+    """Wait for messages between pairs of ranks; raise if one of them has failed.
 
     gloo closes the connection if such a wait is given up. So another thread waits to the end, and
-    this one looks for notes. If there is one the thread is left behind: what it waits for will not
+    this one reads the notes. If there is one the thread is left behind: what it waits for will not
     come, and it ends with the process.
     """
+    refuse_forked()
     if not on_cpu:
         for work in works:
             work.wait()
@@ -197,64 +325,71 @@ def wait_pairs(works: Sequence[Any], on_cpu: bool) -> None:
             done.set()
 
     threading.Thread(target=wait_for_all, name="shardwise-wait", daemon=True).start()
-    while not done.wait(LOOK_AFTER.total_seconds()):
-        look(None)
+    while not done.wait(TICK.total_seconds()):
+        raise_if_peer_failed()
     if failures:
-        look(failures[0])
-        raise failures[0]
+        _explain(failures[0], ranks)
 
 
-def look(error: RuntimeError | None) -> None:
-    """Raise if another rank has left a note: in the background one of those that were left there,
-    for what a rank has called before it failed is run all the same."""
-    try:
-        text = _heard()
-    except RuntimeError as gone:
-        if isinstance(gone, CommunicationError):
-            raise
-        raise CommunicationError(
-            "a collective cannot finish: the process that has the store of torch.distributed has "
-            "ended. What ended it is in its own output."
-        ) from (error or gone)
-    if text is not None:
-        reason = text.rstrip(".")
-        raise CommunicationError(f"a collective cannot finish: {reason}.") from error
+# --- the life of a world -------------------------------------------------------------------------
 
 
-def _heard() -> str | None:
-    """What there is to hear of another rank that failed."""
-    if here.lane is not None:
-        key = _key_of(here.lane)
-        return here.lane.store.get(key).decode() if here.lane.store.check([key]) else None
-    if not dist.is_initialized():
-        return None
-    store, me = shared_store(), dist.get_rank()
-    found = _note(store, me, dist.get_world_size())
-    if found is None:
-        return None
-    rank, text = found
-    for each in {me, rank}:
-        store.set(_apart_key(each), "")
-    return text
+class _Hook:
+    """Our `sys.excepthook`, and the one that was there before."""
+
+    ours: Any = None
+    before: Any = None
 
 
-def _note(store: Any, me: int, size: int) -> tuple[int, str] | None:
-    """A rank that failed where another one did not, and its note."""
-    if store.add(_STANDING, 0) <= 0:
-        return None
-    for rank in range(size):
-        for index in range(store.add(_notes_key(rank), 0)):
-            note = store.get(f"{_notes_key(rank)}/{index}").decode()
-            mesh, count, text = note.split("\n", 2)
-            ranks = tuple(map(int, mesh.split(","))) if mesh else ()
-            if _is_apart(store, me, rank, ranks, int(count)):
-                return rank, text
-    return None
+@at_start
+def _install(world: World) -> None:
+    _reset()
+    before = sys.excepthook
+
+    def on_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        try:
+            if _Hook.ours is on_uncaught:  # else it is left in the chain of another's hook
+                _report_end(error)
+        finally:
+            before(kind, error, trace)
+
+    _Hook.ours, _Hook.before, sys.excepthook = on_uncaught, before, on_uncaught
+    atexit.register(_leave)
 
 
-def _is_apart(store: Any, me: int, rank: int, ranks: tuple[int, ...], count: int) -> bool:
-    """Whether a failure of `rank` means that it and this rank are not in step."""
-    if rank == me:  # the others may still be on their way to theirs
-        return bool(store.check([_apart_key(me)]))
-    asked = (me,) if me in ranks else ranks
-    return not asked or any(store.add(_count_key(ranks, each), 0) < count for each in asked)
+@at_end
+def _remove(world: World) -> None:
+    _reset()
+    if sys.excepthook is _Hook.ours:
+        sys.excepthook = _Hook.before
+    _Hook.ours = _Hook.before = None
+    atexit.unregister(_leave)
+
+
+def _reset() -> None:
+    _Own.counts, _Own.unsettled = {}, set()
+    _Own.text, _Own.order, _Own.ended, _Own.knows = "", 0, False, False
+
+
+def _leave() -> None:
+    """At the end of a process that knows of a failure: if it has the store, let others read it."""
+    world = known_world()
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if world is None or world.rank or not has_store or not _Own.knows or not world.is_current():
+        return
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        try:
+            heard = [rank for rank in range(1, world.size) if _has_heard(world, rank)]
+        except RuntimeError:
+            return
+        if len(heard) == world.size - 1:
+            return
+        time.sleep(0.05)
+
+
+def _has_heard(world: World, rank: int) -> bool:
+    """Whether a rank has raised, told of an error itself, or ended."""
+    if world.store.check([world.key("apart", rank)]):
+        return True
+    return world.is_gone(rank)

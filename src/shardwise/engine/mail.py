@@ -18,7 +18,7 @@ from ..geometry import Box, box_numel, box_shape
 from ..mesh import Coord
 from .buffer import Rooms, buffer_size, chunks
 from .channel import Channel, world
-from .faults import forgive, wait, wait_pairs
+from .faults import wait, wait_pairs
 from .groups import all_to_all
 from .protocol import Job, Parcel, narrow
 from .reduction import reduce_into
@@ -146,7 +146,7 @@ class _Round:
         """Whether what a rank gives itself is taken from the source: not if that may be written
         before it is reduced, nor among many small tensors, which are reduced as one."""
         job = self.parts[0][0]
-        return not job.task.op or (self.most > 0 and not job.later)
+        return not job.task.op or (self.most > 0 and not job.async_op)
 
     def _room(self, name: str, packets: list[list[Packet]]) -> torch.Tensor:
         return self.rooms.room(name, sum(map(_nbytes, packets)), self.parts[0][0].device)
@@ -159,7 +159,7 @@ class _Round:
         job, out = self.parts[0]
         if len(self.parts) > 1 or self.most or here is None:
             return None
-        if job.later if sending else job.task.op:
+        if job.async_op if sending else job.task.op:
             return None
         outer = job.task.src.box(here) if sending else job.task.dst.box(here)
         if not tile([parcel.box for each in packets for *_, parcel in each], outer, job.order):
@@ -287,10 +287,10 @@ def _post(
     outgoing: list[int],
 ) -> Callable[[], None]:
     """Start sending and receiving; the function that is returned waits."""
-    forgive()
     on_cpu = received.device.type == "cpu"
     if channel.group is not None:
-        return partial(wait, all_to_all(channel.group, received, sent, incoming, outgoing), on_cpu)
+        work = all_to_all(channel.group, received, sent, incoming, outgoing)
+        return partial(wait, work, channel.ranks, on_cpu)
     pairs: list[dist.P2POp] = []
     arrivals, departures = received.split(incoming), sent.split(outgoing)
     for rank, index in zip(channel.ranks, range(len(channel.ranks)), strict=True):
@@ -302,4 +302,4 @@ def _post(
         if outgoing[index]:
             pairs.append(dist.P2POp(dist.isend, departures[index], rank, group=world()))
     works = dist.batch_isend_irecv(pairs) if pairs else []
-    return lambda: wait_pairs(works, on_cpu) if works else None
+    return lambda: wait_pairs(works, channel.ranks, on_cpu) if works else None

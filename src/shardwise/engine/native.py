@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ..geometry import Box, box_numel, relative
 from .buffer import buffer_size
-from .channel import Channel, is_behind
-from .faults import forgive, wait
+from .channel import Channel
+from .faults import wait
 from .mail import Land, shaped, tile
 from .protocol import Job, narrow
 from .wire import as_bytes, backends_reduce, from_wire, is_plain, to_wire, wire_op
@@ -45,9 +45,9 @@ def _boxes(channel: Channel, job: Job) -> list[Box]:
 
 
 def _needs_no_buffer(channel: Channel, job: Job) -> bool:
-    """Whether the backend takes and gives memory of the source and the target as it is."""
+    """Whether the backend takes and gives memory of the source, or a copy of it, and the target."""
     plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
-    return plain and not job.later and _is_even(channel, job)
+    return plain and _is_even(channel, job)
 
 
 def _is_even(channel: Channel, job: Job) -> bool:
@@ -72,8 +72,6 @@ def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
 
     `dist.get_backend` will not do: without a backend in `init_process_group` it says "undefined".
     """
-    if is_behind(group):
-        return False
     config: str = dist.get_backend_config(group)
     return f"{device_type}:gloo" not in config.split(",")
 
@@ -86,16 +84,15 @@ def _all_gather(channel: Channel, job: Job, out: torch.Tensor) -> Land:
     if not width:
         return lambda: None
     mine = as_bytes(job.local[0].permute(job.order))
-    row = mine.new_zeros(width) if job.later or mine.numel() < width else mine
+    row = mine.new_zeros(width) if job.async_op or mine.numel() < width else mine
     if row is not mine:
         row[: mine.numel()] = mine
     even = _is_even(channel, job)
     rows = as_bytes(out.permute(job.order)) if even else row.new_empty(len(boxes) * width)
-    forgive()
     work = dist.all_gather_single(rows, row, group=channel.group, async_op=True)
 
     def land() -> None:
-        wait(work, rows.device.type == "cpu")
+        wait(work, channel.ranks, rows.device.type == "cpu")
         here = channel.receivers[channel.me]
         assert here is not None
         if even:
@@ -118,7 +115,7 @@ def _reduce_scatter(channel: Channel, job: Job, out: torch.Tensor) -> Land:
         return lambda: None
     wire = to_wire(job.local[0].permute(job.order), task.op)
     if _is_even(channel, job):
-        sent = wire.clone() if job.later and wire.data_ptr() == job.local[0].data_ptr() else wire
+        sent = wire.clone() if job.async_op and wire.data_ptr() == job.local[0].data_ptr() else wire
     else:
         sent = wire.new_zeros((len(boxes), width))
         for row, box in zip(sent, boxes, strict=True):
@@ -128,13 +125,12 @@ def _reduce_scatter(channel: Channel, job: Job, out: torch.Tensor) -> Land:
     straight = wire.dtype is job.dtype and out.numel() == width
     total = out.permute(job.order).view(-1) if straight else wire.new_empty(width)
     kind = wire_op(job.dtype, task.op)
-    forgive()
     work = dist.reduce_scatter_single(
         total, sent.view(-1), kind, group=channel.group, async_op=True
     )
 
     def land() -> None:
-        wait(work, total.device.type == "cpu")
+        wait(work, channel.ranks, total.device.type == "cpu")
         flat = from_wire(total[: out.numel()], job.dtype, task.op, task.over)
         out.copy_(shaped(flat, task.dst.box(here), job.order))
 

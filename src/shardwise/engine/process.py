@@ -18,16 +18,18 @@ import torch.distributed as dist
 
 from ..mesh import Topology
 from ..trace import record
+from ..world import refuse_forked
 from .buffer import Rooms, buffer_size, give_back
-from .channel import channel_of, lanes
-from .faults import forgive, wait
+from .channel import channel_of, members, reduction_groups
+from .faults import clear, report, wait
 from .groups import all_reduce
+from .lockstep import compare, describe, is_compared
 from .mail import Land, Launch, mail
-from .native import native_launch, prefers_own
+from .native import native_launch
 from .protocol import Finish, Job
 from .wire import backends_reduce, buffer_width, from_wire, is_plain, to_wire, wire_op
 
-__all__ = ["ProcessEngine", "can_fly"]
+__all__ = ["ProcessEngine"]
 
 
 class ProcessEngine:
@@ -39,25 +41,54 @@ class ProcessEngine:
     """
 
     def start(self, jobs: Sequence[Job]) -> Finish:
+        _begin([job.task.src.topology for job in jobs] + [job.task.dst.topology for job in jobs])
+        if is_compared():
+            _compare(jobs)
         outs = [_target(job) for job in jobs]
         rooms = Rooms()
-        return _fly(_launches(jobs, outs, rooms), outs, rooms)
+        try:
+            return _run(_launches(jobs, outs, rooms), outs, rooms)
+        except BaseException as error:  # this rank's alone, as one without room for a buffer
+            report(error, jobs[0].task.src.topology)
+            raise
 
     def check_equal(
         self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
     ) -> bool:
         if topology.coordinate is None:
             return True
+        _begin([topology])
+        if is_compared():
+            compare(topology.ranks, "a comparison of one number")
         every = tuple(range(topology.ndim))
         record("check", topology, every, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        for group in lanes(topology, every if axes is None else axes):
+        for group in reduction_groups(topology, every if axes is None else axes):
             _reduce(low, dist.ReduceOp.MIN, group)()
         differ = (low[:1] != -low[1:]).to(torch.int64)
         if axes is not None:  # all ranks shall raise, or none
-            for group in lanes(topology, every):
+            for group in reduction_groups(topology, every):
                 _reduce(differ, dist.ReduceOp.MAX, group)()
         return not bool(differ)
+
+
+def _begin(topologies: Iterable[Topology]) -> None:
+    """Before a collective: errors that keep it from working, in the place of a wait."""
+    refuse_forked()
+    for topology in topologies:
+        topology.refuse_destroyed()
+    clear()
+
+
+def _compare(jobs: Sequence[Job]) -> None:
+    """Compare with the other ranks of a collective what it is."""
+    task = jobs[0].task
+    if task.src.topology.coordinate is None and task.dst.topology.coordinate is None:
+        return
+    axes = tuple(sorted({axis for job in jobs for axis in job.task.axes}))
+    reduces = task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, task.op)
+    found = members(task.src.topology, axes) if reduces else channel_of([j.task for j in jobs])
+    compare(found.ranks, describe(jobs))
 
 
 def _target(job: Job) -> torch.Tensor | None:
@@ -66,7 +97,7 @@ def _target(job: Job) -> torch.Tensor | None:
     return None if here is None else job.empty(job.task.dst.box(here))
 
 
-def _fly(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None], rooms: Rooms) -> Finish:
+def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None], rooms: Rooms) -> Finish:
     """Run collectives one after another and leave the last one running, to be waited for."""
     running: list[Land] = []
 
@@ -104,19 +135,6 @@ def _launches(
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
         yield partial(launcher, channel, job, out)
-
-
-# --- overlapping ---------------------------------------------------------------------------------
-
-
-def can_fly(topology: Topology) -> bool:
-    """Whether collectives of a mesh can be run in the background. Those of other backends than gloo
-    wait for each other on the device, in whatever order that has them."""
-    return (
-        not topology.virtual
-        and topology.device_type == "cpu"
-        and not prefers_own(dist.group.WORLD, "cpu")
-    )
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
@@ -179,7 +197,7 @@ def _together(parts: list[tuple[Job, torch.Tensor]]) -> Land:
 def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
     """Reduce `wire` over the groups of the axes, and put the result into `out` if it is given."""
     task = job.task
-    groups = lanes(task.src.topology, task.axes)
+    groups = reduction_groups(task.src.topology, task.axes)
     kind = wire_op(job.dtype, task.op)
     for group in groups[:-1]:
         _reduce(wire, kind, group)()
@@ -196,5 +214,5 @@ def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
 
 
 def _reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Any) -> Land:
-    forgive()
-    return partial(wait, all_reduce(group, value, op), value.device.type == "cpu")
+    ranks = dist.get_process_group_ranks(group)
+    return partial(wait, all_reduce(group, value, op), ranks, value.device.type == "cpu")

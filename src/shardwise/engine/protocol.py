@@ -68,7 +68,8 @@ class Task(Protocol):
 class Job:
     """One tensor in a collective. `order` is the order in memory of its dims, outermost first.
 
-    If the result is waited for `later`, `local` may have changed by then: it is copied now.
+    With `async_op` the program may write into `local` before the result is waited for: what is
+    sent is copied first.
     """
 
     task: Task
@@ -76,7 +77,7 @@ class Job:
     order: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    later: bool = False
+    async_op: bool = False
 
     def held(self, src: Coord, box: Box) -> torch.Tensor:
         """The part `box` of what `src` holds, as a view."""

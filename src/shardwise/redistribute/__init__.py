@@ -2,7 +2,6 @@
 
 from .execute import Ready, Run, bytes_received, in_order, ordered, run_all, run_steps, run_together
 from .explain import Explanation, explain_redistribute
-from .later import run_later
 from .layout import DimMap, Layout
 from .moves import move
 from .plan import plan
@@ -25,7 +24,6 @@ __all__ = [
     "relaid",
     "run_all",
     "run_between",
-    "run_later",
     "run_steps",
     "run_together",
     "steps_between",

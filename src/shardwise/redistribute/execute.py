@@ -5,6 +5,7 @@ Many go out together: in each wave the next collectives of all of them that are 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,7 +19,6 @@ from ..engine import (
     buffer_size,
     engine_of,
     give_back,
-    here,
     identity,
     narrow,
 )
@@ -48,8 +48,8 @@ class Run:
 
     `stride` is that of the global tensor: local tensors are made with its order of dims. With
     `fresh` no result shares memory with `local`. `dtype` is that of a tensor of which this rank
-    holds nothing yet. `then` makes the result of what the steps give. If it is asked for `later`,
-    `local` may have been written by then, and is copied before. `start` gives the run itself when
+    holds nothing yet. `then` makes the result of what the steps give. With `async_op` the
+    program may write into `local` before the result is asked for. `start` gives the run itself when
     its turn comes, which holds at most `need` bytes beside source and target.
     """
 
@@ -59,7 +59,7 @@ class Run:
     fresh: bool = False
     dtype: torch.dtype | None = None
     then: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] | None = None
-    later: bool = False
+    async_op: bool = False
     start: Callable[[], Run] | None = None
     need: int = 0
 
@@ -174,7 +174,7 @@ def _collective(members: list[_State]) -> _Landing:
     """One collective for the next steps of several runs."""
     steps = [state.left.pop(0) for state in members]
     jobs = [state.job(step) for state, step in zip(members, steps, strict=True)]
-    if is_heard() and here.lane is None:  # of what runs in the background they have heard
+    if is_heard():
         kinds = {step.kind for step in steps}
         axes = tuple(sorted({axis for step in steps for axis in step.axes}))
         received = bytes_received(steps, [job.dtype.itemsize for job in jobs])
@@ -189,16 +189,18 @@ def _collective(members: list[_State]) -> _Landing:
 class _Landing:
     """What a collective brings to several runs; whoever needs it first waits for it."""
 
-    __slots__ = ("_finish", "_made")
+    __slots__ = ("_finish", "_lock", "_made")
 
     def __init__(self, finish: Finish) -> None:
         self._finish: Finish | None = finish
         self._made: list[list[torch.Tensor]] = []
+        self._lock = threading.Lock()  # two threads may use results of one collective
 
     def land(self) -> None:
         """Wait for it."""
-        if self._finish is not None:
-            self._made, self._finish = self._finish(), None
+        with self._lock:
+            if self._finish is not None:
+                self._made, self._finish = self._finish(), None
 
     def take(self, index: int) -> list[torch.Tensor]:
         self.land()
@@ -282,7 +284,7 @@ class _State:
 
     def job(self, step: Step) -> Job:
         local, order = self._settle(), self._seen_order()
-        return Job(step, local, order, self._run.dtype_of(), self._device(step), self._run.later)
+        return Job(step, local, order, self._run.dtype_of(), self._device(step), self._run.async_op)
 
     def arrive(self, landing: _Landing, index: int) -> None:
         self._landing, self._index = landing, index
@@ -316,10 +318,7 @@ class _State:
 
     def result(self) -> Ready:
         """What gives the result; if nothing is under way it is made now."""
-        if self._landing is not None or not self._run.later:
-            return self.ready
-        made = self.ready()
-        return lambda: made
+        return self.ready if self._landing is not None else _made(self.ready())
 
     def ready(self) -> tuple[torch.Tensor, ...]:
         """The result."""

@@ -42,14 +42,14 @@ def run_between(
     local: Locals,
     *,
     fresh: bool = False,
-    later: bool = False,
+    async_op: bool = False,
 ) -> Run:
     """What `relaid` runs, to be run with others."""
     if (pair := once(src, dst)) is not None:
-        return _run_once(src, dst, pair, local, fresh, later)
+        return _run_once(src, dst, pair, local, fresh, async_op)
     if src.fine is not None or dst.fine is not None:
-        return _run_apart(src, dst, local, fresh, later)
-    return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype, later=later)
+        return _run_apart(src, dst, local, fresh, async_op)
+    return Run(plan(src, dst), local, dst.stride, fresh, dst.dtype, async_op=async_op)
 
 
 def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
@@ -63,7 +63,7 @@ def _run_once(
     pair: tuple[DTensorSpec, DTensorSpec],
     local: Locals,
     fresh: bool,
-    later: bool,
+    async_op: bool,
 ) -> Run:
     """What `relaid` runs for a tensor that repeats itself."""
     have, want = pair
@@ -73,7 +73,7 @@ def _run_once(
         for dim in src.meta.repeated:
             part = part.narrow(dim, 0, 1)
         parts.append(part)
-    run = run_between(have, want, tuple(parts), fresh=fresh, later=later)
+    run = run_between(have, want, tuple(parts), fresh=fresh, async_op=async_op)
 
     def widened(made: Locals) -> Locals:
         made = made if run.then is None else run.then(made)
@@ -89,11 +89,13 @@ def _run_once(
     return replace(run, then=widened)
 
 
-def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, later: bool) -> Run:
+def _run_apart(
+    src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, async_op: bool
+) -> Run:
     """What `relaid` runs for dims that are sharded block by block."""
     way = seen_alike(src, dst)
     if isinstance(way, DTensorSpec) and (found := jointly(src, dst)) is not None:
-        return _run_jointly(dst, *found, local, fresh, later)
+        return _run_jointly(dst, *found, local, fresh, async_op)
     if isinstance(way, DTensorSpec):  # nearly there, then the elements that are over
         parts = stretches(src, dst, buffer_size())
         if (first := next(parts, None)) is not None:
@@ -104,7 +106,7 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
 
         def start() -> Run:
             first = relaid(src, way, local)
-            run = run_between(way, dst, first, fresh=fresh, later=later).started()
+            run = run_between(way, dst, first, fresh=fresh, async_op=async_op).started()
             between.extend(run.local)
             _forget(src, first, (*local, *between))  # if it went on, or was copied to be seen so
             return run
@@ -116,7 +118,7 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
         return Run((), (), dst.stride, dtype=dst.dtype, then=done, start=start, need=need(src, dst))
     have, want = way
     seen = [part.reshape(have.local_shape(at)) for at, part in zip(have.slots, local, strict=True)]
-    run = run_between(have, want, tuple(seen), fresh=fresh, later=later)
+    run = run_between(have, want, tuple(seen), fresh=fresh, async_op=async_op)
 
     def together(made: Locals) -> Locals:
         made = made if run.then is None else run.then(made)
@@ -127,7 +129,7 @@ def _run_apart(src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, l
 
 
 def _run_jointly(
-    dst: DTensorSpec, step: Step, groups: Groups, local: Locals, fresh: bool, later: bool
+    dst: DTensorSpec, step: Step, groups: Groups, local: Locals, fresh: bool, async_op: bool
 ) -> Run:
     """What `relaid` runs from box to box of dims taken apart."""
     have, want = step.src, step.dst
@@ -141,7 +143,7 @@ def _run_jointly(
         return tuple([part.reshape(dst.local_shape(at)) for part, at in pairs])
 
     stride = fine_meta(dst.meta, groups).stride
-    return Run((step,), tuple(seen), stride, fresh, dst.dtype, then=together, later=later)
+    return Run((step,), tuple(seen), stride, fresh, dst.dtype, then=together, async_op=async_op)
 
 
 def _by_stretches(

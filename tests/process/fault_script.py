@@ -1,0 +1,120 @@
+"""A program in which one rank fails, as `sys.argv` says; the others wait for it.
+
+Each rank prints after how many seconds it ended. It is started as a process per rank, with the
+store in rank 0.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+
+way, victim = sys.argv[1], int(sys.argv[2])
+world = int(os.environ["WORLD_SIZE"])
+mesh = sw.init_device_mesh("cpu", (world,), lockstep=way.startswith("flag"))
+rank = dist.get_rank()
+full = torch.arange(8.0 * world).view(2 * world, 4)
+x = sw.distribute_tensor(full, mesh, [Shard(0)])
+(x * 2).sum(1)  # what PyTorch loads at first use is loaded now
+if way != "kill first":
+    x.sum().item()
+dist.barrier()
+started = time.monotonic()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run() -> None:
+    mine = rank == victim
+    if way == "kill first":
+        if mine:
+            die()
+        x.sum().item()
+    elif way == "kill between":
+        for turn in range(20):
+            assert x.sum().item() == full.sum()
+            if mine and turn == 10:
+                die()
+    elif way == "kill async":
+        if mine:
+            time.sleep(0.5)
+            die()
+        x.redistribute(placements=[Replicate()], async_op=True).to_local()
+    elif way == "raise":
+        if mine:
+            threading.Thread(target=time.sleep, args=(8,)).start()  # the process lives on
+            raise ValueError("on purpose")
+        x.sum().item()
+    elif way == "exit":
+        if mine:
+            sys.exit(0)
+        x.sum().item()
+    elif way == "destroy":
+        if mine:
+            dist.destroy_process_group()
+            time.sleep(8)
+            return
+        x.sum().item()
+    elif way == "value":
+        places = torch.zeros(world, dtype=torch.int64)
+        places[victim] = 99
+        index = sw.distribute_tensor(places, mesh, [Shard(0)])
+        table = sw.distribute_tensor(torch.arange(8.0), mesh, [Replicate()])
+        table.take(index)
+        x.sum().item()
+    elif way == "late":
+        if mine:
+            die()
+        if rank == world - 1:
+            time.sleep(4)  # the others have heard, raised, and may have ended
+        x.sum().item()
+    elif way == "plain":
+        if mine:
+            x + torch.ones(4)
+        x.sum().item()
+    else:
+        different()
+
+
+def different() -> None:
+    mine = rank == victim
+    if way.startswith("flag"):
+        x.mean().item()
+        if way == "flag more" and mine:
+            x.prod().item()  # one more
+        elif way == "flag amax" and mine:
+            x.amax().item()  # instead
+        elif way == "flag amax":
+            x.sum().item()  # instead
+        dist.destroy_process_group()  # at the end
+        return
+    with sw.lockstep():
+        x.mean().item()
+        if way == "amax":
+            value = x.amax() if mine else x.sum()
+            value.item()  # amax or sum
+        elif way == "order":
+            values = [x.sum(), (x * 2).sum()]
+            if mine:
+                values[0].item()  # first
+                values[1].item()
+            else:
+                values[1].item()  # first
+                values[0].item()
+        elif way == "more" and mine:
+            x.sum().item()  # one more
+
+
+try:
+    run()
+finally:
+    print(time.monotonic() - started, flush=True)
