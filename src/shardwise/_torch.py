@@ -25,10 +25,10 @@ __all__ = [
     "is_held_elsewhere",
     "is_recorded",
     "make_wrapper",
+    "modes_of_thread",
     "never_free",
     "reading_lazy_bits",
     "recorder",
-    "recording",
     "root_mesh",
     "run_composite",
     "saves_elsewhere",
@@ -72,9 +72,14 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     return decomposition_table.get(op)
 
 
-recording: Any = torch.fx._symbolic_trace
-"""Its `_is_fx_tracing_flag` says whether some thread records calls with `torch.fx`, at the price of
-reading an attribute; no public function is as quick."""
+def _always() -> int:
+    return 1
+
+
+modes_of_thread: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _always)
+"""How many modes see the calls of this thread; `make_fx` records by one. If there is none then
+nothing is recorded, and no public function tells that as quickly. A PyTorch without it makes us ask
+each time."""
 
 
 def recorder() -> Callable[[torch.Tensor], bool] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import infer, policy
-from ._torch import OpOverload, reading_lazy_bits, recorder, recording, run_composite
+from ._torch import OpOverload, modes_of_thread, reading_lazy_bits, recorder, run_composite
 from .build import build
 from .deferred import root_of
 from .engine import in_flight, settle, tell
@@ -79,7 +79,7 @@ def dispatch(
     cls: type, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """Run an operator on DTensors: the `__torch_dispatch__` of the public class."""
-    if recording._is_fx_tracing_flag and _is_recorded(args, kwargs or {}):
+    if modes_of_thread() and _is_recorded(args, kwargs or {}):
         return op(*args, **(kwargs or {}))
     entry = _entries.get(id(op))
     if entry is None:
