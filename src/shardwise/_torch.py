@@ -18,12 +18,15 @@ __all__ = [
     "disabled_torch_function",
     "ends_a_checkpoint",
     "fake_tensors",
+    "functional_all_reduce",
+    "functional_all_to_all",
     "gloo_group",
     "gloo_timeout",
     "in_one_memory",
     "is_composite",
     "is_held_elsewhere",
     "is_recorded",
+    "is_tracing",
     "make_wrapper",
     "modes_of_thread",
     "never_free",
@@ -35,6 +38,7 @@ __all__ = [
     "shared_store",
     "take_composite",
     "take_differentiable",
+    "untraced",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -77,9 +81,41 @@ def _always() -> int:
 
 
 modes_of_thread: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _always)
-"""How many modes see the calls of this thread; `make_fx` records by one. If there is none then
-nothing is recorded, and no public function tells that as quickly. A PyTorch without it makes us ask
-each time."""
+"""How many modes see the calls of this thread. If there is none then nothing is recorded or traced;
+no public function tells that as quickly. A PyTorch without it makes us ask each time."""
+
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def is_tracing() -> bool:
+    """Whether PyTorch traces the calls of this thread for a compiler: tensors have no values.
+
+    `torch.compiler.is_compiling` does not say so of what the compiler runs itself, as a backward.
+    """
+    if not modes_of_thread():
+        return False
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `torch.compile` leave a function out of its graphs, with all that it calls.
+
+    `torch.compiler.disable` does so at the price of a second of import and of microseconds in each
+    call outside of compiled programs. This is what it sets. The second part is for calls from
+    C++, and from where a graph ended.
+    """
+    marked: Any = getattr(function, "__func__", function)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = (
+        "it is a function of Python over whole local tensors, and no operator; it runs between "
+        "the graphs. Call it outside of the function that is compiled with fullgraph=True"
+    )
+    frames = torch._C._dynamo.eval_frame
+    set_strategy = getattr(frames, "set_code_exec_strategy", None)
+    if set_strategy is not None:
+        skip = frames._FrameAction.SKIP
+        set_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def recorder() -> Callable[[torch.Tensor], bool] | None:
@@ -119,6 +155,36 @@ _library = torch.library.Library("aten", "IMPL")
 _original = torch.library.Library("shardwise", "FRAGMENT")
 _ABOVE_AUTOGRAD = "PythonTLSSnapshot"
 _above_autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+_original.define("keep(Tensor x) -> Tensor")
+_original.impl("keep", lambda x: x.new_empty(0), "CompositeExplicitAutograd")
+_keep = torch.fx.has_side_effect(torch.ops.shardwise.keep.default)
+
+
+def _waited(value: torch.Tensor) -> torch.Tensor:
+    """What a functional collective gives, after its wait.
+
+    PyTorch drops collectives whose results a graph does not use. Of one that some rank uses and
+    another does not, that would leave the first waiting for ever. So something always uses it.
+    """
+    made: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(value)
+    _keep(made)
+    return made
+
+
+def functional_all_reduce(value: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
+    """The reduction of a tensor over a group, as an operator that a graph can hold."""
+    reduce = torch.ops._c10d_functional.all_reduce.default
+    return _waited(reduce(value.contiguous(), op.name.lower(), group.group_name))
+
+
+def functional_all_to_all(
+    value: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: Any
+) -> torch.Tensor:
+    """The parts of flat tensors that members send each other, as an operator of a graph."""
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    return _waited(exchange(value, list(incoming), list(outgoing), group.group_name))
 
 
 def take_composite(op: Any, kernel: Callable[..., Any]) -> None:

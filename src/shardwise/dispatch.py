@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import infer, policy
-from ._torch import OpOverload, modes_of_thread, reading_lazy_bits, recorder, run_composite
+from ._torch import OpOverload, modes_of_thread, reading_lazy_bits, recorder, run_composite, untraced
 from .build import build
 from .deferred import root_of
 from .engine import in_flight, settle, tell
@@ -75,6 +75,7 @@ def _entry(op: OpOverload) -> Entry:
         return _entries.setdefault(id(op), Entry(op))
 
 
+@untraced
 def dispatch(
     cls: type, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:

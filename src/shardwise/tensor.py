@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
+from secrets import token_hex
 from typing import Any
 
 import torch
 
-from .autograd import Redistribute, WholeLocal, redistributed, take_data, watch_leaf
+from ._torch import untraced
+from .autograd import (
+    Redistribute,
+    WholeLocal,
+    not_partial,
+    redistributed,
+    take_data,
+    watch_leaf,
+)
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .deferred import DeferredView
@@ -71,6 +81,7 @@ class DTensor(Wrapper):
     # --- ways in and out ---------------------------------------------------------------------
 
     @staticmethod
+    @untraced
     def from_local(
         local_tensor: torch.Tensor | PerRank,
         device_mesh: AnyMesh,
@@ -90,6 +101,7 @@ class DTensor(Wrapper):
         made: DTensor = from_local(local_tensor, device_mesh, placements, run_check, shape, stride)
         return made
 
+    @untraced
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
 
@@ -99,6 +111,7 @@ class DTensor(Wrapper):
         """
         return to_local(self, grad_placements)
 
+    @untraced
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
@@ -110,6 +123,7 @@ class DTensor(Wrapper):
         whole = self.redistribute(placements=default_placements(self._spec.topology))
         return whole_local(whole, grad_placements)
 
+    @untraced
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
@@ -138,10 +152,12 @@ class DTensor(Wrapper):
 
     # --- values ------------------------------------------------------------------------------
 
+    @untraced
     def tolist(self) -> Any:
         """The global value as nested lists."""
         return self.full_tensor().tolist()
 
+    @untraced
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as a NumPy array that cannot be written: write into the tensor itself.
 
@@ -152,6 +168,7 @@ class DTensor(Wrapper):
         array.flags.writeable = False
         return array
 
+    @untraced
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()
         if dtype is not None:
@@ -186,11 +203,13 @@ class DTensor(Wrapper):
             part.fill_(fill_value)
         return self
 
+    @untraced
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:
             return format(self.item(), spec)
         return object.__format__(self, spec)
 
+    @untraced
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Layout and local part; nothing is communicated. `full_tensor()` shows the values."""
         text = f"DTensor({self._spec!r}"
@@ -233,12 +252,14 @@ class DTensor(Wrapper):
 
     # --- copies ------------------------------------------------------------------------------
 
+    @untraced
     def __copy__(self) -> DTensor:
         """The same memory, as of a plain tensor: writes into one are known to the other."""
         made: DTensor = self.detach()  # type: ignore[assignment]
         made.__dict__.update(plain_attributes(self))
         return made.requires_grad_() if self.requires_grad else made
 
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         found = memo.get(id(self))
         if found is None:
@@ -253,6 +274,7 @@ class DTensor(Wrapper):
                 found.grad = self.grad.__deepcopy__(memo)
         return found  # type: ignore[no-any-return]
 
+    @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         return saved(self)
 
@@ -265,6 +287,46 @@ class DTensor(Wrapper):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
         return wrap(spec, tuple(inner.values()))
+
+    # --- torch.compile asks these by name ------------------------------------------------------
+
+    @untraced
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """The layout in which a compiled backward takes the gradient: no gradient is partial."""
+        return self.redistribute(placements=not_partial(self._spec))
+
+    @untraced
+    def __coerce_same_metadata_as_tangent__(self, spec: Any, kind: Any = None) -> Any:
+        """A gradient in the layout for which a backward was compiled; None if that takes no
+        DTensor."""
+        if not isinstance(spec, DTensorSpec):
+            return None
+        return _in_layout_of(self, spec)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: DTensorSpec, given: DTensorSpec) -> bool:
+        """Whether a graph that was compiled for one layout serves another: only the same."""
+        return compiled is given
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key of a graph in the cache of the compiler.
+
+        Graphs differ by rank, and depend on rules that a program registers, which have no name that
+        would be the same in another run: so the key is good in this process only.
+        """
+        parts = [(part.shape, part.stride(), part.dtype, part.device) for part in self._locals]
+        mesh = self._spec.topology
+        where = mesh.device_type, mesh.shape, mesh.ranks, mesh.coordinate, id(mesh)
+        text = repr((_PROCESS, where, self._spec, self._spec.stride, self.cuts, parts))
+        return sha256(f"{text}{self.requires_grad}".encode()).hexdigest()
+
+
+_PROCESS = token_hex()
+
+
+def _in_layout_of(tensor: DTensor, spec: DTensorSpec) -> DTensor:
+    target = DTensorSpec._intern(spec.topology, spec.placements, tensor._spec.meta, spec.cuts)
+    return _alias(tensor) if target is tensor._spec else redistributed(tensor, target)
 
 
 def _no_memory(what: str, tensor: DTensor) -> str:
@@ -311,6 +373,7 @@ def _served(virtual: bool) -> str:
     return "virtual" if virtual else "over processes"
 
 
+@untraced
 def redistribute_all(
     tensors: Sequence[DTensor],
     placements: Sequence[Placement] | Sequence[Sequence[Placement]],
@@ -364,6 +427,7 @@ def _alias(tensor: DTensor) -> DTensor:
     return made
 
 
+@untraced
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: AnyMesh,

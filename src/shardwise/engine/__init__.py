@@ -1,5 +1,6 @@
 """Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
 
+from .._torch import is_tracing
 from ..mesh import Topology
 from .buffer import buffer_size, exchange_buffer, give_back
 from .faults import tell
@@ -9,6 +10,7 @@ from .process import ProcessEngine, can_fly
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, has_room, identity
 from .rehearsal import Rehearsal
+from .traced import TracedEngine
 from .virtual import VirtualEngine
 from .wire import as_bytes, backends_reduce, buffer_width, is_plain
 
@@ -44,10 +46,13 @@ __all__ = [
 _virtual: Engine = VirtualEngine()
 _process: Engine = ProcessEngine()
 _rehearsal: Engine = Rehearsal()
+_traced: Engine = TracedEngine()
 
 
 def engine_of(topology: Topology) -> Engine:
     """The engine that serves a mesh."""
     if topology.virtual:
         return _virtual
+    if is_tracing():
+        return _traced
     return _rehearsal if here.rehearsing else _process
