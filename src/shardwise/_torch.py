@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +31,10 @@ __all__ = [
     "is_recorded",
     "is_tracing",
     "make_wrapper",
+    "mode_of_fakes",
     "modes_of_thread",
     "never_free",
+    "note_given_gradient",
     "reading_lazy_bits",
     "recorder",
     "root_mesh",
@@ -95,6 +100,14 @@ def is_tracing() -> bool:
     if not modes_of_thread():
         return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+
+
+def mode_of_fakes(tensor: Any) -> Any:
+    """The mode that made the local tensors of a DTensor, if they are fake: what is made of them
+    must be fake too, and the compiler asks for it outside of the mode."""
+    parts = () if "_locals" not in tensor.__dict__ else tensor._locals
+    found = next((part.fake_mode for part in parts if hasattr(part, "fake_mode")), None)
+    return nullcontext() if found is None else found
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,10 +186,78 @@ def _waited(value: torch.Tensor) -> torch.Tensor:
     return made
 
 
+class _Backward(threading.local):
+    """Of the backward that this thread traces: who traces it, and a part of a gradient given to
+    it."""
+
+    tracer: Any = staticmethod(lambda: None)
+    given: Any = staticmethod(lambda: None)
+
+
+_backward = _Backward()
+
+
+def note_given_gradient(parts: Sequence[torch.Tensor]) -> None:
+    """Remember a gradient that a traced backward is given, if there is one among the local tensors
+    of its calls."""
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None or torch._C._current_autograd_node() is None:
+        return
+    tracer: Any = mode.tracer
+    if _backward.tracer() is tracer and _backward.given() is not None:
+        return
+    for part in parts:
+        if _follows_from_gradients(part, tracer):
+            _backward.tracer, _backward.given = weakref.ref(tracer), weakref.ref(part)
+            return
+
+
+def _follows_from_gradients(tensor: torch.Tensor, tracer: Any) -> bool:
+    """Whether the graph makes a tensor of gradients: it names them "tangents"."""
+    from torch.fx.experimental import proxy_tensor
+
+    if torch._is_functional_tensor(getattr(tensor, "elem", tensor)):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(getattr(tensor, "elem", tensor))
+    if not proxy_tensor.has_proxy_slot(tensor, tracer):
+        return False
+    left = [proxy_tensor.get_proxy_slot(tensor, tracer).proxy.node]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            return True
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        left += new
+    return False
+
+
+def _in_its_pass(flat: torch.Tensor) -> torch.Tensor:
+    """What a collective is given, so that PyTorch knows to which pass it belongs.
+
+    PyTorch runs in the forward pass whatever does not need the gradients that the backward pass is
+    given. A rank that sends nothing, or zeros, might talk then while another one does later. So in
+    a backward pass there is always no element of a gradient among what a rank sends.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    given = _backward.given()
+    if mode is None or given is None or _backward.tracer() is not mode.tracer:
+        return flat
+    if torch._C._current_autograd_node() is None:
+        return flat
+    return torch.cat([flat, given.reshape(-1)[:0].to(flat.dtype)])
+
+
 def functional_all_reduce(value: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
     """The reduction of a tensor over a group, as an operator that a graph can hold."""
+    flat = _in_its_pass(value.reshape(-1))
     reduce = torch.ops._c10d_functional.all_reduce.default
-    return _waited(reduce(value.contiguous(), op.name.lower(), group.group_name))
+    return _waited(reduce(flat, op.name.lower(), group.group_name)).view(value.shape)
 
 
 def functional_all_to_all(
@@ -184,6 +265,7 @@ def functional_all_to_all(
 ) -> torch.Tensor:
     """The parts of flat tensors that members send each other, as an operator of a graph."""
     exchange = torch.ops._c10d_functional.all_to_all_single.default
+    value = _in_its_pass(value)
     return _waited(exchange(value, list(incoming), list(outgoing), group.group_name))
 
 

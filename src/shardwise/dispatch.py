@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from . import infer, policy
-from ._torch import OpOverload, modes_of_thread, reading_lazy_bits, recorder, run_composite, untraced
+from ._torch import (
+    OpOverload,
+    is_tracing,
+    modes_of_thread,
+    note_given_gradient,
+    reading_lazy_bits,
+    recorder,
+    run_composite,
+    untraced,
+)
 from .build import build
 from .deferred import root_of
 from .engine import in_flight, settle, tell
@@ -124,7 +133,7 @@ def dispatch(
         found.default is not None and found.default is not torch.get_default_dtype()
     ):
         found = _build(entry, tuple(key), operands, args, kwargs, plain)
-    elif plain and policy.current().plain == "check_always":
+    elif plain and policy.current().plain == "check_always" and not is_tracing():
         check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
         if found.is_complex:
@@ -137,7 +146,8 @@ def dispatch(
         return found.run(operands, args, kwargs)
     except BaseException as error:
         # an error in values is this rank's alone: the others must not wait for it
-        tell(error, operands[0]._spec.topology)
+        if not is_tracing():  # nobody waits for a rank that traces
+            tell(error, operands[0]._spec.topology)
         raise
 
 
@@ -152,7 +162,9 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     found = [t for t in tensors_in(args, kwargs) if isinstance(t, Wrapper)]
     # Where PyTorch took DTensors apart, as `torch.compile` does, it records their local tensors.
-    if any(type(part) is not torch.Tensor for t in found for part in root_of(t)._locals):
+    parts = [part for tensor in found for part in root_of(tensor)._locals]
+    if any(type(part) is not torch.Tensor for part in parts):
+        note_given_gradient(parts)
         return False
     new = [make_known(tensor) for tensor in found]
     return any(new)
@@ -269,6 +281,8 @@ def _build(
     if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
         made.default = torch.get_default_dtype()  # integers divided, or times a number
     if plain and policy.current().plain in ("check", "check_always"):
+        if is_tracing():  # there is nothing to compare: the next call plans again, and checks
+            return made
         check_plain(entry.op, entry.own, operands, args, kwargs)
     with _lock:
         if len(entry.plans) >= _MOST_PLANS:

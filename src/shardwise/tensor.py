@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import untraced
+from ._torch import mode_of_fakes, untraced
 from .autograd import (
     Redistribute,
     WholeLocal,
@@ -20,7 +20,7 @@ from .autograd import (
 )
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
-from .deferred import DeferredView
+from .deferred import DeferredView, root_of
 from .dispatch import dispatch
 from .distribute import distribute, from_local, to_local, whole_local
 from .errors import LayoutError, MeshError
@@ -278,11 +278,20 @@ class DTensor(Wrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return saved(self)
 
+    # --- torch.compile asks these by name ------------------------------------------------------
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [f"_local{index}" for index in range(len(self._locals))]
-        for name, part in zip(names, self._locals, strict=True):
-            setattr(self, name, part)
-        return names, self._spec
+        """The names of the local tensors, and the layout. Guards ask for the layout, on each rank
+        in its own order, so nothing is read here that might have to be communicated."""
+        return [f"_local{index}" for index in range(len(self._spec.slots))], self._spec
+
+    def __getattr__(self, name: str) -> Any:
+        """The local tensors by their names in `__tensor_flatten__`."""
+        index = name.removeprefix("_local")
+        if index is name or not index.isdecimal():
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with mode_of_fakes(root_of(self)):
+            return self._locals[int(index)]
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:

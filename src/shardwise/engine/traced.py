@@ -90,6 +90,9 @@ def _exchange(channel: Channel, job: Job) -> list[Packet]:
     leaving = [_parcel(job, from_me, dst) for dst in channel.receivers]
     coming = [_parcel(job, src, to_me) for src in channel.senders]
     sent = [_flat(job, from_me, parcel) for parcel in leaving if parcel is not None]
+    # What a rank has goes into the graph also if it sends nothing of it: the collective that made
+    # it is then needed on this rank as on the others.
+    sent += [part.reshape(-1)[:0] for part in job.local]
     flat = torch.cat(sent) if sent else torch.empty(0, dtype=job.dtype, device=job.device)
     width = 1
     if job.dtype not in _MOVED:

@@ -11,7 +11,7 @@ from .._torch import autograd_node_name
 from ..errors import LayoutError
 from ..plain import digest
 
-__all__ = ["checks", "mode", "mode_of_call"]
+__all__ = ["checks", "mode", "mode_in_force", "mode_of_call"]
 
 _NAMES = ("exact", "counter")
 _MOST_CALLS = 1 << 16
@@ -70,6 +70,11 @@ class mode:
 def checks() -> bool:
     """Whether the ranks' random states are compared at each call."""
     return _Setting.check
+
+
+def mode_in_force() -> str:
+    """The mode that was set last."""
+    return _Setting.name
 
 
 def mode_of_call(state: torch.Tensor) -> str:
