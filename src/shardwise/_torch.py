@@ -17,6 +17,7 @@ import torch.distributed as dist
 __all__ = [
     "OpOverload",
     "autograd_node_name",
+    "check_when_run",
     "decomposition",
     "disabled_torch_function",
     "ends_a_checkpoint",
@@ -31,6 +32,7 @@ __all__ = [
     "is_recorded",
     "is_tracing",
     "make_wrapper",
+    "memory_of",
     "mode_of_fakes",
     "modes_of_thread",
     "never_free",
@@ -100,6 +102,14 @@ def is_tracing() -> bool:
     if not modes_of_thread():
         return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+
+
+def check_when_run(good: torch.Tensor, text: str) -> None:
+    """Let a traced program raise where something is not good when it runs: there is no value yet.
+
+    It is an operator that a graph keeps though nothing uses its result; it has no public name.
+    """
+    torch.ops.aten._assert_async.msg(good.all(), text)
 
 
 def mode_of_fakes(tensor: Any) -> Any:
@@ -377,7 +387,12 @@ def gloo_timeout() -> timedelta:
 
 def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are in one storage: those without memory have no address to compare."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return memory_of(one) == memory_of(other)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number for the storage of a tensor, good as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_held_elsewhere(parts: Sequence[torch.Tensor]) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from hashlib import sha256
 from secrets import token_hex
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from ._torch import mode_of_fakes, untraced
+from ._torch import memory_of, mode_of_fakes, untraced
 from .autograd import (
     Redistribute,
     WholeLocal,
@@ -30,7 +31,7 @@ from .per_rank import PerRank
 from .placement import Placement
 from .saving import plain_attributes, saved
 from .spec import DTensorSpec, checked_placements, default_placements
-from .wrapper import Wrapper, wrap
+from .wrapper import Cell, Wrapper, share_cell, wrap
 
 __all__ = ["DTensor", "distribute_tensor", "redistribute_all"]
 
@@ -291,11 +292,16 @@ class DTensor(Wrapper):
         if index is name or not index.isdecimal():
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with mode_of_fakes(root_of(self)):
-            return self._locals[int(index)]
+            part = self._locals[int(index)]
+        if type(part) is torch.Tensor:
+            _cells[memory_of(part)] = share_cell(root_of(self))
+        return part
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
-        return wrap(spec, tuple(inner.values()))
+        parts = tuple(inner.values())
+        kept = type(parts[0]) is torch.Tensor if parts else False
+        return wrap(spec, parts, _cells.get(memory_of(parts[0])) if kept else None)
 
     # --- torch.compile asks these by name ------------------------------------------------------
 
@@ -331,6 +337,10 @@ class DTensor(Wrapper):
 
 
 _PROCESS = token_hex()
+
+_cells: WeakValueDictionary[int, Cell] = WeakValueDictionary()
+"""Of tensors that compiled programs were given, by their memory: a result in the same memory is an
+alias, and what is written into one is known to the other."""
 
 
 def _in_layout_of(tensor: DTensor, spec: DTensorSpec) -> DTensor:

@@ -26,7 +26,9 @@ class Cell:
     `unseen` counts it, and all ranks ask each other. `lent` says where the local tensors, or
     copies of them, are kept as those of a pending sum."""
 
-    __slots__ = ("copies", "exposed", "given", "handed", "lent", "parts", "unseen", "writes")
+    __slots__ = (
+        "__weakref__", "copies", "exposed", "given", "handed", "lent", "parts", "unseen", "writes",
+    )  # fmt: skip
 
     def __init__(self, parts: Locals) -> None:
         self.writes = self.unseen = 0
