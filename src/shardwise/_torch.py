@@ -38,6 +38,7 @@ __all__ = [
     "never_free",
     "note_given_gradient",
     "reading_lazy_bits",
+    "reads_values",
     "recorder",
     "root_mesh",
     "run_composite",
@@ -110,6 +111,19 @@ def check_when_run(good: torch.Tensor, text: str) -> None:
     It is an operator that a graph keeps though nothing uses its result; it has no public name.
     """
     torch.ops.aten._assert_async.msg(good.all(), text)
+
+
+def reads_values(error: BaseException) -> bool:
+    """Whether PyTorch raises this because somebody asks for a value while it traces."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental import symbolic_shapes
+
+    kinds = [
+        getattr(fake_tensor, "DataDependentOutputException", None),
+        getattr(fake_tensor, "DynamicOutputShapeException", None),
+        getattr(symbolic_shapes, "GuardOnDataDependentSymNode", None),
+    ]
+    return isinstance(error, tuple(kind for kind in kinds if kind is not None))
 
 
 def mode_of_fakes(tensor: Any) -> Any:

@@ -16,10 +16,12 @@ import torch
 from . import infer, policy
 from ._torch import (
     OpOverload,
+    autograd_node_name,
     is_tracing,
     modes_of_thread,
     note_given_gradient,
     reading_lazy_bits,
+    reads_values,
     recorder,
     run_composite,
     untraced,
@@ -145,10 +147,27 @@ def dispatch(
             return entry.run_view(found, operands, args, kwargs)
         return found.run(operands, args, kwargs)
     except BaseException as error:
-        # an error in values is this rank's alone: the others must not wait for it
-        if not is_tracing():  # nobody waits for a rank that traces
+        if is_tracing():  # no rank waits for this one
+            _refuse_reading(op, error)
+        else:
+            # an error in values is this rank's alone: the others must not wait for it
             tell(error, operands[0]._spec.topology)
         raise
+
+
+def _refuse_reading(op: OpOverload, error: BaseException) -> None:
+    """An error if a backward that is traced cannot go on without values.
+
+    In a forward `torch.compile` ends the graph and runs the call as it is; in a backward it fails
+    with the name of some operator deep within.
+    """
+    node = autograd_node_name()
+    if node is not None and reads_values(error):
+        raise LayoutError(
+            f"{node} cannot be compiled: this gradient reads values of DTensors (by {op}) to know "
+            "what to communicate, and there are none while PyTorch traces. Leave the function "
+            "that needs it out with torch.compiler.disable."
+        ) from error
 
 
 def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

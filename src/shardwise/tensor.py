@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ._torch import memory_of, mode_of_fakes, untraced
+from ._torch import is_tracing, memory_of, mode_of_fakes, untraced
 from .autograd import (
     Redistribute,
     WholeLocal,
@@ -110,6 +110,12 @@ class DTensor(Wrapper):
         default it is the tensor's own layout: the gradient of a replicated tensor is taken to be
         the same on all ranks, that of a partial one to be replicated.
         """
+        if is_tracing():
+            # The result would be memory of this tensor, into which a user may write unseen.
+            raise NotImplementedError(
+                "DTensor.to_local cannot be compiled: it runs between the graphs of "
+                "torch.compile. With fullgraph=True call it outside."
+            )
         return to_local(self, grad_placements)
 
     @untraced
