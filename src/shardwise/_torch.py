@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
     "OpOverload",
+    "OpOverloadPacket",
     "autograd_node_name",
     "check_when_run",
     "decomposition",
@@ -44,13 +45,20 @@ __all__ = [
     "run_composite",
     "saves_elsewhere",
     "shared_store",
+    "suggest_memory_format",
     "take_composite",
     "take_differentiable",
     "untraced",
 ]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 OpOverload = torch._ops.OpOverload
 """The class of operators as `__torch_dispatch__` gets them; it has no public name."""
+
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""The class of `torch.ops.aten.add` and its like, all overloads of a name; it has no public
+name."""
 
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__`
@@ -134,7 +142,7 @@ def mode_of_fakes(tensor: Any) -> Any:
     return nullcontext() if found is None else found
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(function: Function) -> Function:
     """Let `torch.compile` leave a function out of its graphs, with all that it calls.
 
     `torch.compiler.disable` does so at the price of a second of import and of microseconds in each
@@ -243,7 +251,7 @@ def _follows_from_gradients(tensor: torch.Tensor, tracer: Any) -> bool:
     from torch.fx.experimental import proxy_tensor
 
     if torch._is_functional_tensor(getattr(tensor, "elem", tensor)):
-        torch._sync(tensor)
+        torch._sync(tensor)  # type: ignore[attr-defined]
         tensor = torch._from_functional_tensor(getattr(tensor, "elem", tensor))
     if not proxy_tensor.has_proxy_slot(tensor, tracer):
         return False
@@ -274,7 +282,8 @@ def _in_its_pass(flat: torch.Tensor) -> torch.Tensor:
         return flat
     if torch._C._current_autograd_node() is None:
         return flat
-    return torch.cat([flat, given.reshape(-1)[:0].to(flat.dtype)])
+    none = given.reshape(-1)[:0].view(torch.uint8)
+    return torch.cat([flat, none.to(flat.dtype)])
 
 
 def functional_all_reduce(value: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
@@ -402,6 +411,13 @@ def gloo_timeout() -> timedelta:
 def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are in one storage: those without memory have no address to compare."""
     return memory_of(one) == memory_of(other)
+
+
+def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The format that PyTorch's kernels give to what they make of a tensor."""
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -97,8 +97,10 @@ def _exchange(channel: Channel, job: Job) -> list[Packet]:
     width = 1
     if job.dtype not in _MOVED:
         flat, width = flat.view(torch.uint8), job.dtype.itemsize
-    counts = [[width * (each.numel if each else 0) for each in way] for way in (coming, leaving)]
-    arrived = functional_all_to_all(flat, *counts, channel.group)
+    incoming, outgoing = (
+        [width * (each.numel if each else 0) for each in way] for way in (coming, leaving)
+    )
+    arrived = functional_all_to_all(flat, incoming, outgoing, channel.group)
     if width > 1 or arrived.dtype is not job.dtype:
         arrived = arrived.view(job.dtype)
     received: list[Packet] = []

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from .._torch import suggest_memory_format
 from ..entry import register_form
 from ..ragged import as_dtensor
 from ..replicated import fallback_form, mesh_of

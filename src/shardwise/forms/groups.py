@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from .._torch import suggest_memory_format
 from ..entry import register_form
 from ..rules import Call
 from .reductions import unless_infinite
