@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise import DTensor, PlainTensorError, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Replicate, Shard, distribute_tensor
+from shardwise.errors import PlainTensorError
 
 from ..compare import numbers
 from ..compiled import check_compiled
