@@ -5,12 +5,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NEWEST := .venv-newest
 
-.PHONY: test demo lint verify redistribute programs bench clean
+.PHONY: test test-newest demo lint verify redistribute programs bench clean
 
 test: lint
 	$(BIN)/python -m pytest -m ''
 	$(BIN)/python -m pytest -m '' tests/process
+
+# The quick tier with the newest PyTorch, in a venv of its own: several GB, so not part of `test`.
+test-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)'
+	$(NEWEST)/bin/python -m pytest
+	$(NEWEST)/bin/python -m pytest tests/process/test_compile_process.py
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -38,7 +45,12 @@ bench: $(READY)
 	$(BIN)/python benchmarks/redistribute.py --time
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(NEWEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade -e '.[dev]'
+	touch $@
 
 # torch first and alone: under the constraint the resolver then has nothing left to choose.
 $(READY): pyproject.toml constraints.txt

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._prims_common import suggest_memory_format
 
 __all__ = [
     "PARAMETER",
     "Hooks",
     "OpOverload",
+    "OpOverloadPacket",
     "announce_write",
     "autograd_node_name",
     "call_at_destroy",
+    "check_when_run",
     "decomposition",
     "disabled_torch_function",
     "ends_a_checkpoint",
     "entered_torch_mesh",
     "fake_tensors",
+    "functional_all_reduce",
+    "functional_all_to_all",
     "gloo_timeout",
     "graph_or_view_of",
     "hooks_of",
@@ -32,10 +38,15 @@ __all__ = [
     "is_composite",
     "is_recorded",
     "is_traced",
+    "is_tracing",
     "make_wrapper",
+    "memory_of",
+    "mode_of_fakes",
+    "modes_of_thread",
+    "note_given_gradient",
     "reading_lazy_bits",
+    "reads_values",
     "recorder",
-    "recording",
     "root_mesh",
     "run_composite",
     "saves_elsewhere",
@@ -47,10 +58,17 @@ __all__ = [
     "swap_contents",
     "take_composite",
     "take_differentiable",
+    "untraced",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 OpOverload = torch._ops.OpOverload
 """The class of operators as `__torch_dispatch__` gets them; it has no public name."""
+
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""The class of `torch.ops.aten.add` and its like, all overloads of a name; it has no public
+name."""
 
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__`
@@ -128,9 +146,75 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     return decomposition_table.get(op)
 
 
-recording: Any = torch.fx._symbolic_trace
-"""Its `_is_fx_tracing_flag` says whether some thread records calls with `torch.fx`, at the price of
-reading an attribute; no public function is as quick."""
+def _always() -> int:
+    return 1
+
+
+modes_of_thread: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _always)
+"""How many modes see the calls of this thread. If there is none then nothing is recorded or traced;
+no public function tells that as quickly. A PyTorch without it makes us ask each time."""
+
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def is_tracing() -> bool:
+    """Whether PyTorch traces the calls of this thread for a compiler: tensors have no values.
+
+    `torch.compiler.is_compiling` does not say so of what the compiler runs itself, as a backward.
+    """
+    if not modes_of_thread():
+        return False
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+
+
+def check_when_run(good: torch.Tensor, text: str) -> None:
+    """Let a traced program raise where something is not good when it runs: there is no value yet.
+
+    It is an operator that a graph keeps though nothing uses its result; it has no public name.
+    """
+    torch.ops.aten._assert_async.msg(good.all(), text)
+
+
+def reads_values(error: BaseException) -> bool:
+    """Whether PyTorch raises this because somebody asks for a value while it traces."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental import symbolic_shapes
+
+    kinds = [
+        getattr(fake_tensor, "DataDependentOutputException", None),
+        getattr(fake_tensor, "DynamicOutputShapeException", None),
+        getattr(symbolic_shapes, "GuardOnDataDependentSymNode", None),
+    ]
+    return isinstance(error, tuple(kind for kind in kinds if kind is not None))
+
+
+def mode_of_fakes(tensor: Any) -> Any:
+    """The mode that made the local tensors of a DTensor, if they are fake: what is made of them
+    must be fake too, and the compiler asks for it outside of the mode."""
+    parts = () if "_locals" not in tensor.__dict__ else tensor._locals
+    found = next((part.fake_mode for part in parts if hasattr(part, "fake_mode")), None)
+    return nullcontext() if found is None else found
+
+
+def untraced(function: Function) -> Function:
+    """Let `torch.compile` leave a function out of its graphs, with all that it calls.
+
+    `torch.compiler.disable` does so at the price of a second of import and of microseconds in each
+    call outside of compiled programs. This is what it sets. The second part is for calls from
+    C++, and from where a graph ended.
+    """
+    marked: Any = getattr(function, "__func__", function)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = (
+        "it is a function of Python over whole local tensors, and no operator; it runs between "
+        "the graphs. Call it outside of the function that is compiled with fullgraph=True"
+    )
+    frames = torch._C._dynamo.eval_frame
+    set_strategy = getattr(frames, "set_code_exec_strategy", None)
+    if set_strategy is not None:
+        skip = frames._FrameAction.SKIP
+        set_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def recorder() -> Callable[[torch.Tensor], bool] | None:
@@ -176,6 +260,107 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 
 _library = torch.library.Library("aten", "IMPL")
+_graphs = torch.library.Library("shardwise", "FRAGMENT")
+
+
+_graphs.define("keep(Tensor x) -> Tensor")
+_graphs.impl("keep", lambda x: x.new_empty(0), "CompositeExplicitAutograd")
+_keep = torch.fx.has_side_effect(torch.ops.shardwise.keep.default)
+
+
+def _waited(value: torch.Tensor) -> torch.Tensor:
+    """What a functional collective gives, after its wait.
+
+    PyTorch drops collectives whose results a graph does not use. Of one that some rank uses and
+    another does not, that would leave the first waiting for ever. So something always uses it.
+    """
+    made: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(value)
+    _keep(made)
+    return made
+
+
+class _Backward(threading.local):
+    """Of the backward that this thread traces: who traces it, and a part of a gradient given to
+    it."""
+
+    tracer: Any = staticmethod(lambda: None)
+    given: Any = staticmethod(lambda: None)
+
+
+_backward = _Backward()
+
+
+def note_given_gradient(parts: Sequence[torch.Tensor]) -> None:
+    """Remember a gradient that a traced backward is given, if there is one among the local tensors
+    of its calls."""
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None or torch._C._current_autograd_node() is None:
+        return
+    tracer: Any = mode.tracer
+    if _backward.tracer() is tracer and _backward.given() is not None:
+        return
+    for part in parts:
+        if _follows_from_gradients(part, tracer):
+            _backward.tracer, _backward.given = weakref.ref(tracer), weakref.ref(part)
+            return
+
+
+def _follows_from_gradients(tensor: torch.Tensor, tracer: Any) -> bool:
+    """Whether the graph makes a tensor of gradients: it names them "tangents"."""
+    from torch.fx.experimental import proxy_tensor
+
+    if torch._is_functional_tensor(getattr(tensor, "elem", tensor)):
+        torch._sync(tensor)  # type: ignore[attr-defined]
+        tensor = torch._from_functional_tensor(getattr(tensor, "elem", tensor))
+    if not proxy_tensor.has_proxy_slot(tensor, tracer):
+        return False
+    left = [proxy_tensor.get_proxy_slot(tensor, tracer).proxy.node]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            return True
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        left += new
+    return False
+
+
+def _in_its_pass(flat: torch.Tensor) -> torch.Tensor:
+    """What a collective is given, so that PyTorch knows to which pass it belongs.
+
+    PyTorch runs in the forward pass whatever does not need the gradients that the backward pass is
+    given. A rank that sends nothing, or zeros, might talk then while another one does later. So in
+    a backward pass there is always no element of a gradient among what a rank sends.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    given = _backward.given()
+    if mode is None or given is None or _backward.tracer() is not mode.tracer:
+        return flat
+    if torch._C._current_autograd_node() is None:
+        return flat
+    none = given.reshape(-1)[:0].view(torch.uint8)
+    return torch.cat([flat, none.to(flat.dtype)])
+
+
+def functional_all_reduce(value: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
+    """The reduction of a tensor over a group, as an operator that a graph can hold."""
+    flat = _in_its_pass(value.reshape(-1))
+    reduce = torch.ops._c10d_functional.all_reduce.default
+    return _waited(reduce(flat, op.name.lower(), group.group_name)).view(value.shape)
+
+
+def functional_all_to_all(
+    value: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: Any
+) -> torch.Tensor:
+    """The parts of flat tensors that members send each other, as an operator of a graph."""
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    value = _in_its_pass(value)
+    return _waited(exchange(value, list(incoming), list(outgoing), group.group_name))
 
 
 def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
@@ -311,7 +496,19 @@ def gloo_timeout() -> timedelta:
 
 def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are in one storage: those without memory have no address to compare."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return memory_of(one) == memory_of(other)
+
+
+def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The format that PyTorch's kernels give to what they make of a tensor."""
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number for the storage of a tensor, good as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _counted(tensor: torch.Tensor) -> int:

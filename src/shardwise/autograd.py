@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._torch import is_recorded, recording
+from ._torch import is_recorded, modes_of_thread
 from .config import current
 from .conform import in_memory_order
 from .deferred import become
@@ -50,7 +50,7 @@ def not_partial(spec: DTensorSpec) -> tuple[Placement, ...]:
 
 def refuse_recording(what: str, values: Sequence[Any]) -> None:
     """An error if `make_fx` would record a result as a constant: this is no operator."""
-    if not recording._is_fx_tracing_flag:
+    if not modes_of_thread():
         return
     # In fake tensors DTensors are taken apart, and what their local tensors do is recorded.
     if any(isinstance(v, Wrapper) or type(v) is torch.Tensor for v in values if is_recorded(v)):

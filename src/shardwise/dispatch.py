@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from . import policy
-from ._torch import OpOverload, reading_lazy_bits, recorder, recording, run_composite
+from ._torch import (
+    OpOverload,
+    autograd_node_name,
+    is_tracing,
+    modes_of_thread,
+    note_given_gradient,
+    reading_lazy_bits,
+    reads_values,
+    recorder,
+    run_composite,
+    untraced,
+)
 from .build import build
 from .cache import kept, plan_bytes
 from .deferred import root_of
@@ -80,11 +91,12 @@ def _entry(op: OpOverload) -> Entry:
         return _entries.setdefault(id(op), Entry(op))
 
 
+@untraced
 def dispatch(
     cls: type, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """Run an operator on DTensors: the `__torch_dispatch__` of the public class."""
-    if recording._is_fx_tracing_flag and _is_recorded(args, kwargs or {}):
+    if modes_of_thread() and _is_recorded(args, kwargs or {}):
         return op(*args, **(kwargs or {}))
     entry = _entries.get(id(op))
     if entry is None:
@@ -127,7 +139,9 @@ def dispatch(
     ):
         found = _build(entry, tuple(key), operands, args, kwargs)
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
-        found.plain_checked = check_plain(entry.op, entry.own, operands, args, kwargs)
+        # While tracing there is nothing to compare: the next call checks.
+        checks = not is_tracing()
+        found.plain_checked = checks and check_plain(entry.op, entry.own, operands, args, kwargs)
     try:
         if found.is_complex:
             with reading_lazy_bits():
@@ -138,9 +152,27 @@ def dispatch(
             return entry.run_view(found, operands, args, kwargs)
         return found.run(operands, args, kwargs)
     except BaseException as error:
-        # an error in values is this rank's alone: the others must not wait for it
-        report(error, operands[0]._spec.topology)
+        if is_tracing():  # no rank waits for this one
+            _refuse_reading(op, error)
+        else:
+            # an error in values is this rank's alone: the others must not wait for it
+            report(error, operands[0]._spec.topology)
         raise
+
+
+def _refuse_reading(op: OpOverload, error: BaseException) -> None:
+    """An error if a backward that is traced cannot go on without values.
+
+    In a forward `torch.compile` ends the graph and runs the call as it is; in a backward it fails
+    with the name of some operator deep within.
+    """
+    node = autograd_node_name()
+    if node is not None and reads_values(error):
+        raise LayoutError(
+            f"{node} cannot be compiled: this gradient reads values of DTensors (by {op}) to know "
+            "what to communicate, and there are none while PyTorch traces. Leave the function "
+            "that needs it out with torch.compiler.disable."
+        ) from error
 
 
 def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -154,7 +186,9 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     found = [t for t in tensors_in(args, kwargs) if isinstance(t, Wrapper)]
     # Where PyTorch took DTensors apart, as `torch.compile` does, it records their local tensors.
-    if any(type(part) is not torch.Tensor for t in found for part in root_of(t)._locals):
+    parts = [part for tensor in found for part in root_of(tensor)._locals]
+    if any(type(part) is not torch.Tensor for part in parts):
+        note_given_gradient(parts)
         return False
     new = [make_known(tensor) for tensor in found]
     return any(new)

@@ -417,6 +417,9 @@ class DTensorSpec:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}{list(self.tensor_meta.shape)} {text}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorSpec:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         meta = None if self.tensor_meta is None else tuple(self.tensor_meta)
         return rebuild_spec, (described(self.topology), self.placements, meta, self.cuts)

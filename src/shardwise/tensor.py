@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
+from secrets import token_hex
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from .autograd import Redistribute, RedistributeIn, WholeLocal, redistributed, take_data, watch_leaf
+from ._torch import is_tracing, memory_of, mode_of_fakes, untraced
+from .autograd import (
+    Redistribute,
+    RedistributeIn,
+    WholeLocal,
+    not_partial,
+    redistributed,
+    take_data,
+    watch_leaf,
+)
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .checkpoint import chunk_list, chunks, shard_at, write_items
-from .deferred import DeferredView
+from .deferred import DeferredView, root_of
 from .dispatch import dispatch
 from .distribute import distribute, from_local, laid_out_like, to_local, whole_local
 from .errors import LayoutError, MeshError
@@ -22,7 +34,7 @@ from .per_rank import PerRank
 from .placement import Placement
 from .saving import plain_attributes, saved
 from .spec import DTensorSpec, checked_placements, default_placements
-from .wrapper import Wrapper, wrap
+from .wrapper import Cell, Wrapper, share_cell, wrap
 
 __all__ = ["DTensor", "distribute_tensor", "redistribute_all"]
 
@@ -73,6 +85,7 @@ class DTensor(Wrapper):
     # --- ways in and out ---------------------------------------------------------------------
 
     @staticmethod
+    @untraced
     def from_local(
         local_tensor: torch.Tensor | PerRank,
         device_mesh: AnyMesh | None = None,
@@ -109,6 +122,7 @@ class DTensor(Wrapper):
         )
         return made
 
+    @untraced
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
 
@@ -116,8 +130,15 @@ class DTensor(Wrapper):
         default it is the tensor's own layout: the gradient of a replicated tensor is taken to be
         the same on all ranks, that of a partial one to be replicated.
         """
+        if is_tracing():
+            # The result would be memory of this tensor, into which a user may write unseen.
+            raise NotImplementedError(
+                "DTensor.to_local cannot be compiled: it runs between the graphs of "
+                "torch.compile. With fullgraph=True call it outside."
+            )
         return to_local(self, grad_placements)
 
+    @untraced
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
@@ -129,6 +150,7 @@ class DTensor(Wrapper):
         whole = self.redistribute(placements=default_placements(self._spec.topology))
         return whole_local(whole, grad_placements)
 
+    @untraced
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
@@ -169,10 +191,12 @@ class DTensor(Wrapper):
 
     # --- values ------------------------------------------------------------------------------
 
+    @untraced
     def tolist(self) -> Any:
         """The global value as nested lists."""
         return self.full_tensor().tolist()
 
+    @untraced
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as a NumPy array that cannot be written: write into the tensor itself.
 
@@ -183,6 +207,7 @@ class DTensor(Wrapper):
         array.flags.writeable = False
         return array
 
+    @untraced
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()
         if dtype is not None:
@@ -235,11 +260,13 @@ class DTensor(Wrapper):
     unsqueeze_ = in_place(torch.Tensor.unsqueeze)
     as_strided_ = in_place(as_strided)
 
+    @untraced
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:
             return format(self.item(), spec)
         return object.__format__(self, spec)
 
+    @untraced
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Layout and local part; nothing is communicated. `full_tensor()` shows the values."""
         text = f"DTensor({self._spec!r}"
@@ -288,12 +315,14 @@ class DTensor(Wrapper):
 
     # --- copies ------------------------------------------------------------------------------
 
+    @untraced
     def __copy__(self) -> DTensor:
         """The same memory, as of a plain tensor: writes into one are known to the other."""
         made: DTensor = self.detach()  # type: ignore[assignment]
         made.__dict__.update(plain_attributes(self))
         return made.requires_grad_() if self.requires_grad else made
 
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         found = memo.get(id(self))
         if found is None:
@@ -308,6 +337,7 @@ class DTensor(Wrapper):
                 found.grad = self.grad.__deepcopy__(memo)
         return found  # type: ignore[no-any-return]
 
+    @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         return saved(self)
 
@@ -342,15 +372,73 @@ class DTensor(Wrapper):
         """The sizes of the boxes that this process holds."""
         return tuple([chunk.size for chunk in chunks(self._spec)])
 
+    # --- torch.compile asks these by name ------------------------------------------------------
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [f"_local{index}" for index in range(len(self._locals))]
-        for name, part in zip(names, self._locals, strict=True):
-            setattr(self, name, part)
-        return names, self._spec
+        """The names of the local tensors, and the layout. Guards ask for the layout, on each rank
+        in its own order, so nothing is read here that might have to be communicated."""
+        return [f"_local{index}" for index in range(len(self._spec.slots))], self._spec
+
+    def __getattr__(self, name: str) -> Any:
+        """The local tensors by their names in `__tensor_flatten__`."""
+        index = name.removeprefix("_local")
+        if index is name or not index.isdecimal():
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with mode_of_fakes(root_of(self)):
+            part = self._locals[int(index)]
+        if type(part) is torch.Tensor:
+            _cells[memory_of(part)] = share_cell(root_of(self))
+        return part
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
-        return wrap(spec, tuple(inner.values()))
+        parts = tuple(inner.values())
+        kept = type(parts[0]) is torch.Tensor if parts else False
+        return wrap(spec, parts, _cells.get(memory_of(parts[0])) if kept else None)
+
+    # --- torch.compile asks these by name ------------------------------------------------------
+
+    @untraced
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """The layout in which a compiled backward takes the gradient: no gradient is partial."""
+        return self.redistribute(placements=not_partial(self._spec))
+
+    @untraced
+    def __coerce_same_metadata_as_tangent__(self, spec: Any, kind: Any = None) -> Any:
+        """A gradient in the layout for which a backward was compiled; None if that takes no
+        DTensor."""
+        if not isinstance(spec, DTensorSpec):
+            return None
+        return _in_layout_of(self, spec)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: DTensorSpec, given: DTensorSpec) -> bool:
+        """Whether a graph that was compiled for one layout serves another: only the same."""
+        return compiled is given
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key of a graph in the cache of the compiler.
+
+        Graphs differ by rank, and depend on rules that a program registers, which have no name that
+        would be the same in another run: so the key is good in this process only.
+        """
+        parts = [(part.shape, part.stride(), part.dtype, part.device) for part in self._locals]
+        mesh = self._spec.topology
+        where = mesh.device_type, mesh.shape, mesh.ranks, mesh.coordinate, id(mesh)
+        text = repr((_PROCESS, where, self._spec, self._spec.stride, self.cuts, parts))
+        return sha256(f"{text}{self.requires_grad}".encode()).hexdigest()
+
+
+_PROCESS = token_hex()
+
+_cells: WeakValueDictionary[int, Cell] = WeakValueDictionary()
+"""Of tensors that compiled programs were given, by their memory: a result in the same memory is an
+alias, and what is written into one is known to the other."""
+
+
+def _in_layout_of(tensor: DTensor, spec: DTensorSpec) -> DTensor:
+    target = DTensorSpec._intern(spec.topology, spec.placements, tensor._spec.meta, spec.cuts)
+    return _alias(tensor) if target is tensor._spec else redistributed(tensor, target)
 
 
 def _no_memory(what: str, tensor: DTensor) -> str:
@@ -397,6 +485,7 @@ def _served(virtual: bool) -> str:
     return "virtual" if virtual else "over processes"
 
 
+@untraced
 def redistribute_all(
     tensors: Sequence[DTensor],
     placements: Sequence[Placement] | Sequence[Sequence[Placement]],
@@ -450,6 +539,7 @@ def _alias(tensor: DTensor) -> DTensor:
     return made
 
 
+@untraced
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: AnyMesh | None = None,

@@ -25,7 +25,7 @@ class Cell:
     tensors have no versions: `to_local` hands out tensors of the same memory that have, `handed`.
     """
 
-    __slots__ = ("exposed", "handed", "parts", "writes")
+    __slots__ = ("__weakref__", "exposed", "handed", "parts", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = 0

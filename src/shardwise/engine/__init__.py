@@ -1,5 +1,6 @@
 """Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
 
+from .._torch import is_tracing
 from ..mesh import Topology
 from .arrival import all_arrive
 from .buffer import buffer_size, give_back
@@ -8,6 +9,7 @@ from .lockstep import lockstep
 from .process import ProcessEngine
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .reduction import check_reducible, has_room, identity
+from .traced import TracedEngine
 from .virtual import VirtualEngine
 from .wire import as_bytes, backends_reduce, buffer_width, is_plain
 
@@ -35,8 +37,11 @@ __all__ = [
 
 _virtual: Engine = VirtualEngine()
 _process: Engine = ProcessEngine()
+_traced: Engine = TracedEngine()
 
 
 def engine_of(topology: Topology) -> Engine:
     """The engine that serves a mesh."""
-    return _virtual if topology.virtual else _process
+    if topology.virtual:
+        return _virtual
+    return _traced if is_tracing() else _process

@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 
+from .._torch import is_tracing
 from ..config import current
 from ..geometry import Box, box_numel
 
@@ -24,6 +25,8 @@ def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) 
     To forget them is not enough: gloo's own thread may hold what it was given a while longer than
     the wait for it, and another buffer is made meanwhile.
     """
+    if is_tracing():  # a graph frees by itself
+        return
     keep = {each.untyped_storage().data_ptr() for each in kept}
     for part in parts:
         memory = part.untyped_storage()

@@ -24,7 +24,7 @@ from .protocol import Job, Parcel, narrow
 from .reduction import reduce_into
 from .wire import as_bytes, buffer_width
 
-__all__ = ["Land", "Launch", "mail", "shaped", "tile"]
+__all__ = ["Land", "Launch", "mail", "shaped", "tile", "weight"]
 
 Land = Callable[[], None]
 """Waits for a collective that was started, and puts what came where it belongs."""
@@ -41,7 +41,7 @@ def mail(
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
     for job, out in zip(jobs, outs, strict=True):
-        nbytes = _weight(channel, job) * buffer_width(job.task, job.dtype)
+        nbytes = weight(channel, job) * buffer_width(job.task, job.dtype)
         if not nbytes:
             continue
         if nbytes > room:
@@ -56,7 +56,7 @@ def mail(
         yield _Round(channel, tuple(small), rooms).launch
 
 
-def _weight(channel: Channel, job: Job) -> int:
+def weight(channel: Channel, job: Job) -> int:
     """The most elements that a rank sends or receives; the same number on every rank."""
     task, count = job.task, len(channel.ranks)
     copies = count if task.kind in ("all_gather", "all_reduce") else 1

@@ -17,6 +17,7 @@ __all__ = [
     "is_wide",
     "reduce_into",
     "reduce_list",
+    "reduced",
     "widened",
 ]
 
@@ -71,6 +72,15 @@ def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], op: str, ov
     for part in parts[1:]:
         call(total, widened(part, op), out=total)
     result.copy_(finished(total, dtype, op, over))
+
+
+def reduced(parts: Sequence[torch.Tensor], op: str, over: int) -> torch.Tensor:
+    """As `reduce_into`, in a new tensor, without a write into any of the parts."""
+    call: Any = _INTO["sum" if op == "avg" else op]
+    total = widened(parts[0], op)
+    for part in parts[1:]:
+        total = call(total, widened(part, op))
+    return finished(total.clone() if total is parts[0] else total, parts[0].dtype, op, over)
 
 
 def reduce_list(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:

@@ -142,14 +142,25 @@ def _in_shards(rows: Any) -> bool:
     return isinstance(rows, Wrapper) and bool(rows._spec.dim_axes[0])
 
 
+def _counts_rightly() -> bool:
+    """Whether PyTorch's kernel for CPUs divides by how often an index occurs."""
+    indices, bags = torch.tensor([0, 0, 1]), torch.tensor([0, 0, 0])
+    given = torch.ones(1, 1), indices, bags, torch.tensor([3]), bags, 2, True, 0, None
+    made: torch.Tensor = torch.ops.aten._embedding_bag_dense_backward.default(*given)
+    return made.flatten().tolist() == [1, 1]
+
+
+_COUNTS_RIGHTLY = _counts_rightly()
+
+
 def _divisors(op: Any, rows: Any, indices: Any) -> Any:
     """What the gradient of each row is divided by for its frequency.
 
-    Not how often its index occurs: PyTorch's kernel for CPUs takes, for the k-th of the different
-    indices, how often that index occurs which is the k-th of all indices in order.
+    With PyTorch 2.13 not how often its index occurs: the kernel for CPUs takes, for the k-th of the
+    different indices, how often that index occurs which is the k-th of all indices in order.
     """
     counts = frequencies(op, rows, indices)
-    if rows.device.type != "cpu":
+    if rows.device.type != "cpu" or _COUNTS_RIGHTLY:
         return counts.clamp(min=1)
     spec = counts._spec
     facts = [torch.stack([part.sum(), part.count_nonzero()]) for part in counts._locals]

@@ -235,6 +235,11 @@ def nanmedian_of_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
     return _found(aten.nanmedian.dim, x, dim, None, keepdim, True)
 
 
+_PLACES = torch.float64 if torch.arange(21.0).quantile(0.3, interpolation="higher") > 6 else None
+"""The dtype in which PyTorch finds the places of quantiles, if not that of the tensor: newer
+versions know that 20 * 0.3 in single precision is more than 6."""
+
+
 def quantile(
     op: Any, x: Any, q: Any, dim: int | None, keepdim: bool, interpolation: str, ignore_nan: bool
 ) -> Any:
@@ -249,14 +254,14 @@ def quantile(
         size = torch.full_like(missing, x.shape[dim])
         last = (size - missing if ignore_nan else size) - 1
         none = (last < 0) | (missing > 0 if not ignore_nan else missing < 0)
-        places = q.flatten() * last.clamp(min=0).unsqueeze(1)
+        places = q.flatten().to(_PLACES or x.dtype) * last.clamp(min=0).unsqueeze(1)
         if interpolation in ("lower", "higher", "nearest"):
             how = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}
             places = how[interpolation](places)
         below, above = places.floor(), places.ceil()
         made, upper = _selected(op, x, dim, below.cpu().long(), above.cpu().long())
         if interpolation == "linear":
-            made = torch.lerp(made, upper, places - below)
+            made = torch.lerp(made, upper, (places - below).to(x.dtype))
         elif interpolation == "midpoint":
             made = torch.lerp(made, upper, 0.5)
         made = made.masked_fill(none.unsqueeze(1), float("nan"))

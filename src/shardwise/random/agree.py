@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from .._torch import is_tracing
 from ..engine import engine_of
-from ..errors import CommunicationError
+from ..errors import CommunicationError, LayoutError
 from ..mesh import AnyMesh, Topology, from_first_rank
 from ..plain import digest
-from .modes import checks, mode_of_call
+from .modes import checks, mode_in_force, mode_of_call
 
 __all__ = ["begin", "manual_seed"]
 
 
 def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> str:
     """The mode in which a call on `mesh` draws; an error, on every rank, if the ranks differ."""
+    if is_tracing():
+        return _traced_mode(what)
     state = _state(mesh, generator)
     mode = mode_of_call(state)
     if mesh.virtual or not checks():
@@ -28,6 +31,18 @@ def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> st
             "from a torch.Generator of its own."
         )
     return mode
+
+
+def _traced_mode(what: object) -> str:
+    """The mode of a call in a program that is compiled. What is drawn in Python would be a constant
+    of it, so numbers come from the generator that the program has when it runs."""
+    if mode_in_force() == "counter":
+        raise LayoutError(
+            f"{what}: random numbers in counter mode cannot be compiled, because their keys are "
+            "drawn outside of the graph: every call would draw the same. Compile in exact mode, "
+            "or leave the function that draws uncompiled with torch.compiler.disable."
+        )
+    return "exact"
 
 
 def _state(mesh: Topology, generator: torch.Generator | None) -> torch.Tensor:

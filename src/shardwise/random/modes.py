@@ -10,7 +10,7 @@ from .._torch import autograd_node_name
 from ..config import current
 from ..plain import digest
 
-__all__ = ["checks", "mode_of_call"]
+__all__ = ["checks", "mode_in_force", "mode_of_call"]
 
 _MOST_CALLS = 1 << 16
 _calls: OrderedDict[int, str] = OrderedDict()
@@ -20,6 +20,11 @@ _calls: OrderedDict[int, str] = OrderedDict()
 def checks() -> bool:
     """Whether the ranks' random states are compared at each call."""
     return current().random_check
+
+
+def mode_in_force() -> str:
+    """The mode that is in force."""
+    return current().random or "exact"
 
 
 def mode_of_call(state: torch.Tensor) -> str:

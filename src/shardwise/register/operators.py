@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import dispatch
-from .._torch import OpOverload
+from .._torch import OpOverload, OpOverloadPacket
 from ..errors import RuleError
 from ..geometry import all_coords, memory_order, stride_like
 from ..mesh import Coord
@@ -37,7 +37,7 @@ def overloads(what: str, given: Any) -> list[OpOverload]:
 def _overloads(what: str, given: Any) -> Iterator[OpOverload]:
     if isinstance(given, OpOverload):
         yield given
-    elif isinstance(given, torch._ops.OpOverloadPacket):
+    elif isinstance(given, OpOverloadPacket):
         for name in given.overloads():
             op = getattr(given, name)
             if not any(argument.is_out for argument in op._schema.arguments):

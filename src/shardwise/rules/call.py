@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._torch import OpOverload
 from ..spec import DTensorSpec, TensorMeta
 from .rule import Rule, copied
 
@@ -121,7 +122,7 @@ class Call:
 
     def __init__(
         self,
-        op: torch._ops.OpOverload,
+        op: OpOverload,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         specs: Sequence[DTensorSpec],

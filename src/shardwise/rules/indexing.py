@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._torch import check_when_run, is_tracing
 from ..errors import OutOfRangeError
 from ..geometry import Interval
 from .call import Call, has_fractions
@@ -58,7 +59,10 @@ def within(
     An index that is out of range raises as on one device; `wraps` lets negative ones count from the
     end.
     """
-    if index.device.type == "cpu" and index.numel():
+    if is_tracing():
+        good = (index >= (-size if wraps else 0)) & (index < size)
+        check_when_run(good, f"an index is out of bounds for dimension {dim} with size {size}")
+    elif index.device.type == "cpu" and index.numel():
         low, high = (int(bound) for bound in torch.aminmax(index))
         if low < (-size if wraps else 0) or high >= size:
             bad = high if high >= size else low

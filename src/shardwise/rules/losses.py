@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._torch import check_when_run, is_tracing
 from ..errors import LayoutError
 from .call import Call, Operand
 from .pointwise import broadcast_dims, pointwise
@@ -126,7 +127,9 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
         target, ignored = given[places[0]].to(torch.int64), given[places[1]]
         counts = target != ignored
         outside = counts & ((target < 0) | (target >= shape[at]))
-        if target.device.type == "cpu" and bool(outside.any()):
+        if is_tracing():
+            check_when_run(~outside, f"a target is out of bounds of {shape[at]} classes.")
+        elif target.device.type == "cpu" and bool(outside.any()):
             raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
         here = counts & (target >= start) & (target < stop)
         given[places[0]], given[places[1]] = torch.where(here, target - start, -1), -1

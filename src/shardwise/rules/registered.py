@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from .._torch import OpOverload
 from .call import Family
 
 __all__ = ["REGISTERED", "Registered", "key_of", "registered"]
@@ -36,12 +35,12 @@ class Registered:
 REGISTERED: dict[str, Registered] = {}
 
 
-def key_of(op: torch._ops.OpOverload) -> str:
+def key_of(op: OpOverload) -> str:
     """The name of an operator with its namespace and overload."""
     return f"{op._schema.name}.{op._overloadname}"
 
 
-def registered(op: torch._ops.OpOverload) -> Registered | None:
+def registered(op: OpOverload) -> Registered | None:
     """The rule that a user gave for an operator; an in-place form follows its base's family."""
     found = REGISTERED.get(key_of(op))
     if found is None and op._schema.name.endswith("_") and not op._schema.name.endswith("__"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from .._torch import OpOverload
 from . import (
     attention,
     bags,
@@ -272,7 +273,7 @@ TABLE: dict[str, Family] = {
 }
 
 
-def family_of(op: torch._ops.OpOverload) -> Family | None:
+def family_of(op: OpOverload) -> Family | None:
     """The family of an operator or of the operator it is a form of; None if it has no rule."""
     namespace, name = op._schema.name.split("::")
     if namespace not in ("aten", "prims"):
@@ -286,7 +287,7 @@ def family_of(op: torch._ops.OpOverload) -> Family | None:
     return pointwise if torch.Tag.pointwise in (*op.tags, *_functional_tags(op, name)) else None
 
 
-def _functional_tags(op: torch._ops.OpOverload, name: str) -> list[torch.Tag]:
+def _functional_tags(op: OpOverload, name: str) -> list[torch.Tag]:
     """The tags of what an operator in place is a form of: PyTorch does not tag all of both."""
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     functional = getattr(packet, op._overloadname or "default", None)
