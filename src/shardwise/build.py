@@ -15,11 +15,9 @@ from ._torch import OpOverload, decomposition, run_composite
 from .conform import conforming
 from .deferred import DeferredPlan
 from .entry import Entry
-from .errors import RuleError
+from .errors import MeshError, RuleError
 from .infer import Unknown, infer
-from .meeting import meet
 from .mesh import Topology
-from .newton import WholePlan, may_iterate
 from .outs import out_form, reshape_form
 from .picked import picker
 from .plain import bring_grads_back, full_local
@@ -62,8 +60,6 @@ def build(
         again = partial(_checked, entry)
         specs = [operand._spec for operand in operands]
         made = ReadyPlan(entry.op, made, specs, pending, again, fast=not entry.has_views)
-    if may_iterate(entry.op, operands, kwargs):
-        made = WholePlan(entry.op, made)
     return made if entry.op._schema.returns else Silent(made)
 
 
@@ -103,9 +99,9 @@ def _build(
     specs = tuple(operand._spec for operand in operands)
     home = _home(operands)
     if home is not None:
-        numbers = all(o._spec.topology is home or _is_number_here(o) for o in operands)
-        run = _bringing_numbers(op, home) if numbers else meet(op, operands, entry.writes)
-        return FormPlan(entry.op, run)
+        if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
+            raise _different_meshes(op, operands)
+        return FormPlan(entry.op, _bringing_numbers(op, home))
     if torch.Tag.inplace_view in op.tags and entry.form is None:
         return FormPlan(entry.op, reshape_form(op))
     if entry.copies:
@@ -213,6 +209,14 @@ def _is_number_here(operand: Any) -> bool:
     """A number is known to every rank that made it, so it may be used on any mesh."""
     plain = not isinstance(operand, Wrapper)
     return plain or bool(not operand._spec.ndim and operand._spec.slots)
+
+
+def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
+    given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
+    return MeshError(
+        f"{op}: the operands are on different meshes: {given}.\n"
+        "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
+    )
 
 
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:

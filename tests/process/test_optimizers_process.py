@@ -17,8 +17,6 @@ from ..test_optimizers import (
     check_muon,
     check_optimizer,
     check_scaled,
-    lbfgs_layouts,
-    parameters,
 )
 from ..test_sparse import check_sparse_steps
 from .harness import ProcessPool
@@ -33,8 +31,7 @@ def steps() -> None:
     for foreach in (False, True):
         check_clipping(mesh, 2.0, foreach)
     check_scaled(mesh, "Adagrad, foreach", bad=True)
-    for where in lbfgs_layouts(mesh):
-        check_lbfgs(where, None)
+    check_lbfgs([(mesh, (Shard(0), Replicate())), (mesh, (Shard(0), Shard(0))), None], None)
     check_muon(mesh)
 
 
@@ -53,22 +50,3 @@ def sparse_steps() -> None:
 
 def test_sparse_gradients(processes: Pools) -> None:
     processes(2).run(sparse_steps, timeout=60)
-
-
-def stages() -> str:
-    """A parameter on each row of a mesh that is another one there, among those of the whole."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    values = [torch.ones(4), torch.full((3,), float(mesh.get_local_rank("pp")))]
-    where = [(mesh, (Shard(0), Replicate())), (mesh["tp"], (Shard(0),))]
-    params = parameters(values, where)
-    for p in params:
-        p.grad = p.detach() * 2
-    optimizer = torch.optim.LBFGS(params)
-    with pytest.raises(PlainTensorError) as error:
-        optimizer.step(lambda: torch.ones(()))
-    return str(error.value)
-
-
-def test_other_parameters_on_each_sub_mesh(processes: Pools) -> None:
-    for text in processes(4).run(stages, timeout=60):
-        assert "not equal on all of its sub-meshes" in text
