@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-import torch
-import torch.distributed as dist
-
-from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.errors import PlainTensorError
+from shardwise import Replicate, Shard, init_device_mesh
 
 from ..test_optimizers import (
     check_clipping,
@@ -18,7 +13,6 @@ from ..test_optimizers import (
     check_optimizer,
     check_scaled,
 )
-from ..test_sparse import check_sparse_steps
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -38,15 +32,3 @@ def steps() -> None:
 def test_optimizers(processes: Pools) -> None:
     """Parameters on two axes, on one of them and plain, in one optimizer."""
     processes(4).run(steps, timeout=120)
-
-
-def sparse_steps() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    check_sparse_steps("SparseAdam", mesh, [Shard(0)], [Shard(1)])
-    unequal = torch.eye(4).mul(dist.get_rank()).to_sparse()
-    with pytest.raises(PlainTensorError, match="not equal on all ranks"):
-        unequal @ distribute_tensor(torch.eye(4), mesh, [Shard(1)])
-
-
-def test_sparse_gradients(processes: Pools) -> None:
-    processes(2).run(sparse_steps, timeout=60)
