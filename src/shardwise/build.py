@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,20 +18,18 @@ from .errors import MeshError, RuleError
 from .infer import Unknown, infer
 from .mesh import Topology
 from .outs import out_form, reshape_form
-from .picked import picker
 from .plain import bring_grads_back, full_local
-from .plans import CallPlan, FormPlan, PickPlan, Plan, filled, tensors_in
+from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
 from .propagate import Decision, decide
 from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
-from .ready import ReadyPlan
 from .redistribute import steps_between
 from .repeats import ask_about_repeats, has_empty_shards, repeating
 from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec, default_placements
-from .wrapper import Wrapper, tell_layout
+from .wrapper import Wrapper
 
 __all__ = ["build"]
 
@@ -55,11 +52,6 @@ def build(
 ) -> Plan:
     """The plan of a call."""
     made = _checked(entry, operands, args, kwargs)
-    pending = _pending(entry, operands, args, kwargs)
-    if pending:
-        again = partial(_checked, entry)
-        specs = [operand._spec for operand in operands]
-        made = ReadyPlan(entry.op, made, specs, pending, again, fast=not entry.has_views)
     return made if entry.op._schema.returns else Silent(made)
 
 
@@ -73,23 +65,6 @@ def _checked(
     if written and _writes_repeated(entry, made, written):
         made = FormPlan(entry.op, fallback_form(entry.op), "fallback")
     return made
-
-
-def _pending(
-    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[int]:
-    """The operands that are pending and may be taken reduced: those that are read alone, and of
-    which the result is no view."""
-    apart = entry.outs or torch.Tag.inplace_view in entry.op.tags or _home(operands) is not None
-    if entry.is_view or apart or not any(operand._spec.sums for operand in operands):
-        return []
-    names = [argument.name for argument in entry.op._schema.arguments]
-    written = {names[place] for place in entry.writes} | set(_RUNNING)
-    found, each = [], count()
-    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        here = [next(each) for _ in tensors_in((value,), {})]
-        found += [i for i in here if name not in written and operands[i]._spec.sums]
-    return found
 
 
 def _build(
@@ -169,7 +144,7 @@ def _in_pieces(entry: Entry) -> Plan:
         names = [argument.name for argument in op._schema.arguments]
         silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
         written = [*written_in(op, args), *silent]
-        pieces = [_consecutive(op, tensor, written) for tensor in tensors]
+        pieces = [_consecutive(op, tensor) for tensor in tensors]
         given, named = filled(args, kwargs, iter(pieces))
         made = op(*given, **named)
         for tensor, piece in zip(tensors, pieces, strict=True):
@@ -189,13 +164,10 @@ _RUNNING = ("running_mean", "running_var")
 """What batch normalisation writes into, whatever its schema says."""
 
 
-def _consecutive(op: OpOverload, tensor: Any, written: Sequence[Any]) -> Any:
+def _consecutive(op: OpOverload, tensor: Any) -> Any:
     if not isinstance(tensor, Wrapper):
         return tensor
-    piece = laid(op, tensor, tensor._spec.straight)
-    if piece is not tensor and not any(tensor is each for each in written):
-        tell_layout(piece, tensor)
-    return piece
+    return laid(op, tensor, tensor._spec.straight)
 
 
 def _home(operands: Sequence[Any]) -> Topology | None:
@@ -345,25 +317,7 @@ def _by_rule(
         run = form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
-    how = picker(call, decision.inputs, decision.outputs)
-    # A plain index is compared once; sizes of messages are not to depend on it.
-    if how is not None and all(isinstance(t, Wrapper) for t in tensors_in(args, kwargs)):
-        if decision.inputs[1:] != specs[1:]:
-            return FormPlan(entry.op, _with_indices(entry.op, decision.inputs[1:]))
-        return PickPlan(plan, how)
     return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
-
-
-def _with_indices(op: OpOverload, wholes: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """`op` with its other operands than the first, the indices, laid out as `wholes`."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        x, *indices = tensors_in(args, kwargs)
-        new = [laid(op, index, whole) for index, whole in zip(indices, wholes, strict=True)]
-        given, named = filled(args, kwargs, iter((x, *new)))
-        return op(*given, **named)
-
-    return run
 
 
 def _is_free(specs: tuple[DTensorSpec, ...], decision: Decision) -> bool:
