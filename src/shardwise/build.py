@@ -17,6 +17,7 @@ from .entry import Entry
 from .errors import MeshError, RuleError
 from .infer import Unknown, infer
 from .mesh import Topology
+from .moving import known
 from .outs import out_form, reshape_form
 from .plain import bring_grads_back, full_local
 from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
@@ -29,7 +30,7 @@ from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec, default_placements
-from .wrapper import Wrapper
+from .wrapper import Wrapper, wrap
 
 __all__ = ["build"]
 
@@ -47,11 +48,55 @@ class Silent(Plan):
         self._plan.run(operands, args, kwargs)
 
 
+class CachedFirst(Plan):
+    """The plan of a call that would pass a Partial on: it takes the reduced value of an operand
+    instead if that is cached, so that the result need not be reduced again."""
+
+    __slots__ = ("_op", "_pending", "_plan")
+
+    def __init__(self, op: OpOverload, plan: Plan, pending: Sequence[int]) -> None:
+        super().__init__(plan.tier)
+        self._op = op
+        self._plan = plan
+        self._pending = tuple(pending)
+        if plan.quick is not None:
+            self.quick = self._run_quick
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._run(self._plan.run, operands, args, kwargs)
+
+    def _run_quick(
+        self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._plan.quick is not None
+        return self._run(self._plan.quick, operands, args, kwargs)
+
+    def _run(
+        self,
+        passing: Callable[..., Any],
+        operands: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        found = {i: known(operands[i]) for i in self._pending if operands[i]._memo}
+        if not any(found.values()):
+            return passing(operands, args, kwargs)
+        values: list[Any] = list(tensors_in(args, kwargs))
+        for index, value in found.items():
+            if value is not None:
+                values[index] = wrap(*value)
+        given, named = filled(args, kwargs, iter(values))
+        return self._op(*given, **named)
+
+
 def build(
     entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
     made = _checked(entry, operands, args, kwargs)
+    pending = [i for i, operand in enumerate(operands) if operand._spec.sums]
+    if pending and made.passes_partials and not (entry.is_view or entry.writes or entry.outs):
+        made = CachedFirst(entry.op, made, pending)
     return made if entry.op._schema.returns else Silent(made)
 
 

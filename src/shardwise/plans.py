@@ -55,6 +55,11 @@ class Plan:
         """Whether it is known that every rank has all that it reads."""
         return False
 
+    @property
+    def passes_partials(self) -> bool:
+        """Whether some result is left Partial though nothing moves."""
+        return self.is_local and any(spec.sums for spec in self.outs)
+
     outs: Sequence[DTensorSpec] = ()
     """The layouts of the results, where they are known."""
 
