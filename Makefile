@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo lint verify redistribute bench clean
+.PHONY: test demo lint verify redistribute programs bench clean
 
 test: lint
 	$(BIN)/python -m pytest -m ''
@@ -27,6 +27,9 @@ verify: $(READY)
 
 redistribute: $(READY)
 	$(BIN)/python -m pytest -m '' tests/test_redistribute_any.py --hypothesis-profile=thorough -o faulthandler_timeout=3600
+
+programs: $(READY)
+	$(BIN)/python benchmarks/programs.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py

@@ -1,4 +1,4 @@
-"""For the fork server of `measure.py`: import and use once what every program needs."""
+"""For the fork server of `running.py`: import and use once what every program needs."""
 
 from __future__ import annotations
 

@@ -29,20 +29,24 @@ class LoopedExperts(nn.Module):
         return total.view(x.shape)
 
 
-class DenseExperts(nn.Module):
-    """Every expert sees every token, as when most are chosen; weights are 0 for the others."""
+class SharedAndRoutedExperts(nn.Module):
+    """As in DeepSeek: an expert for all tokens, and many small ones, of which half are chosen.
+
+    Every expert sees every token, with weight 0 where it was not chosen.
+    """
 
     def __init__(self, experts: int = 16, top: int = 8) -> None:
         super().__init__()
         self.top = top
         self.router = nn.Linear(WIDTH, experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(WIDTH, WIDTH) for _ in range(experts))
+        self.shared = GatedMLP(WIDTH, 2 * WIDTH)
+        self.experts = nn.ModuleList(GatedMLP(WIDTH, WIDTH // 2) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router(x)
         best, chosen = scores.topk(self.top, dim=-1)
         weights = torch.zeros_like(scores).scatter(-1, chosen, best.softmax(-1))
-        total = torch.zeros_like(x)
+        total = self.shared(x)
         for index, expert in enumerate(self.experts):
             total = total + weights[..., index, None] * expert(x)
         return total

@@ -44,7 +44,9 @@ class Policy(nn.Module):
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+        self.body = nn.Sequential(
+            nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
+        )
         self.actor, self.critic = nn.Linear(width, 3), nn.Linear(width, 1)
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,9 +100,7 @@ def rotate(x: Tensor, start: int = 0) -> Tensor:
     rates = 100.0 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(start, start + x.shape[-2], device=x.device)[:, None] * rates
     a, b = x.chunk(2, -1)
-    return torch.cat(
-        [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1
-    )
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
 
 class GroupedAttention(nn.Module):
