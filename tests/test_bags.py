@@ -178,22 +178,6 @@ def test_sums_that_half_precision_cannot_hold_are_divided_first() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_a_sparse_gradient_is_made_of_indices_and_starts(mode: str) -> None:
-    """It is plain, so its operands are whole; what follows from them is not moved."""
-    weight, words = numbers(512, 4), ints(4096, high=512)
-    starts = torch.arange(0, 4096, 8)
-    ours = [spread(t, virtual(8), [S(0)]) for t in (weight, words, starts)]
-    made = bags(ours[0].requires_grad_(), *ours[1:], mode, sparse=True, padding_idx=3)
-    got, _ = received(made.sum().backward)
-    assert got <= 512 * 4 * 8 + 4096 * 8 + 512 * 8
-    theirs = weight.clone().requires_grad_()
-    bags(theirs, words, starts, mode, sparse=True, padding_idx=3).sum().backward()
-    assert theirs.grad is not None
-    assert ours[0].grad._indices().equal(theirs.grad._indices())
-    torch.testing.assert_close(ours[0].grad.to_dense(), theirs.grad.to_dense())
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_starts_of_bags_are_made_whole_once_for_columns(mode: str) -> None:
     """Which bag an index is in follows from them, and is not looked up in shards."""
     weight, words = numbers(512, 8), ints(4096, high=512)

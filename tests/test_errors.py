@@ -296,6 +296,15 @@ def test_every_error_is_also_a_builtin_one() -> None:
     assert issubclass(CommunicationError, RuntimeError)
 
 
+def test_sparse_tensors_among_dtensors_are_refused() -> None:
+    x = distribute_tensor(torch.eye(4), virtual(2), [Shard(0)])
+    with pytest.raises(LayoutError, match=r"torch.sparse_coo, but only dense.*to_dense"):
+        torch.eye(4).to_sparse() @ x
+    table = x.detach().requires_grad_()
+    with pytest.raises(LayoutError, match=r"only dense.*sparse=False"):
+        torch.nn.functional.embedding(torch.tensor([1, 2]), table, sparse=True).sum().backward()
+
+
 def test_sparse_tensors_are_not_laid_out() -> None:
     mesh = virtual(2)
     sparse = torch.eye(4).to_sparse()

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import CommDebugMode, Replicate, Shard, communication, distribute_tensor
-from shardwise.errors import OutOfRangeError
 
 from .compare import assert_same, check, eager, ints, numbers, spread, virtual
 
@@ -241,34 +240,6 @@ def test_ctc_of_one_sequence_whose_classes_are_in_shards() -> None:
         )
 
 
-@pytest.mark.parametrize("bad", [-1, 11])
-def test_a_class_that_ctc_has_not_is_told_to_every_rank(bad: int) -> None:
-    """One rank alone would look for it, where PyTorch reads what is in memory beside its own."""
-    log_probs, words, times, lengths = spoken("matrix")
-    words[1, 2], words[2, 2] = bad, -7  # of which the last is beyond the length
-    with pytest.raises(OutOfRangeError, match=f"target {bad} is none of 11 classes"):
-        F.ctc_loss(spread(log_probs, eager(4), [Shard(2)]), words, times, lengths)
-
-
-@pytest.mark.parametrize("batch", [2, 16])
-@pytest.mark.parametrize("dim", [0, 2])
-def test_ctc_moves_the_classes_that_targets_name(dim: int, batch: int) -> None:
-    """There and back, in place of all classes; one rank has the blank of all sequences."""
-    log_probs = numbers(64, batch, 128, dtype=torch.float32).log_softmax(-1)
-    words, mesh = ints(batch, 7, low=1, high=128), virtual(8)
-    ours = spread(log_probs, mesh, [Shard(dim)]).requires_grad_()
-    theirs = log_probs.clone().requires_grad_()
-    column, each = 64 * 4, -(-batch // 8)
-    with CommDebugMode() as comm:
-        loss = F.ctc_loss(ours, words, [64] * batch, [7] * batch)
-    assert sum(comm.bytes.values()) <= 8 * each * column + 4 * batch
-    with CommDebugMode() as comm:
-        loss.backward()
-    assert sum(comm.bytes.values()) <= (2 * 8 * each + batch) * column + 8 * batch
-    F.ctc_loss(theirs, words, [64] * batch, [7] * batch).backward()
-    torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-
-
 def test_bilinear() -> None:
     inputs = (numbers(7, 3), numbers(7, 2, seed=1), numbers(4, 3, 2, seed=2), numbers(4, seed=3))
     check(F.bilinear, *inputs, mesh=virtual(2), limit=8)
@@ -306,20 +277,6 @@ def test_a_sharded_batch_stays_where_it_is(name: str) -> None:
         made = loss(*given)
     assert sum(comm.bytes.values()) <= 32  # four numbers
     torch.testing.assert_close(made.full_tensor(), loss(*inputs))
-
-
-def test_margins_of_classes_in_shards_move_statistics() -> None:
-    """Of few rows there is no other dim to cut: the score of each target is shared, and sums."""
-    mesh, x = virtual(4), numbers(2, 400)
-    given: Any = spread(x.requires_grad_(), mesh, [Shard(1)])
-    target = spread(torch.tensor([5, 399]), mesh, [Replicate()])
-    with CommDebugMode() as comm:
-        loss = F.multi_margin_loss(given, target, p=2)
-        loss.backward()
-    assert sum(comm.bytes.values()) <= 4 * 2 * 2 * 8 * 2
-    whole = x.detach().clone().requires_grad_()
-    F.multi_margin_loss(whole, torch.tensor([5, 399]), p=2).backward()
-    torch.testing.assert_close(given.grad.full_tensor(), whole.grad)
 
 
 def labels(rows: int, classes: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -368,24 +325,6 @@ def test_margins_to_several_targets_of_classes_in_shards(where: str, kind: str) 
             assert_same(run, row, [(Shard(0),), (Shard(0),)], eager(*shape))
 
 
-@pytest.mark.parametrize("place", [Shard(1), Replicate()], ids=str)
-def test_margins_to_several_targets_move_their_scores(place: Any) -> None:
-    """And where they end, if they are in shards too; in neither direction a row of classes."""
-    x, target = numbers(2, 4096), ints(2, 4096, high=4096)
-    target[0, 5], target[1, 3] = -1, -1
-    mesh, plain = virtual(8), x.clone().requires_grad_()
-    ours = spread(x, mesh, [Shard(1)]).requires_grad_()
-    with CommDebugMode() as comm:
-        loss = F.multilabel_margin_loss(ours, spread(target, mesh, [place]))
-    most = 2 * 5 * (8 + 8) + 2 * 2 * 3 * 8 + 2 * 8
-    assert sum(comm.bytes.values()) <= most
-    with CommDebugMode() as comm:
-        loss.backward()
-    assert sum(comm.bytes.values()) <= most + 2 * 2 * 6 * 4
-    F.multilabel_margin_loss(plain, target).backward()
-    torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
-
-
 def test_margins_to_many_targets_go_to_the_rows() -> None:
     """Their scores on every rank would be more than each row on one."""
     x, target = labels(8, 400, "all")
@@ -401,16 +340,6 @@ def test_a_target_that_is_no_class_is_told_to_every_rank() -> None:
     given = [spread(each, eager(4), [Shard(1)]) for each in (x, target)]
     with pytest.raises(RuntimeError, match="target' is out of range"):
         F.multilabel_margin_loss(*given)
-
-
-def test_the_weight_of_each_class_stays_in_shards() -> None:
-    x, weight, mesh = numbers(2, 400), numbers(400, seed=1).abs(), eager(4)
-    target = spread(torch.tensor([5, 399]), mesh, [Replicate()])
-    with CommDebugMode() as comm:
-        F.multi_margin_loss(
-            spread(x, mesh, [Replicate()]), target, weight=spread(weight, mesh, [Shard(0)])
-        )
-    assert sum(comm.bytes.values()) <= 2 * 2 * 8
 
 
 APART: dict[str, tuple[tuple[int, ...], list[Any]]] = {

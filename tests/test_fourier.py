@@ -1,4 +1,4 @@
-"""Fourier transforms of a long dim in shards: rows and columns are exchanged, nothing gathered."""
+"""Fourier transforms of sharded dims are those of one device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard
+from shardwise import Partial, Shard
 
-from .compare import assert_same, eager, numbers, spread, virtual
+from .compare import assert_same, eager, numbers
 
 fft = torch.fft
 REAL = numbers(1440)
@@ -39,16 +39,11 @@ def test_vectors(name: str) -> None:
     assert_same(
         call, [x], [(Shard(0),)], eager(6), cuts=[[(0, 7, size - 17, 0, 10, 0)]], tolerance=1e-9
     )
-    where = Replicate() if name == "a prime" else Shard(0)
-    assert call(spread(x, eager(7), [Shard(0)])).placements == (where,)
 
 
 def test_a_last_shard_of_less_than_half_a_row() -> None:
-    """The row that it ends in belongs to the shard before, which then ends with the dim."""
     for size, cuts in ((324, (54, 54, 54, 1)), (130, (13, 13, 13, 13, 13, 1))):
         x, mesh = COMPLEX[: size // 2 + 1], eager(len(cuts))
-        back = spread(x, mesh, [Shard(0)], cuts=[cuts])
-        assert fft.irfft(back, size).placements == (Shard(0),)
         assert_same(lambda x, n=size: fft.irfft(x, n), [x], [(Shard(0),)], mesh, cuts=[[cuts]])
 
 
@@ -78,57 +73,9 @@ def test_a_second_derivative(name: str) -> None:
     assert_same(twice, [x], [(Shard(0),)], eager(8), stride=False)
 
 
-LONG = 1 << 17
-
-
-@pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
-def test_a_rank_receives_three_shares(name: str) -> None:
-    """Forward and backward, of the elements that a gather would bring to every rank."""
-    call = getattr(fft, name)
-    size = LONG // 2 + 1 if name in ("irfft", "hfft") else LONG
-    x = numbers(size, dtype=torch.float32)
-    if name in ("fft", "ifft", "irfft", "hfft"):
-        x = torch.complex(x, x.flip(0))
-    ours = spread(x, virtual(8), [Shard(0)]).requires_grad_()
-    with CommDebugMode() as forward:
-        made = call(ours)
-    assert made.placements == (Shard(0),)
-    with CommDebugMode() as backward:
-        made.backward(torch.ones_like(made))
-    most = 3.2 * size * x.itemsize / 8
-    assert sum(forward.bytes.values()) < most
-    assert sum(backward.bytes.values()) < most * (2 if name in ("rfft", "ihfft") else 1)
-    want = call(x)
-    torch.testing.assert_close(made.full_tensor(), want, rtol=1e-5, atol=2e-6 * want.abs().max())
-    assert ours.grad.placements == (Shard(0),)
-
-
-def test_where_it_does_not_pay_the_dim_is_gathered() -> None:
-    """Few elements, few ranks, or a prime number of them; and another dim may be cut instead."""
-    for size, count in ((1 << 10, 8), (LONG, 2), (131071, 8)):
-        with CommDebugMode() as comm:
-            made = fft.fft(spread(torch.ones(size, dtype=torch.cfloat), virtual(count), [Shard(0)]))
-        assert made.placements == (Replicate(),)
-        assert sum(comm.get_comm_counts().values()) == 1
-    with CommDebugMode() as comm:
-        made = fft.fft(
-            spread(torch.ones(8, 1 << 12, dtype=torch.cfloat), virtual(8), [Shard(1)]), dim=1
-        )
-    assert made.placements == (Shard(0),)
-    assert sum(comm.bytes.values()) == 7 * (1 << 12)
-
-
 def test_strides_of_dims_of_one_element() -> None:
     for shape in ((5, 3, 1), (5, 1, 3), (5, 1, 3, 1), (2, 5, 1, 3)):
         for dim in range(len(shape)):
             assert_same(
                 lambda x, d=dim: fft.rfft(x, dim=d), [numbers(*shape)], [(Shard(0),)], eager(2)
             )
-
-
-def test_the_gradient_of_a_matrix_of_real_numbers_is_exchanged() -> None:
-    x = spread(numbers(64, 64), virtual(4), [Shard(0)]).requires_grad_()
-    made = fft.rfft2(x)
-    with CommDebugMode() as comm:
-        made.backward(torch.ones_like(made))
-    assert sum(comm.bytes.values()) < 2 * 16 * 64 * 8

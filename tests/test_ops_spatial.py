@@ -329,19 +329,6 @@ def test_resampling_of_narrow_dtypes(dtype: torch.dtype) -> None:
         )
 
 
-def test_circular_padding_moves_what_changes_owner() -> None:
-    row = 2 * 6 * 8
-    x = spread(numbers(1, 2, 16, 6).requires_grad_(), Shard(2))
-    with sw.CommDebugMode() as comm:
-        out = F.pad(x, (1, 1, 2, 2), mode="circular")
-    assert out.placements == (Shard(2),)
-    assert comm.get_comm_counts() == {"exchange": 1}
-    assert sum(comm.bytes.values()) <= 3 * row
-    with sw.CommDebugMode() as comm:
-        (out * out).sum().backward()
-    assert sum(comm.bytes.values()) <= 6 * row
-
-
 @pytest.mark.parametrize("pads", [(3, 2), (7, 7), (-2, 3), (4, -3), (-1, -1)], ids=str)
 def test_circular_padding(pads: tuple[int, int]) -> None:
     def run(x: Any) -> Any:

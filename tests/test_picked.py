@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import (
-    CommDebugMode,
-    Partial,
     Replicate,
     Shard,
-    communication,
     distribute_tensor,
 )
 
@@ -67,60 +64,6 @@ def test_values(name: str) -> None:
     check_picks(virtual(2, 2), (S0, S0), [name])
 
 
-def test_the_bytes_of_a_few_rows() -> None:
-    """Each rank receives the rows that it has not; a reduction would be 6,144 bytes."""
-    x = distribute_tensor(numbers(256, 128).float(), virtual(4), [S0])
-    i = distribute_tensor((torch.arange(8) * 37 + 5) % 256, virtual(4), [R])
-    for made, most in (
-        (x[i], 7 * 512),
-        (x.index_select(0, i), 7 * 512),
-        (x[i.view(8, 1), i % 128], 7 * 32),
-    ):
-        assert made.placements == (Partial(),)
-        with CommDebugMode() as comm:
-            made.exp()
-            made.sin()
-            made.full_tensor()
-        assert sum(comm.bytes.values()) <= most
-
-
-def test_the_bytes_of_rows_that_are_cut_again() -> None:
-    """Each rank receives the rows that it shall have and has not, in one collective."""
-    mesh, rows = virtual(4), (torch.arange(8) * 37 + 5) % 256
-    full = numbers(256, 128).float()
-    x, i = distribute_tensor(full, mesh, [S0]), distribute_tensor(rows, mesh, [R])
-    for cuts in ((2, 2, 2, 2), (0, 5, 1, 2)):
-        ends = torch.tensor(cuts).cumsum(0).tolist()
-        owners = [rows[end - n : end] // 64 for end, n in zip(ends, cuts, strict=True)]
-        lacking = max(int((owner != rank).sum()) for rank, owner in enumerate(owners))
-        made = x[i]
-        with communication("error"), CommDebugMode() as comm:
-            cut = made.redistribute(placements=[S0], cuts=[cuts, None])
-        assert sum(comm.bytes.values()) == lacking * 512
-        assert comm.get_total_counts() == 1
-        assert torch.equal(cut.full_tensor(), full[rows])
-
-
-def test_an_index_that_is_sharded() -> None:
-    mesh, full = virtual(4), numbers(256, 128).float()
-    rows = (torch.arange(10) * 37 + 5) % 256
-    x, i = distribute_tensor(full, mesh, [S0]), distribute_tensor(rows, mesh, [S0])
-    for made in (x[i], x.index_select(0, i), F.embedding(i, x)):
-        with CommDebugMode() as comm:
-            cut = made.redistribute(placements=[S0])
-        assert sum(comm.bytes.values()) <= 3 * 512
-        assert torch.equal(cut.full_tensor(), full[rows])
-
-
-def test_the_sign_of_zero_and_nan_arrive() -> None:
-    x = torch.tensor([1.0, -0.0, float("nan"), float("-inf")])
-    i = torch.tensor([1, 3, 2, 1])
-    mesh = virtual(2)
-    made = distribute_tensor(x, mesh, [S0])[distribute_tensor(i, mesh, [R])].full_tensor()
-    assert torch.equal(made.signbit(), x[i].signbit())
-    torch.testing.assert_close(made, x[i], equal_nan=True)
-
-
 def test_writes_after_the_call() -> None:
     """Into the source, the index and the result: what was picked stays, what is written counts."""
     mesh = virtual(2)
@@ -149,16 +92,3 @@ def test_gradients() -> None:
         (each[index].exp().sum() + each.index_select(0, index).sum()).backward()
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
     assert x.grad.placements == (S0, S1)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_what_is_gathered_goes_to_the_shards_of_any_dim(dim: int) -> None:
-    """Each rank gets its own places, as in the gradient of a scatter by an index that all have."""
-    mesh, whole = virtual(4), numbers(3, 512)
-    index = ints(3, 512, high=512)
-    x = distribute_tensor(whole, mesh, [S1])
-    i = distribute_tensor(index, mesh, [R])
-    with CommDebugMode() as comm:
-        made = x.gather(1, i).redistribute(placements=[Shard(dim)])
-    assert sum(comm.bytes.values()) <= 4 * 512 * 8 // 4  # the largest shard has one of three rows
-    assert torch.equal(made.full_tensor(), whole.gather(1, index))

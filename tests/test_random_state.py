@@ -147,9 +147,6 @@ SILENT: dict[str, Callable[[Any], Any]] = {
     "normal_": lambda x: (x * 1).normal_(),
     "bernoulli": lambda x: torch.bernoulli(x.abs().clamp(max=1)),
     "normal": lambda x: torch.normal(x, x.abs()),
-    "poisson": lambda x: torch.poisson(x.abs() * 20),
-    "binomial": lambda x: torch.binomial(x.abs().ceil() * 30, x.sigmoid()),
-    "gamma": lambda x: torch._standard_gamma(x.exp()),
     "rrelu": lambda x: F.rrelu(x, training=True),
     "rand_like": torch.rand_like,
     "randperm": lambda x: sw.randperm(9, device_mesh=x.device_mesh, placements=x.placements),
@@ -163,16 +160,6 @@ def test_counter_mode_moves_nothing_and_keeps_the_layout(name: str) -> None:
     comm = CommDebugMode()
     with sw.random.mode("counter"), sw.communication("error", fallback="error"), comm:
         made = SILENT[name](x)
-    assert comm.get_total_counts() == 0
-    assert made.placements == x.placements
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_multinomial_of_sharded_rows_moves_nothing(replacement: bool) -> None:
-    x = laid_out(numbers(9, 4).exp(), Shard(0), Shard(0))
-    comm = CommDebugMode()
-    with sw.random.mode("counter"), comm:
-        made = x.multinomial(2, replacement)
     assert comm.get_total_counts() == 0
     assert made.placements == x.placements
 

@@ -15,7 +15,6 @@ from torch import distributions
 
 import shardwise as sw
 from shardwise.random import tiles
-from shardwise.random.shuffle import _shuffled
 
 from .compare import virtual
 
@@ -90,9 +89,8 @@ def test_the_numbers_of_a_seed_never_change() -> None:
     with sw.random.mode("counter"):
         x = sw.rand(4, device_mesh=mesh()).full_tensor()
         y = sw.randint(1000, (4,), device_mesh=mesh()).full_tensor()
-        z = sw.randperm(6, device_mesh=mesh()).full_tensor()
     torch.testing.assert_close(x, torch.tensor(KNOWN[0]), rtol=0, atol=5e-5)
-    assert [y.tolist(), z.tolist()] == KNOWN[1:]
+    assert y.tolist() == KNOWN[1]
 
 
 KNOWN: list[Any] = [[0.86207, 0.88131, 0.07131, 0.58106], [639, 919, 374, 729], [2, 5, 0, 4, 1, 3]]
@@ -262,18 +260,6 @@ def test_every_small_permutation_is_as_likely() -> None:
     counts = codes.unique(return_counts=True)[1].double()
     assert len(counts) == 24
     assert_chi_square(counts, torch.full_like(counts, 600 / 24))
-
-
-def test_the_network_puts_every_number_anywhere() -> None:
-    """Large permutations come from a Feistel network; here one of 13 places, under many keys."""
-    keys = [struct.pack("<3q", i, 0, 0) for i in range(200)]
-    rows = torch.stack([_shuffled(torch.arange(13), 13, key) for key in keys])
-    assert torch.equal(rows.sort(1)[0], torch.arange(13).expand(200, 13))
-    for place in range(13):
-        assert_all_as_likely(rows[:, place], 13)
-    apart = (rows[:, 1:] - rows[:, :-1]) % 13 - 1
-    for place in range(12):
-        assert_all_as_likely(apart[:, place], 12)
 
 
 def randperm(n: int) -> torch.Tensor:

@@ -20,7 +20,6 @@ from shardwise.geometry import all_coords, box_numel, box_shape, intersect
 from shardwise.links import read_links, write_links
 from shardwise.mesh import VirtualMesh
 from shardwise.redistribute import Run, plan, run_all, run_steps
-from shardwise.redistribute.portions import portions
 
 from .layouts import assert_holds, by_coord, layouts_of, scatter, spec_of, stored, whole_numbers
 
@@ -69,24 +68,6 @@ def test_bytes_sent_are_bytes_received() -> None:
 # --- links ----------------------------------------------------------------------------------------
 
 
-def test_slow_axes_are_used_late_and_fast_ones_early() -> None:
-    big = (1024, 1024)
-    mesh = sw.init_device_mesh("cpu", (2, 4), links=["ethernet", "nvlink"])
-
-    def steps(src: Any, dst: Any) -> list[tuple[str, tuple[int, ...]]]:
-        found = plan(spec_of(mesh, src, big), spec_of(mesh, dst, big))
-        return [(step.kind, step.axes) for step in found if not step.is_local]
-
-    assert steps([P, P], [R, R]) == [
-        ("reduce_scatter", (1,)),
-        ("all_reduce", (0,)),
-        ("all_gather", (1,)),
-    ]
-    assert steps([S0, S1], [R, R]) == [("all_gather", (0,)), ("all_gather", (1,))]
-    level = sw.init_device_mesh("cpu", (2, 4), links="nvlink")
-    assert plan(spec_of(level, [P, P], big), spec_of(level, [R, R], big))[0].axes == (0, 1)
-
-
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3, 2)], ids=str)
 def test_every_way_is_exact(mesh_shape: tuple[int, ...]) -> None:
     links = [Link(1e-6, 10.0 ** (6 + 2 * axis)) for axis in range(len(mesh_shape))]
@@ -122,22 +103,6 @@ def test_a_price_is_that_of_each_piece_by_its_slowest_link(size: tuple[int, int]
             assert step.price(4) == 10**9 + 4 * max(paid), (src, dst, step.kind)
 
 
-def test_what_need_not_move_to_become_partial_does_not() -> None:
-    mesh = sw.init_device_mesh("cpu", (2, 2, 2))
-
-    def received(src: Any, dst: Any) -> int:
-        big = (1024, 1024)
-        return sum(
-            step.elements_received
-            for step in plan(spec_of(mesh, src, big), spec_of(mesh, dst, big))
-        )
-
-    assert received([S0, S0, S0], [P, P, P]) == 0
-    assert received([S0, S1, S0], [P, P, P]) == 0
-    assert received([R, S0, S0], [R, P, R]) == 1024 * 1024 // 4  # the inner axis alone is gathered
-    assert received([R, S0, P], [R, P, S0]) == 1024 * 1024 // 2
-
-
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2)], ids=str)
 def test_shards_become_partial_in_kinds_that_do_not_commute(mesh_shape: tuple[int, int]) -> None:
     mesh = sw.init_device_mesh("cpu", mesh_shape)
@@ -150,13 +115,6 @@ def test_shards_become_partial_in_kinds_that_do_not_commute(mesh_shape: tuple[in
         for dst in itertools.product(kinds, repeat=2):
             real = sw.distribute_tensor(x.double(), mesh, src).redistribute(placements=dst)
             assert torch.equal(real.full_tensor(), x.double()), (src, dst)
-
-
-def test_all_that_becomes_partial_does_so_in_one_step() -> None:
-    mesh = sw.init_device_mesh("cpu", (2, 2, 2))
-    for src in layouts_of(3, [R, S0, S1]):
-        steps = plan(spec_of(mesh, src, (8, 8)), spec_of(mesh, [P, P, P], (8, 8)))
-        assert [step.kind for step in steps] == ["make_partial"]
 
 
 def test_links_are_a_part_of_what_a_mesh_is() -> None:
@@ -268,21 +226,6 @@ def test_memory_stays_within_source_target_and_buffer(size: tuple[int, int], roo
                     shards = 4 * (box_numel(src.box(coord)) + box_numel(dst.box(coord)))
                     rank = coord[0] * 4 + coord[1]
                     assert step.held[rank] <= shards + room, (told, coord)
-
-
-@pytest.mark.parametrize("size", [(12, 8), (13, 9), (1, 7), (5, 0)], ids=str)
-def test_portion_by_portion_is_exact(size: tuple[int, int]) -> None:
-    mesh = sw.init_device_mesh("cpu", (2, 3, 2), links=["ethernet", "nvlink", "pcie"])
-    full = whole_numbers(size)
-    specs = [spec_of(mesh, each, size) for each in layouts_of(3, [R, S0, S1, P])]
-    cut = 0
-    with sw.exchange_buffer(64):
-        for src, dst in list(itertools.product(specs, repeat=2))[::101]:
-            steps = plan(src, dst)
-            cut += next(portions(steps, torch.float32, 64), None) is not None
-            after = run_steps(steps, stored(src, scatter(src, full)), src.stride)
-            assert_holds(dst, by_coord(dst, after), full, f"from {src}")
-    assert cut > 2 or not full.numel()
 
 
 @pytest.mark.parametrize("at", [[S0, R], [S1, S0], [R, S1]], ids=str)

@@ -12,7 +12,28 @@ from shardwise import CommDebugMode, Partial, Replicate, Shard
 from shardwise.forms import sorting
 
 from .compare import assert_same, eager, ints, numbers, spread, virtual
-from .test_ranks import LAYOUTS, NAN, VECTORS
+
+NAN, INF = float("nan"), float("inf")
+TIES = ints(33, low=-3, high=3)
+ODD = torch.tensor([2.0, -0.0, NAN, 0.0, INF, -5.5, 2.0, -INF, NAN, 0.0, 1.25])
+VECTORS: dict[str, torch.Tensor] = {
+    "ties": TIES.double(),
+    "NaN, infinities and zeros": ODD,
+    "float16": numbers(20).half(),
+    "bfloat16": numbers(20).bfloat16(),
+    "float64": numbers(29) * 1e9,
+    "int64": TIES * (1 << 60),
+    "int8": TIES.to(torch.int8) * 40,
+    "uint8": (TIES + 3).to(torch.uint8) * 50,
+    "one": torch.ones(1),
+}
+LAYOUTS: list[tuple[tuple[int, ...], Any, Any]] = [
+    ((2,), (Shard(0),), None),
+    ((4,), (Shard(0),), None),
+    ((2, 2), (Shard(0), Shard(0)), None),
+    ((2, 2), (Replicate(), Shard(0)), None),
+    ((3,), (Shard(0),), "ragged"),
+]
 
 FEW_COLUMNS: list[tuple[tuple[int, ...], int]] = [
     ((1, 30), 1),

@@ -368,7 +368,7 @@ def test_only_statistics_move(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, 3.0, INF])
-def test_distances_of_long_rows_move_distances(power: float) -> None:
+def test_distances_of_long_rows(power: float) -> None:
     # Small integers, for parts of them add up to them again: some differences are none.
     x, y = ints(3, 50, low=-4).double(), ints(2, 50, low=-4, seed=1).double()
     y[0, :40] = x[0, :40]
@@ -384,8 +384,6 @@ def test_distances_of_long_rows_move_distances(power: float) -> None:
         for where in itertools.product([column, (Replicate(),), (Partial(),)], repeat=len(given)):
             assert_same(call, given, where, mesh)
         assert_same(call, given, [column] * len(given), mesh, cuts=[apart] * len(given))
-        ours = [spread(t, mesh, column) for t in given]
-        assert received(lambda call=call, ours=ours: call(*ours)) <= 2 * 6 * 8
 
 
 def test_the_gradient_of_distances_of_one_batch_on_more_ranks() -> None:

@@ -375,6 +375,9 @@ def _check_sample(
     tensors = [t for t in _tensors(given) if t.layout is torch.strided]
     if not tensors:
         return
+    if len(tensors) < len(_tensors(given)):
+        finding.refused = "sparse inputs, which are refused: use to_dense()"
+        return
     try:
         case = _plain(entry, given)
     except _REFUSALS as error:

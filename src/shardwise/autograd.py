@@ -92,7 +92,6 @@ class Redistribute(torch.autograd.Function):
         here = [index for index, grad in enumerate(grads) if isinstance(grad, Wrapper)]
         backs = [_without_partial(ctx.specs[index], grads[index]._spec.meta) for index in here]
         found = iter(Redistribute.apply(backs, False, *[grads[index] for index in here]))
-        # A sparse gradient is plain and whole, whatever the layout of its tensor.
         return None, None, *[next(found) if isinstance(g, Wrapper) else g for g in grads]
 
 

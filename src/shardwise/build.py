@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -15,26 +14,23 @@ from ._torch import OpOverload, decomposition, run_composite
 from .conform import conforming
 from .deferred import DeferredPlan
 from .entry import Entry
-from .errors import LayoutError, RuleError
+from .errors import LayoutError, MeshError, RuleError
 from .infer import Unknown, infer
-from .meeting import meet
 from .mesh import Topology
-from .newton import WholePlan, may_iterate
+from .moving import known
 from .outs import out_form, reshape_form
-from .picked import picker
 from .plain import bring_grads_back, full_local
-from .plans import CallPlan, FormPlan, PickPlan, Plan, filled, tensors_in
+from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
 from .propagate import Decision, decide
 from .ragged import laid
 from .random import is_random, is_without_dropout, random_form
-from .ready import ReadyPlan
 from .redistribute import steps_between
 from .repeats import ask_about_repeats, has_empty_shards, overlapping
 from .replicated import as_form, fallback_form, into_plain_form, written_in
 from .rules import Call, Operand, Site
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec, default_placements
-from .wrapper import Wrapper, tell_layout
+from .wrapper import Wrapper, wrap
 
 __all__ = ["build"]
 
@@ -52,18 +48,55 @@ class Silent(Plan):
         self._plan.run(operands, args, kwargs)
 
 
+class CachedFirst(Plan):
+    """The plan of a call that would pass a Partial on: it takes the reduced value of an operand
+    instead if that is cached, so that the result need not be reduced again."""
+
+    __slots__ = ("_op", "_pending", "_plan")
+
+    def __init__(self, op: OpOverload, plan: Plan, pending: Sequence[int]) -> None:
+        super().__init__(plan.tier)
+        self._op = op
+        self._plan = plan
+        self._pending = tuple(pending)
+        if plan.quick is not None:
+            self.quick = self._run_quick
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._run(self._plan.run, operands, args, kwargs)
+
+    def _run_quick(
+        self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._plan.quick is not None
+        return self._run(self._plan.quick, operands, args, kwargs)
+
+    def _run(
+        self,
+        passing: Callable[..., Any],
+        operands: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        found = {i: known(operands[i]) for i in self._pending if operands[i]._memo}
+        if not any(found.values()):
+            return passing(operands, args, kwargs)
+        values: list[Any] = list(tensors_in(args, kwargs))
+        for index, value in found.items():
+            if value is not None:
+                values[index] = wrap(*value)
+        given, named = filled(args, kwargs, iter(values))
+        return self._op(*given, **named)
+
+
 def build(
     entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
     made = _checked(entry, operands, args, kwargs)
-    pending = _pending(entry, operands, args, kwargs)
-    if pending:
-        again = partial(_checked, entry)
-        specs = [operand._spec for operand in operands]
-        made = ReadyPlan(entry.op, made, specs, pending, again, fast=not entry.has_views)
-    if may_iterate(entry.op, operands, kwargs):
-        made = WholePlan(entry.op, made)
+    pending = [i for i, operand in enumerate(operands) if operand._spec.sums]
+    if pending and made.passes_partials and not (entry.is_view or entry.writes or entry.outs):
+        made = CachedFirst(entry.op, made, pending)
     return made if entry.op._schema.returns else Silent(made)
 
 
@@ -79,23 +112,6 @@ def _checked(
     return made
 
 
-def _pending(
-    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[int]:
-    """The operands that are pending and may be taken reduced: those that are read alone, and of
-    which the result is no view."""
-    apart = entry.outs or torch.Tag.inplace_view in entry.op.tags or _home(operands) is not None
-    if entry.is_view or apart or not any(operand._spec.sums for operand in operands):
-        return []
-    names = [argument.name for argument in entry.op._schema.arguments]
-    written = {names[place] for place in entry.writes} | set(_RUNNING)
-    found, each = [], count()
-    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        here = [next(each) for _ in tensors_in((value,), {})]
-        found += [i for i in here if name not in written and operands[i]._spec.sums]
-    return found
-
-
 def _build(
     entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
@@ -103,9 +119,9 @@ def _build(
     specs = tuple(operand._spec for operand in operands)
     home = _home(operands)
     if home is not None:
-        numbers = all(o._spec.topology is home or _is_number_here(o) for o in operands)
-        run = _bringing_numbers(op, home) if numbers else meet(op, operands, entry.writes)
-        return FormPlan(entry.op, run)
+        if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
+            raise _different_meshes(op, operands)
+        return FormPlan(entry.op, _bringing_numbers(op, home))
     if torch.Tag.inplace_view in op.tags and entry.form is None:
         return FormPlan(entry.op, reshape_form(op))
     if entry.copies:
@@ -175,7 +191,7 @@ def _in_pieces(entry: Entry) -> Plan:
         names = [argument.name for argument in op._schema.arguments]
         silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
         written = [*written_in(op, args), *silent]
-        pieces = [_consecutive(op, tensor, written) for tensor in tensors]
+        pieces = [_consecutive(op, tensor) for tensor in tensors]
         given, named = filled(args, kwargs, iter(pieces))
         made = op(*given, **named)
         for tensor, piece in zip(tensors, pieces, strict=True):
@@ -192,13 +208,10 @@ _RUNNING = ("running_mean", "running_var")
 """What batch normalisation writes into, whatever its schema says."""
 
 
-def _consecutive(op: OpOverload, tensor: Any, written: Sequence[Any]) -> Any:
+def _consecutive(op: OpOverload, tensor: Any) -> Any:
     if not isinstance(tensor, Wrapper):
         return tensor
-    piece = laid(op, tensor, tensor._spec.straight)
-    if piece is not tensor and not any(tensor is each for each in written):
-        tell_layout(piece, tensor)
-    return piece
+    return laid(op, tensor, tensor._spec.straight)
 
 
 def _home(operands: Sequence[Any]) -> Topology | None:
@@ -212,6 +225,14 @@ def _is_number_here(operand: Any) -> bool:
     """A number is known to every rank that made it, so it may be used on any mesh."""
     plain = not isinstance(operand, Wrapper)
     return plain or bool(not operand._spec.ndim and operand._spec.slots)
+
+
+def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
+    given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
+    return MeshError(
+        f"{op}: the operands are on different meshes: {given}.\n"
+        "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
+    )
 
 
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
@@ -355,30 +376,12 @@ def _by_rule(
         run = form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
-    how = picker(call, decision.inputs, decision.outputs)
-    # A plain index is compared once; sizes of messages are not to depend on it.
-    if how is not None and all(isinstance(t, Wrapper) for t in tensors_in(args, kwargs)):
-        if decision.inputs[1:] != specs[1:]:
-            return FormPlan(entry.op, _with_indices(entry.op, decision.inputs[1:]))
-        return PickPlan(plan, how)
     return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
 
 
 def _nothing(*args: Any, **kwargs: Any) -> list[Any]:
     """What an operator returns that returns a list of no tensors."""
     return []
-
-
-def _with_indices(op: OpOverload, wholes: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """`op` with its other operands than the first, the indices, laid out as `wholes`."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        x, *indices = tensors_in(args, kwargs)
-        new = [laid(op, index, whole) for index, whole in zip(indices, wholes, strict=True)]
-        given, named = filled(args, kwargs, iter((x, *new)))
-        return op(*given, **named)
-
-    return run
 
 
 def _is_free(specs: tuple[DTensorSpec, ...], decision: Decision) -> bool:

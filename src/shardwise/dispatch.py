@@ -36,7 +36,6 @@ from .pending import PendingValue
 from .plain import adopt, check_plain
 from .plans import Plan, tensors_in
 from .rules.call import LEAST, MOST, has_fractions
-from .sparse import has_sparse, run_sparse
 from .trace import planned
 from .world import World, at_end
 from .wrapper import Plain, Wrapper
@@ -130,8 +129,6 @@ def dispatch(
     else:
         kwargs = {}
     if plain:
-        if has_sparse(operands):
-            return run_sparse(op, args, kwargs)
         operands = _adopted(entry, operands, key)
     found = entry.plans.get(tuple(key))
     if found is None or (

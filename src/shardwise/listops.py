@@ -20,13 +20,11 @@ from .listplan import Element, ListPlan
 from .mesh import Topology
 from .outs import functional_of, give_shape
 from .plain import adopt, bring_grads_back, check_plain, full_local
-from .plans import Plan
 from .propagate import decide
-from .ready import ReadyPlan
 from .repeats import ask_about_repeats
 from .rules import Call, Operand, Rule
 from .rules.call import LEAST, MOST
-from .rules.pointwise import base_name, pointwise
+from .rules.pointwise import pointwise
 from .wrapper import Plain, Wrapper
 
 __all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
@@ -329,8 +327,7 @@ def _run_on(
     if found is None:
         written = [each for n in entry.writes if n in listing.lists for each in args[n]]
         ask_about_repeats(entry.op, written, args, kwargs)
-        made = _build(entry, mesh, listing, operands, args, kwargs)
-        found = _ready(entry, mesh, made, operands)
+        found = _build(entry, mesh, listing, operands, args, kwargs)
         kept.put(entry.plans, key, found, plan_bytes(operands))
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
         found.plain_checked = check_plain(entry.op, entry.own, operands, args, kwargs)
@@ -339,20 +336,6 @@ def _run_on(
     except BaseException as error:
         report(error, mesh)  # as of a single operator: it is this rank's alone
         raise
-
-
-def _ready(entry: Any, mesh: Topology, plan: ListPlan, operands: Sequence[Any]) -> Plan:
-    """The plan, or one that also takes reduced values in place of pending sums."""
-    pending = [
-        i for i, operand in enumerate(operands) if operand._spec.sums and i not in plan.written
-    ]
-    if not pending:
-        return plan
-
-    def build(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-        return _build(entry, mesh, _Listing(args, kwargs), operands, args, kwargs)
-
-    return ReadyPlan(entry.op, plan, (), pending, build, fast=False)
 
 
 def _element(
@@ -371,32 +354,10 @@ def _element(
     return given, {name: choose(name, value) for name, value in kwargs.items()}
 
 
-_ALONE = {"add": "sum", "sub": "sum", "mul": "product", "div": "product", "neg": "product"}
-"""By name: the pending kind of which one rank alone adds, or multiplies by, what all have."""
-
-
-def _alone(call: Call, listing: _Listing) -> str | None:
-    """The pending kind of which one rank alone does what the operator does to an element."""
-    name = base_name(call)
-    if name == "addcdiv":
-        return "sum"
-    return _ALONE.get(name) if len(listing.lists) == 1 else None
-
-
-def _sharing(rule: Rule, own: int, alone: str | None) -> Rule:
-    """A rule in which operands after the first `own` are never pending: they serve all elements,
-    of a pending value those of the one rank that does something."""
-
-    def kept(operands: tuple[int, ...], kind: str) -> tuple[int, ...]:
-        return operands[:own] if kind == alone and operands[:1] == (0,) else operands
-
-    linear = [kept(group, "sum") for group in rule.linear]
-    passes = [(kept(group, kind), kind, result) for group, kind, result in rule.passes]
-    return replace(
-        rule,
-        linear=tuple(group for group in linear if max(group) < own),
-        passes=tuple(each for each in passes if max(each[0]) < own),
-    )
+def _sharing(rule: Rule, own: int) -> Rule:
+    """A rule in which operands after the first `own`, which serve all elements, are never
+    pending."""
+    return replace(rule, linear=tuple(group for group in rule.linear if max(group) < own))
 
 
 def _build(
@@ -420,10 +381,10 @@ def _build(
         own = [specs[i] for i in ids]
         result = metas[index] if returns else own[0].meta
         call = Call(op, *_element(args, kwargs, listing, index), own, [result])
-        rule = _sharing(pointwise(call), len(listing.lists), _alone(call, listing))
+        rule = _sharing(pointwise(call), len(listing.lists))
         decision = decide(rule, call, None if returns else 0)
         outputs = decision.outputs if returns else ()
-        elements.append(Element(ids, decision.inputs, outputs, own, _alone(call, listing)))
+        elements.append(Element(ids, decision.inputs, outputs, own))
     arguments = op._schema.arguments
     written = frozenset(
         i

@@ -33,8 +33,6 @@ __all__ = [
     "DeviceMesh",
     "Topology",
     "VirtualMesh",
-    "around",
-    "axes_in",
     "described",
     "described_mesh",
     "from_first_rank",
@@ -546,33 +544,6 @@ def _part_of_known(
         assert whole.coordinate is not None
         if tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes))) == ranks:
             return topology(whole.mesh[names])
-    return None
-
-
-def axes_in(part: Topology, whole: Topology) -> tuple[int, ...] | None:
-    """The axes of `whole` that a sub-mesh has; None if it is no part of `whole`."""
-    if part is whole:
-        return tuple(range(whole.ndim))
-    named = part.mesh.mesh_dim_names is not None and whole.mesh.mesh_dim_names is not None
-    same = part.virtual is whole.virtual and part.device_type == whole.device_type
-    if not named or not same or any(name not in whole.names for name in part.names):
-        return None
-    axes = tuple(whole.names.index(name) for name in part.names)
-    if tuple(sorted(axes)) != axes or tuple(whole.shape[axis] for axis in axes) != part.shape:
-        return None
-    first = [0 if axis in axes else slice(None) for axis in range(whole.ndim)]
-    for start in torch.arange(len(whole.ranks)).view(whole.shape)[tuple(first)].flatten().tolist():
-        coord = all_coords(whole.shape)[start]
-        if tuple(map(whole.rank_of, whole.group_coords(coord, axes))) == part.ranks:
-            return axes
-    return None
-
-
-def around(parts: Sequence[Topology]) -> Topology | None:
-    """A mesh that all of `parts` are sub-meshes of: one of them, or else the first one known."""
-    for whole in (*parts, *_topologies.values()):
-        if all(axes_in(part, whole) is not None for part in parts):
-            return whole
     return None
 
 

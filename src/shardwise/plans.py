@@ -11,21 +11,18 @@ import torch
 from . import policy
 from ._torch import make_wrapper
 from .conform import in_memory_order, is_in_memory_order
-from .infinite import Watch, watch_for
 from .mesh import Coord, Topology
-from .moving import describe_moves, moved, stamps, wrote, wrote_moved
-from .picked import Picked, Picker
+from .moving import describe_moves, moved, wrote, wrote_moved
 from .redistribute import relaid
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
 from .windows import fetch_parts
-from .wrapper import Locals, Wrapper, share_cell, tell_origin, view_key, wrap
+from .wrapper import Locals, Wrapper, share_cell, wrap
 
 __all__ = [
     "CallPlan",
     "Fixed",
     "FormPlan",
-    "PickPlan",
     "Plan",
     "filled",
     "tensors_in",
@@ -55,31 +52,18 @@ class Plan:
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    by_operands = False
-    """Whether it reads tensors from the operands, not from the arguments that they are in."""
-
     @property
     def is_local(self) -> bool:
         """Whether it is known that every rank has all that it reads."""
         return False
 
     @property
-    def moving(self) -> tuple[int, ...]:
-        """The operands that are known to be laid out anew."""
-        return ()
-
-    @property
-    def reducing(self) -> tuple[int, ...]:
-        """The operands of which something pending is known to be reduced."""
-        return ()
+    def passes_partials(self) -> bool:
+        """Whether some result is left Partial though nothing moves."""
+        return self.is_local and any(spec.sums for spec in self.outs)
 
     outs: Sequence[DTensorSpec] = ()
     """The layouts of the results, where they are known."""
-
-    @property
-    def left_pending(self) -> int:
-        """How many reductions the results are known to need."""
-        return sum(len(spec.sums) for spec in self.outs)
 
 
 class Fixed(NamedTuple):
@@ -201,7 +185,6 @@ def quick_write(call: Callable[..., Any], spots: tuple[int, ...], bare: bool) ->
 class CallPlan(Plan):
     """Move some operands, run the operator once per coordinate held here, wrap the results."""
 
-    by_operands = True
     __slots__ = (
         "_aliases",
         "_call",
@@ -212,7 +195,6 @@ class CallPlan(Plan):
         "_op",
         "_orders",
         "_picks",
-        "_reducing",
         "_rewrites",
         "_shape",
         "_sites",
@@ -220,7 +202,6 @@ class CallPlan(Plan):
         "_staying",
         "_tails",
         "_target",
-        "_watch",
         "_windows",
         "_written",
         "outs",
@@ -258,8 +239,8 @@ class CallPlan(Plan):
         moves = [(i, dst) for i, dst in enumerate(inputs) if specs[i] is not dst]
         # What is written moves last: if it is read too, what is reduced for that is there.
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
-        self._reducing = tuple([i for i, dst in self._moves if len(dst.sums) < len(specs[i].sums)])
-        self._staying = tuple([i for i in range(len(specs)) if i not in self.moving])
+        moving = {index for index, _ in self._moves}
+        self._staying = tuple([i for i in range(len(specs)) if i not in moving])
         self._notice = describe_moves(self._moves, specs)
         wide = {} if windows is None else windows(inputs, outputs)
         self._windows = tuple(
@@ -282,13 +263,10 @@ class CallPlan(Plan):
         # Whether local results are brought into memory order: None until some have been seen.
         settled = self._aliases or written is not None or structure is None
         self._orders: bool | None = False if settled else None
-        self._watch = watch_for(inputs, outputs, {i: more for i, _, more in self._windows})
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
             self.quick = self._quick(device, is_list, bare)
-            if self._watch is not None and self.quick is not None:
-                self.quick = self._if_finite(self._watch, self.quick)
             if self._orders is None and self.quick is not None:
                 self.quick = self._first(self.quick)
 
@@ -306,14 +284,6 @@ class CallPlan(Plan):
     @property
     def is_local(self) -> bool:
         return not (self._moves or self._windows)
-
-    @property
-    def moving(self) -> tuple[int, ...]:
-        return tuple([index for index, _ in self._moves])
-
-    @property
-    def reducing(self) -> tuple[int, ...]:
-        return self._reducing
 
     def _quick(self, device: torch.device, is_list: bool, bare: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
@@ -335,8 +305,6 @@ class CallPlan(Plan):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
-        if self._aliases and any(spec.sums for spec in self.outs):
-            return None  # such a view knows its origin
         alone = bare and tail is None
         return quick_call(self._call, spots, alone, tail, self.outs, several, device, self._aliases)
 
@@ -355,23 +323,13 @@ class CallPlan(Plan):
             [tensors[slot] for tensors, slot in zip(local, slots, strict=True)]
             for slots in self._calls
         ]
-        watch = self._watch
-        hits = () if watch is None else watch.hits(calls)
-        if watch is not None and hits:
-            coords = [site.coord for site in self._sites]
-            watch.reduce(calls, hits, coords, operands, local, written)
         results = [self._one(index, own, args, kwargs) for index, own in enumerate(calls)]
-        if watch is not None and hits:
-            self._keep_once(watch, hits, results)
         if written is not None:
             self._write_back(operands[written], local[written])
             return args[self._target]
         if self._orders is not False:
             results = self._ordered(results)
-        made = self._wrapped(results, operands)
-        if self._aliases and operands[0]._spec.sums and type(operands[0]) is Wrapper.public:
-            self._tell_origin(made, operands[0], args, kwargs)
-        return made
+        return self._wrapped(results, operands)
 
     def _one(
         self, index: int, own: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
@@ -389,29 +347,6 @@ class CallPlan(Plan):
         if self._local is not None:
             return self._local(self._op, tuple(given), kwargs, self._sites[index])
         return self._op._op(*given, **kwargs)
-
-    def _if_finite(self, watch: Watch, quick: Callable[..., Any]) -> Callable[..., Any]:
-        """The recipe that is quick if no pending sum is multiplied by an infinity."""
-
-        def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            if watch.hits([[operand._locals[0] for operand in operands]]):
-                return self.run(operands, args, kwargs)
-            return quick(operands, args, kwargs)
-
-        return run
-
-    def _keep_once(self, watch: Watch, hits: Sequence[int], results: list[Any]) -> None:
-        """What every rank along a pending axis has made of reduced sums counts once."""
-        for index in hits:
-            if watch.is_first(self._sites[index].coord):
-                continue
-            made = results[index]
-            if isinstance(self._shape, int) or self._written is not None:
-                made.zero_()
-                continue
-            for value, place in zip(made, self._shape or (), strict=True):
-                if value is not None and place in watch.outs:
-                    value.zero_()
 
     def _write_back(self, target: Any, local: Locals) -> None:
         """The written operand holds the result; if it was moved, the result is moved back into
@@ -468,21 +403,6 @@ class CallPlan(Plan):
             wrapped.append(None if local and local[0] is None else wrap(spec, local, cell))
         return _returned_type(self._op)(wrapped)
 
-    def _tell_origin(
-        self, made: Any, base: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Views of a pending sum know what they are made of: it is reduced once for all."""
-        rest = tuple(args[1:])
-
-        def again(place: int | None, value: Any) -> Any:
-            found = self._op(value, *rest, **kwargs)
-            return found if place is None else found[place]
-
-        views = [(None, made)] if isinstance(made, Wrapper) else list(enumerate(made))
-        for place, view in views:
-            key = view_key(self._op, rest, kwargs, place, view._spec)
-            tell_origin(view, base, partial(again, place), key)
-
 
 def _returned_type(op: Any) -> type:
     return list if op._schema.returns[0].type.kind() == "ListType" else tuple
@@ -507,25 +427,6 @@ def _picks(topology: Topology, coords: Sequence[Coord], spec: DTensorSpec) -> tu
         return tuple(range(len(coords)))
     where = {coord: index for index, coord in enumerate(coords)}
     return tuple(where[coord] for coord in spec.slots)
-
-
-class PickPlan(Plan):
-    """A plan whose pending result remembers which rank has which place."""
-
-    __slots__ = ("_how", "_plan")
-
-    def __init__(self, plan: Plan, how: Picker) -> None:
-        super().__init__()
-        self._plan = plan
-        self._how = how
-
-    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        made = self._plan.run(operands, args, kwargs)
-        index = operands[self._how.operand]
-        if index._locals and not index._locals[0].is_inference():
-            share_cell(index)  # so that writes into it are counted
-            made._picked = Picked(self._how, index, stamps(made, index))
-        return made
 
 
 class FormPlan(Plan):

@@ -143,7 +143,6 @@ class _Choice:
         "rule",
         "sizes",
         "specs",
-        "summed",
         "unfit",
         "written",
     )
@@ -160,7 +159,6 @@ class _Choice:
         self.specs = specs
         self.written = written
         self.unfit = unfit
-        self.summed: frozenset[int] | None = None
         self.leaders = _leaders(rule, specs, written)
         self.sizes = [stored(spec.meta) * spec.dtype.itemsize for spec in specs]
         self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in results]
@@ -177,7 +175,6 @@ class _Choice:
                 row for row, price in zip(rows, prices, strict=True) if price == min(prices)
             ]
             row = next((row for row in cheapest if self._reduces_nothing(axis, row)), cheapest[0])
-        self.summed = row.multiplied or self.summed
         for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
             for index, place in enumerate(places):
                 if place.is_shard():
@@ -196,16 +193,12 @@ class _Choice:
         )
 
     def _allowed(self, axis: int) -> tuple[Row, ...]:
-        """The rows in which a written operand holds the result; if possible, where it is now.
-
-        Of a product one side may be pending: ranks that hold different parts of both could not
-        agree whether one is infinite.
-        """
+        """The rows in which a written operand holds the result; if possible, where it is now."""
         rows, written = self.rule.rows, self.written
-        if self.summed is not None:
-            rows = tuple(row for row in rows if row.multiplied in (None, self.summed))
-        if len(self.specs) > 1 and any(spec.sums for spec in self.specs):
+        if any(spec.sums for spec in self.specs):
             rows = tuple(row for row in rows if not self._grows(row))
+            if written is None:
+                rows = tuple(row for row in rows if not self._makes_partial(axis, row))
         if written is None:
             return rows
         place = self.specs[written].placements[axis]
@@ -213,15 +206,22 @@ class _Choice:
         return tuple(row for row in rows if row.inputs[written] is place) or rows
 
     def _grows(self, row: Row) -> bool:
-        """Whether what is pending would be more than twice as much by other operands, as rows are
-        that are written into a large tensor: it is reduced while small. What products make of it is
-        more too, but they pass it on; and what grows by itself remembers the little (`grown.py`).
-        """
-        if row.multiplied is not None:
-            return False
+        """True if what is pending would become more than twice as large: it is reduced while
+        small."""
         pending = [n for n, p in zip(self.counts[0], row.inputs, strict=True) if p.is_partial()]
         made = [n for n, p in zip(self.counts[1], row.outputs, strict=True) if p.is_partial()]
         return bool(pending) and sum(made) > 2 * sum(pending)
+
+    def _makes_partial(self, axis: int, row: Row) -> bool:
+        """True if an operand as large as a pending one would be made partial to be added to it: the
+        pending one is reduced into its layout instead. A bias is smaller."""
+        held = [spec.placements[axis] for spec in self.specs]
+        sizes = self.counts[0]
+        pending = [n for n, have in zip(sizes, held, strict=True) if have.is_partial()]
+        return bool(pending) and any(
+            want.is_partial() and not have.is_partial() and n >= max(pending)
+            for n, have, want in zip(sizes, held, row.inputs, strict=True)
+        )
 
     def _fits(self, axis: int, row: Row, operand: int) -> bool:
         """Whether an operand can stay as it is on `axis`: its placement, and where it is cut."""

@@ -1,0 +1,1 @@
+"""Concepts: layouts, partial values, views and writes, dispatch."""

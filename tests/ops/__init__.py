@@ -1,0 +1,1 @@
+"""Operators, by page of the documentation of torch."""

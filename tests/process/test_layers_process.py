@@ -9,8 +9,9 @@ import torch
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_attention, test_carrying, test_recurrent
-from ..compare import assert_same, check, numbers
+from .. import test_attention, test_recurrent
+from .. import test_recurrent_time as sharded
+from ..compare import assert_same, check, eager, numbers
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -31,15 +32,15 @@ def test_recurrent_layers(processes: Pools) -> None:
     processes(2).run(recurrent, timeout=120)
 
 
-def carried_states() -> None:
-    test_carrying.check_carried("lstm, projection", test_carrying.eager(4), [Shard(0)], 103)
-    test_carrying.check_carried("rnn", test_carrying.eager(2, 2), [Shard(0), Shard(0)], 103)
-    test_carrying.check_ranks_without_times("gru, unbatched", 3)
-    test_carrying.check_checkpoints(test_carrying.eager(4))
+def sharded_time() -> None:
+    sharded.check_layer("lstm, projection", eager(4), [Shard(0)], 103)
+    sharded.check_layer("rnn", eager(2, 2), [Shard(0), Shard(0)], 103)
+    sharded.check_ranks_without_times("gru, unbatched", 3)
+    sharded.check_checkpoints(eager(4))
 
 
-def test_states_carried_along_the_time(processes: Pools) -> None:
-    processes(4).run(carried_states, timeout=120)
+def test_layers_of_a_sharded_time(processes: Pools) -> None:
+    processes(4).run(sharded_time, timeout=120)
 
 
 def attention() -> None:

@@ -11,15 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
-from shardwise.forms import frequent, ranks
 
 from .. import (
     test_attention,
     test_bags,
-    test_frequent,
     test_inplace,
     test_lazy_views,
-    test_membership,
     test_memory,
     test_ops_ordering,
     test_ops_other,
@@ -27,13 +24,11 @@ from .. import (
     test_ops_views,
     test_places,
     test_posting,
-    test_ranks,
-    test_searching,
     test_sorting,
     test_statistics,
     test_uniques,
 )
-from ..compare import assert_same, check, ints, numbers, spread
+from ..compare import assert_same, check, eager, numbers, spread
 from ..test_empty_shards import CASES as OF_EMPTY
 from .harness import ProcessPool
 
@@ -64,23 +59,15 @@ def test_operators(processes: Pools, shape: tuple[int, ...], limit: int) -> None
 
 def sorted_vectors() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for x in test_ranks.VECTORS.values():
-        ours = spread(x, mesh, [Shard(0)])
-        test_sorting.assert_sorted(x, ours, 0)
-        torch.testing.assert_close(ranks.median(ours).full_tensor(), x.median(), equal_nan=True)
-        _, place = ranks.median_of_dim(ours, 0)
-        torch.testing.assert_close(x[place.full_tensor()], x.median(), equal_nan=True)
+    for x in test_sorting.VECTORS.values():
+        test_sorting.assert_sorted(x, spread(x, mesh, [Shard(0)]), 0)
 
 
 def sorted_rows() -> None:
     x = numbers(3, 301).round()
-    mesh = test_sorting.eager(2, 2)
+    mesh = eager(2, 2)
     for where in ([Shard(1), Shard(1)], [Shard(0), Shard(1)], [Replicate(), Shard(1)]):
         test_sorting.assert_sorted(x, spread(x, mesh, where), 1)
-    for name, call in test_ranks.OF_TWO.items():
-        for at in (Shard(0), Shard(1)):
-            got = call(spread(test_ranks.TWO, mesh, [at, Shard(1)])).full_tensor()
-            torch.testing.assert_close(got, call(test_ranks.TWO), msg=name)
     for name in ("sort", "topk"):
         call, given = test_sorting.CALLS[name], numbers(2, 200)
         assert_same(call, [given], [(Shard(0), Shard(1))], mesh)
@@ -97,55 +84,20 @@ def test_sorted_vectors(processes: Pools) -> None:
     processes(2).run(sorted_vectors, timeout=120)
 
 
-def frequent_values() -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    for x in test_frequent.VECTORS.values():
-        got = frequent.mode(spread(x, mesh, [Shard(0)]), 0)
-        for ours, theirs in zip(got, x.mode(), strict=True):
-            torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)
-    test_frequent.assert_shares(test_frequent.CALLS["pairs"], mesh, test_frequent.LONG // 4)
-
-
-def test_frequent_values(processes: Pools) -> None:
-    processes(4).run(frequent_values)
-
-
-def membership() -> None:
-    mesh = test_sorting.eager(2, 2)
-    given = [ints(800, high=3000), ints(640, high=3000, seed=1)]
-    for name in ("in", "not in"):
-        for where in ((Shard(0), Shard(0)), (Replicate(), Shard(0))):
-            call = test_membership.CALLS[name]
-            assert_same(call, given, [(Shard(0), Shard(0)), where], mesh, grad=False)
-
-
-def test_sets(processes: Pools) -> None:
-    processes(4).run(membership)
-
-
 def posted() -> None:
     warnings.filterwarnings("ignore", "The reduce argument of torch.scatter")
     rows = {f"rows: {name}": case for name, case in test_posting.ROWS.items()}
-    cases = test_posting.CALLS | rows | test_searching.CALLS
+    cases = test_posting.CALLS | rows
     for shape, names in (
-        ((4,), ["negative places", "take", "scatter_add", "rows: gather, columns", "searchsorted"]),
-        ((2, 2), ["index_fill, a tensor", "put", "rows: index_put_, added", "bucketize", "sorter"]),
+        ((4,), ["negative places", "take", "scatter_add", "rows: gather, columns"]),
+        ((2, 2), ["index_fill, a tensor", "put", "rows: index_put_, added"]),
     ):
-        mesh = test_searching.eager(*shape)
+        mesh = eager(*shape)
         for call, *given in (cases[name] for name in names):
             where = test_posting.layouts(given, *[Shard(0)] * len(shape))
             assert_same(call, given, where, mesh)
     for call, *given in test_posting.BATCHES.values():
         assert_same(call, given, [(Shard(0), Shard(1))] * len(given), mesh)
-    line, asked = test_searching.SORTERS["rows"]
-    for at in (Shard(0), Shard(1)):
-        assert_same(
-            lambda s, v, o: torch.searchsorted(s, v, sorter=o),
-            [line, asked, line.argsort(-1)],
-            [(at, Shard(1))] * 3,
-            mesh,
-            grad=False,
-        )
 
 
 def test_elements_by_index(processes: Pools) -> None:
@@ -153,14 +105,14 @@ def test_elements_by_index(processes: Pools) -> None:
 
 
 def several_indices() -> None:
-    mesh = test_searching.eager(2, 2)
+    mesh = eager(2, 2)
     for name in ("a column and a row", "x[i, :, j]", "x[i, j] = v", "x[i, :, j] added"):
         call, *given = test_places.CALLS[name]
         assert_same(call, given, test_places.everywhere(given, Shard(0), Shard(1)), mesh)
     call, *given = test_places.CALLS["x[i, :, j]"]
     where = [(Shard(0), Shard(1)), *[(Shard(0), Replicate())] * 2]
     assert_same(call, given, where, mesh)
-    test_places.assert_out_of_range(test_searching.eager(4), 1, 7)
+    test_places.assert_out_of_range(eager(4), 1, 7)
 
 
 def whole_bags() -> None:
@@ -171,8 +123,8 @@ def whole_bags() -> None:
     ):
         (call, *given), (shape, layouts) = test_bags.CALLS[name], test_bags.LAYOUTS[where]
         laid = [*layouts, layouts[1]][: len(given)]
-        assert_same(call, given, laid, test_searching.eager(*shape))
-    test_bags.assert_out_of_range(test_searching.eager(4), 60)
+        assert_same(call, given, laid, eager(*shape))
+    test_bags.assert_out_of_range(eager(4), 60)
 
 
 def test_bags_in_shards(processes: Pools) -> None:

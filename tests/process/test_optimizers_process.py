@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-import torch
-import torch.distributed as dist
-
-from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.errors import PlainTensorError
+from shardwise import Replicate, Shard, init_device_mesh
 
 from ..test_optimizers import (
     check_clipping,
@@ -17,10 +12,7 @@ from ..test_optimizers import (
     check_muon,
     check_optimizer,
     check_scaled,
-    lbfgs_layouts,
-    parameters,
 )
-from ..test_sparse import check_sparse_steps
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -33,42 +25,10 @@ def steps() -> None:
     for foreach in (False, True):
         check_clipping(mesh, 2.0, foreach)
     check_scaled(mesh, "Adagrad, foreach", bad=True)
-    for where in lbfgs_layouts(mesh):
-        check_lbfgs(where, None)
+    check_lbfgs([(mesh, (Shard(0), Replicate())), (mesh, (Shard(0), Shard(0))), None], None)
     check_muon(mesh)
 
 
 def test_optimizers(processes: Pools) -> None:
     """Parameters on two axes, on one of them and plain, in one optimizer."""
     processes(4).run(steps, timeout=120)
-
-
-def sparse_steps() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    check_sparse_steps("SparseAdam", mesh, [Shard(0)], [Shard(1)])
-    unequal = torch.eye(4).mul(dist.get_rank()).to_sparse()
-    with pytest.raises(PlainTensorError, match="not equal on all ranks"):
-        unequal @ distribute_tensor(torch.eye(4), mesh, [Shard(1)])
-
-
-def test_sparse_gradients(processes: Pools) -> None:
-    processes(2).run(sparse_steps, timeout=60)
-
-
-def stages() -> str:
-    """A parameter on each row of a mesh that is another one there, among those of the whole."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    values = [torch.ones(4), torch.full((3,), float(mesh.get_local_rank("pp")))]
-    where = [(mesh, (Shard(0), Replicate())), (mesh["tp"], (Shard(0),))]
-    params = parameters(values, where)
-    for p in params:
-        p.grad = p.detach() * 2
-    optimizer = torch.optim.LBFGS(params)
-    with pytest.raises(PlainTensorError) as error:
-        optimizer.step(lambda: torch.ones(()))
-    return str(error.value)
-
-
-def test_other_parameters_on_each_sub_mesh(processes: Pools) -> None:
-    for text in processes(4).run(stages, timeout=60):
-        assert "not equal on all of its sub-meshes" in text

@@ -17,7 +17,7 @@ from ..rules.reductions import wide
 from ..spec import DTensorSpec, TensorMeta
 from ..windows import fetch_parts
 from ..wrapper import Wrapper, wrap
-from .indexing import divided, frequencies
+from .indexing import divided, frequencies, no_sparse_gradient
 from .shards import shard_of, told
 from .whole_bags import bag_gradient, factor_gradient, in_bags, largest_gradient
 
@@ -194,21 +194,13 @@ def backward(
     per_sample_weights: Any,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of the table; a sparse one is plain, the same on every rank."""
+    """The gradient of the table."""
+    if sparse:
+        raise no_sparse_gradient(f"embedding_bag of a table of {num_weights} rows")
     kind = torch.promote_types(indices.dtype, offsets.dtype)
     indices, offsets = indices.to(kind), offsets.to(kind)
-    if mode == _MAX and not sparse and _in_shards(maximum_indices):
+    if mode == _MAX and _in_shards(maximum_indices):
         return largest_gradient(grad, maximum_indices, bag_size, num_weights)
-    if sparse:
-        op = aten._embedding_bag_sparse_backward.default
-        grad, indices, offsets = (whole(op, each) for each in (grad, indices, offsets))
-        sizes = offsets.new_empty(0)
-        offset2bag = _bags_of(indices, offsets, sizes)
-        if mode == _MEAN:
-            sizes = offset2bag[indices != padding_idx].bincount(minlength=len(grad))
-        weights = None if per_sample_weights is None else whole(op, per_sample_weights)
-        rest = (num_weights, scale_grad_by_freq, mode, weights, padding_idx)
-        return op(grad, indices, offsets, offset2bag, sizes, *rest)
     if mode != _MAX:
         op = aten._embedding_bag_dense_backward.default
         given = [each for each in (indices, offsets, per_sample_weights) if each is not None]

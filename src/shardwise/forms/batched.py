@@ -18,7 +18,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from ..wrapper import Wrapper, wrap
 
-__all__ = ["Batch", "laid", "on_one_mesh", "on_shards", "undivided"]
+__all__ = ["laid", "on_one_mesh", "on_shards"]
 
 
 # --- local tensors and their gradients -------------------------------------------------------
@@ -90,19 +90,16 @@ class Batch:
     cuts: Cuts | None
 
     @staticmethod
-    def of(held: Sequence[tuple[Any, int]], but: Sequence[int] = ()) -> Batch:
-        """That of tensors with the batch at these dims, the input first; `but` are other axes."""
+    def of(held: Sequence[tuple[Any, int]]) -> Batch:
+        """The batch of tensors that have it at these dims, the input first."""
         (x, dim), *_ = held
         specs = [(value._spec.straight, at) for value, at in held]
         # Time and channels are needed whole: their shards go to the batch, if it has enough.
         axes = tuple(
             axis
             for axis, count in enumerate(x._spec.topology.shape)
-            if axis not in but
-            and (
-                any(spec.placements[axis].is_shard(at) for spec, at in specs)
-                or (specs[0][0].placements[axis].is_shard() and x.shape[dim] >= count)
-            )
+            if any(spec.placements[axis].is_shard(at) for spec, at in specs)
+            or (specs[0][0].placements[axis].is_shard() and x.shape[dim] >= count)
         )
         alike = (spec.dim_cuts[at] for spec, at in specs if axes and spec.dim_axes[at] == axes)
         return Batch(x.shape[dim], axes, next(alike, None))

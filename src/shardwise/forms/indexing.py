@@ -1,4 +1,4 @@
-"""Reading and writing by index where tensors are cut first, and gradients that are sparse."""
+"""Reading and writing by index where tensors are cut first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..entry import register_form
+from ..errors import LayoutError
 from ..geometry import contiguous_stride
 from ..placement import Replicate
 from ..plans import tensors_in
@@ -195,6 +196,13 @@ def embedding_dense_backward(
 def sparse_gradient(
     sparse_dim: int, dense_dim: int, size: Any, indices: Any, values: Any, **named: Any
 ) -> Any:
-    """The gradient of `embedding(..., sparse=True)`: plain, the same on every rank."""
-    op = aten._sparse_coo_tensor_with_dims_and_tensors.default
-    return op(sparse_dim, dense_dim, size, whole(op, indices), whole(op, values), **named)
+    """An error: the gradient of `embedding(..., sparse=True)` would be sparse."""
+    raise no_sparse_gradient(f"embedding of a table of shape {list(size)}")
+
+
+def no_sparse_gradient(what: str) -> LayoutError:
+    """The error for a gradient that would be sparse."""
+    return LayoutError(
+        f"{what}: with sparse=True its gradient is a sparse tensor, but only dense tensors can be "
+        "on a mesh. Use sparse=False."
+    )

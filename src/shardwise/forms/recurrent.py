@@ -15,7 +15,6 @@ import torch
 from .._torch import run_composite
 from ..entry import register_composite
 from .batched import on_one_mesh, on_shards
-from .carrying import carried, times_to_carry
 
 __all__ = ["drops", "layer_by_layer"]
 
@@ -37,10 +36,7 @@ def _take_layer(op: Any, cell: bool) -> None:
         if not fits:  # the first call that joins them says why
             return run_composite(op, x, hx, *rest)
         x, states, weights = found
-        axes = () if cell else times_to_carry(x, at, states, weights, options)
-        # Each layer reads both directions of the one below, whole.
-        both = not cell and options[1] > 1 and options[4]
-        if (axes and both) or (not cell and drops(options)):
+        if not cell and drops(options):
             turned = [x.transpose(0, 1), hx, rest[0], *options[:-1], False] if at == 0 else None
             made = layer_by_layer(op, [], *(turned or [x, hx, *rest]))
             return (made[0].transpose(0, 1), *made[1:]) if turned else made
@@ -59,14 +55,8 @@ def _take_layer(op: Any, cell: bool) -> None:
         reads = fused and x.dtype is not torch.float64 and not options[4]
         reads = reads or (not cell and x.device.type != "cpu")
 
-        def by_batch(x: Any, *given: Any) -> list[Any]:
-            held = [(x, at), *((state, of_state) for state in given[: len(states)])]
-            shapes = last if cell else out + last
-            return on_shards(op, local, held, given[len(states) :], shapes, reads)
-
-        if axes:
-            return tuple(carried(op, by_batch, at, axes, found, tuple(options), reads))
-        made = by_batch(x, *states, *weights)
+        held = [(x, at), *((state, of_state) for state in states)]
+        made = on_shards(op, local, held, weights, last if cell else out + last, reads)
         return made[0] if len(made) == 1 else tuple(made)
 
     register_composite(op, run)

@@ -11,12 +11,10 @@ import torch
 from .. import policy
 from .._torch import OpOverload
 from ..moving import describe_moves, moved, wrote
-from ..placement import Placement, Replicate
-from ..ragged import laid
+from ..placement import Replicate
 from ..redistribute import relaid
 from ..spec import DTensorSpec, TensorMeta, default_placements
 from ..wrapper import Locals, Wrapper, wrap
-from . import rejection
 from .tiles import Draw, Key, draw_at, draw_locals, new_key
 
 __all__ = ["COUNTER", "FILLS", "Draws", "dropped", "fill"]
@@ -90,10 +88,6 @@ class Draws:
 
     def normal(self, dtype: torch.dtype = torch.float64, stream: int = 0) -> torch.Tensor:
         return self._draw(lambda t, g: t.normal_(generator=g), dtype, stream)
-
-    def pairs(self, round_: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two uniform numbers for a round of a sampler that rejects; stream 0 is left free."""
-        return self.uniform(stream=2 * round_ + 1), self.uniform(stream=2 * round_ + 2)
 
 
 # --- layouts ---------------------------------------------------------------------------------
@@ -299,84 +293,6 @@ def _rrelu(op: OpOverload, given: Given) -> Any:
     return x.copy_(made) if written else made
 
 
-def _with_params(
-    sample: Callable[..., torch.Tensor], *names: str
-) -> Callable[[OpOverload, Given], Any]:
-    """An operator that is a local sampler with parameters at each position."""
-
-    def run(op: OpOverload, given: Given) -> Any:
-        first = next(given[name] for name in names if isinstance(given[name], Wrapper))
-        tensors = [_summed(op, _on_mesh(given[name], first)) for name in names]
-        op(*[torch.ones(1, dtype=t.dtype) for t in tensors], generator=torch.Generator())
-        made = torch.empty_like(tensors[0])
-        operands = [tensor.expand(made.shape) for tensor in tensors]
-        return _mapped(op, made, operands, new_key(given["generator"]), sample)
-
-    return run
-
-
-def _dirichlet(op: OpOverload, given: Given) -> Any:
-    """Gamma variates, divided by their sum."""
-    gamma = torch.ops.aten._standard_gamma.default
-    drawn = _with_params(rejection.gamma, "self")(gamma, given)
-    return drawn / drawn.sum(-1, keepdim=True)
-
-
-# --- multinomial -----------------------------------------------------------------------------
-
-
-def _multinomial(op: OpOverload, given: Given) -> Any:
-    """Without replacement, or for one sample: the largest of `p / e` with `e` exponential."""
-    p, count, replace = _summed(op, given["self"]), given["num_samples"], given["replacement"]
-    p = laid(op, p, p._spec.straight)
-    example = torch.ones(p.shape, dtype=p.dtype, device="meta")
-    op(example, count, replace)  # PyTorch's own errors of shape and dtype
-    _check_weights(p)
-    if replace and count > 1:
-        return _with_replacement(op, p, count, given["generator"])
-    e = fill(torch.empty_like(p), _exponential(1.0), given["generator"])
-    best = p / e
-    return best.argmax(-1, keepdim=True) if count == 1 else best.topk(count)[1]
-
-
-def _check_weights(p: Any) -> None:
-    totals = p.sum(-1)
-    spec = totals._spec
-    whole = [Replicate() if place.is_partial() else place for place in spec.placements]
-    sums = moved(totals, spec.with_placements(whole, cuts=spec.cuts))
-    for part in p._locals:
-        if part.numel() and not bool(((part >= 0) & (part < float("inf"))).all()):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    for total in sums:
-        if total.numel() and not bool((total > 0).all()):
-            raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
-
-
-def _with_replacement(op: OpOverload, p: Any, count: int, generator: Any) -> Any:
-    """Each sample is the first place where the running sum is above a uniform number."""
-    spec = p._spec
-    last = p.ndim - 1
-    places: list[Placement] = [Replicate() if s.is_shard(last) else s for s in spec.placements]
-    cuts = None if spec.cuts is None else (*spec.cuts[:-1], None)
-    rows = spec.with_placements(places, cuts=cuts)
-    parts = moved(p, rows)
-    shape = (*p.shape[:-1], count)
-    stride = (count, 1)[-len(shape) :]
-    made_spec = DTensorSpec(
-        rows.topology, places, TensorMeta(shape, stride, torch.int64), cuts=cuts
-    )
-    key = new_key(generator)
-    local = []
-    for coord, part in zip(made_spec.slots, parts, strict=True):
-        sums = part.to(torch.float64).cumsum(-1)
-        total = sums[..., -1:]
-        u = Draws(made_spec, coord, key, part.device).uniform() * total
-        found = torch.searchsorted(sums, u, right=True)
-        most = (sums < total).sum(-1, keepdim=True)  # the last place of any weight
-        local.append(torch.minimum(found, most))
-    return wrap(made_spec, tuple(local))
-
-
 _NEW = ("uniform", "exponential", "log_normal", "cauchy", "geometric")
 FILLS = frozenset(f"{name}_" for name in (*_NEW, "normal", "random", "bernoulli"))
 """In-place operators that overwrite their tensor with random numbers without reading it."""
@@ -393,10 +309,5 @@ COUNTER: dict[str, Callable[[OpOverload, Given], Any]] = {
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu,
     "rrelu_with_noise_functional": _rrelu,
-    "poisson": _with_params(rejection.poisson, "self"),
-    "binomial": _with_params(rejection.binomial, "count", "prob"),
-    "_standard_gamma": _with_params(rejection.gamma, "self"),
-    "_sample_dirichlet": _dirichlet,
-    "multinomial": _multinomial,
 }
-"""By the name of the operator; one that is not here is drawn whole."""
+"""By the name of the operator; others (poisson, gamma, multinomial) draw as in exact mode."""

@@ -349,28 +349,18 @@ def _slice(step: Step, local: Locals) -> list[torch.Tensor]:
 def _make_partial(step: Step, local: Locals, order: tuple[int, ...]) -> list[torch.Tensor]:
     """The value on coordinate 0 of each new pending axis, the identity elsewhere (avg: everywhere).
 
-    A rank that holds only a piece of its new box pads it with the identity instead: the pieces of
-    the members make up the whole.
+    Below an identity the axes that were pending reduce to it: it stands at their coordinate 0, and
+    their own identity elsewhere.
     """
     have = dict(step.src.partial)
-    made = [(axis, op) for axis, op in step.dst.partial if have.get(axis) != op]
-    sharded = {axis for dim in step.src.dims for axis in dim.axes}
     parts = []
     for coord in step.dst.slots:
         value = local[step.src.slot(coord)]
-        held, wanted = step.src.box(coord), step.dst.box(coord)
-        shape = box_shape(wanted)
-        result = value.new_empty_strided(shape, stride_like(shape, order))
-        if held != wanted:
-            inner = [op for axis, op in step.dst.partial if axis > made[0][0] and coord[axis]]
-            pad = [made[0][1], *[op for op in inner if op != "avg"]][-1]
-            result.fill_(identity(pad, value.dtype))
-        narrow(result, relative(held, wanted)).copy_(value)
+        shape = tuple(value.shape)
+        result = value.new_empty_strided(shape, stride_like(shape, order)).copy_(value)
         outer_is_identity = False
         for axis, op in step.dst.partial:
-            # Below an identity the inner axes reduce to it: its own value on 0, theirs elsewhere.
-            new = (axis, op) in made and axis not in sharded
-            if coord[axis] and op != "avg" and (new or outer_is_identity):
+            if coord[axis] and op != "avg" and (have.get(axis) != op or outer_is_identity):
                 result.fill_(identity(op, value.dtype))
                 outer_is_identity = True
         parts.append(result)

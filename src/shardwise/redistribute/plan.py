@@ -1,37 +1,32 @@
 """`plan(src, dst)`: the steps from one layout to another. Pure and cached; no tensor, no rank.
 
-The plain order is: shrink (local slices), reduce (partials), move (one gather or exchange over just
-the axes that must talk), and last make partial. Adjacent axes that do the same go together. Ways
-are worked out only if they may be cheapest by what placements say, and the cheapest is kept.
+A plan slices, reduces pending axes, moves boxes in one gather or exchange over just the axes that
+must talk, and last makes axes partial. Where axes are reduced and boxes move, three orders are
+priced and the cheapest is kept: reduce then move, move then reduce, and both in one exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import lru_cache
-from heapq import heapreplace
 from itertools import groupby
 
-from ..engine import check_reducible, has_room
+from ..engine import check_reducible
 from ..geometry import chunk_cuts, intervals
 from ..mesh import Topology
-from ..placement import Partial
+from ..placement import Partial, Placement
 from ..spec import DTensorSpec
 from .between import between_meshes
-from .bound import Bound
 from .layout import DimMap, Layout, grid_of
 from .moves import move
 from .step import Step
-from .ways import Order, Way, other_ways
-
-__all__ = ["plan"]
 
 _LINEAR = ("sum", "avg")
+Steps = tuple[Step, ...]
 
 
 @lru_cache(maxsize=16384)
-def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
+def plan(src: DTensorSpec, dst: DTensorSpec) -> Steps:
     """The steps that take a tensor laid out as `src` to `dst`."""
     for place in (*src.placements, *dst.placements):
         if isinstance(place, Partial):
@@ -39,88 +34,28 @@ def plan(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
     if src.topology is not dst.topology:
         return tuple(between_meshes(src, dst, plan))
     now, goal = Layout.of(src), Layout.of(dst)
-    plain: Way = ((src.placements, dst.placements, Order.PLAIN),)
-    ways = dict.fromkeys([plain, *other_ways(src, dst, _axes_to_reduce(now, goal))])
-    if len(ways) == 1:
-        steps = tuple(_steps(now, goal))
-    else:
-        itemsize = src.dtype.itemsize
-        sizes = (0,) * src.ndim if src.cuts or dst.cuts else tuple(src.meta.shape)
-        bound = Bound(src.topology, sizes, itemsize)
-        steps = _cheapest([_tried(way, now, goal, bound, itemsize) for way in ways])
-    return _divided_last(steps) if has_room(src.dtype) else steps
+    found = [tuple(_steps(now, goal))]
+    if any(step.op for step in found[0]) and sum(not step.is_local for step in found[0]) > 1:
+        found.append(tuple(_steps(now, goal, at_once=True)))
+        moved = _moved_first(src, dst)
+        if moved not in (src.placements, dst.placements):
+            between = now.laid(moved)
+            found.append((*_steps(now, between), *_steps(between, goal)))
+    return min(found, key=lambda steps: sum([step.price(src.dtype.itemsize) for step in steps]))
 
 
-def _divided_last(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The steps with averages added up like sums, and divided once by the last of them: whatever
-    the order of reductions, it is rounded once."""
-    found, last = list(steps), -1
-    for index in reversed(range(len(steps))):
-        step = found[index]
-        if any(op not in _LINEAR for _, op in (*step.src.partial, *step.dst.partial)):
-            last = -1  # it would not be the same for these
-        elif last < 0:
-            last = index if step.op else last
-        elif step.op == "avg":
-            later = found[last]
-            found[last] = replace(later, op="avg", divisor=later.over * step.over)
-            found[index] = replace(step, op="sum", divisor=None)
-    return tuple(found)
+def _moved_first(src: DTensorSpec, dst: DTensorSpec) -> tuple[Placement, ...]:
+    """The placements after a move that leaves pending what is to be reduced."""
+    pairs = zip(src.placements, dst.placements, strict=True)
+    return tuple([a if a.is_partial() and not b.is_partial() else b for a, b in pairs])
 
 
-Trial = Generator[int, None, tuple[Step, ...]]
-"""What a way costs at least, ever more exactly, and then its steps."""
-
-
-def _cheapest(trials: list[Trial]) -> tuple[Step, ...]:
-    """The steps of the cheapest way, and of those that cost the same of the first.
-
-    Always the one that may be cheapest goes on, so few are worked out to the end.
-    """
-    waiting = [(0, index) for index in range(len(trials))]
-    while True:
-        try:
-            price = next(trials[waiting[0][1]])
-        except StopIteration as end:
-            steps: tuple[Step, ...] = end.value
-            return steps
-        heapreplace(waiting, (price, waiting[0][1]))
-
-
-def _tried(way: Way, now: Layout, goal: Layout, bound: Bound, itemsize: int) -> Trial:
-    """First the hops' bounds, then their steps: those of the hop that costs most, or else the last,
-    first, so that the price rises early."""
-    bounds = []
-    for hop in way:
-        bounds.append(bound.of(hop))
-        yield sum(bounds)
-    price = known = sum(bounds)
-    found: list[list[Step]] = [[] for _ in way]
-    layouts = [now, *[now.laid(places) for _, places, _ in way[:-1]], goal]
-    for index in sorted(range(len(way)), key=lambda index: (-bounds[index], -index)):
-        price -= bounds[index]
-        for step in _steps(layouts[index], layouts[index + 1], way[index][2]):
-            found[index].append(step)
-            price += step.price(itemsize)
-            if price > known:
-                known = price
-                yield known
-    return tuple([step for steps in found for step in steps])
-
-
-def _steps(now: Layout, goal: Layout, order: Order = Order.PLAIN) -> Iterator[Step]:
+def _steps(now: Layout, goal: Layout, *, at_once: bool = False) -> Iterator[Step]:
     reduced = _axes_to_reduce(now, goal)
-    if order is Order.SPREAD_FIRST:
-        for step in _spread(now, goal):
-            yield step
-            now = step.dst
     for step in _shrink(now, goal):
         yield step
         now = step.dst
-    for step in _reduce(now, goal, reduced, order is Order.AT_ONCE):
-        yield step
-        now = step.dst
-    for step in _spread(now, goal):
+    for step in _reduce(now, goal, reduced, at_once):
         yield step
         now = step.dst
     if now.dims != goal.dims:
@@ -256,32 +191,3 @@ def _reduce_exchange(
         return None
     every = tuple(sorted({*step.axes, *axes}))
     return Step("reduce_exchange", now, step.dst, every, op, reduced=tuple(axes))
-
-
-# --- making partial ------------------------------------------------------------------------------
-
-
-def _spread(now: Layout, goal: Layout) -> Iterator[Step]:
-    """From a shard to a pending reduction nothing moves: ranks pad with the identity.
-
-    Inner axes go first: what the members of outer ones hold is in one piece only after them.
-    Where all is of one kind, one step makes all axes partial.
-    """
-    have, shape = dict(now.partial), now.topology.shape
-    made = [(axis, op) for axis, op in reversed(goal.partial) if have.get(axis) != op != "avg"]
-    if not made:
-        return
-    together = len({op for _, op in (*now.partial, *goal.partial)}) == 1
-    dims, partial = list(now.dims), now.partial
-    for axis, op in made:
-        for dim, held in enumerate(dims):
-            whole = held.joined(axis, shape) if axis in held.axes else None
-            if whole is not None:
-                dims[dim] = whole
-                partial = tuple(sorted((*partial, (axis, op))))
-        if partial != now.partial and (not together or axis == made[-1][0]):
-            done = Layout(now.topology, tuple(dims), partial)
-            if together and done.dims == goal.dims and set(now.partial) <= set(goal.partial):
-                done = goal  # what is whole already is made partial as well
-            yield Step("make_partial", now, done)
-            now = done

@@ -37,7 +37,7 @@ class Cut:
     def of_step(self, step: Step) -> Step:
         """The step for this part alone."""
         src, dst = self.of_layout(step.src), self.of_layout(step.dst)
-        return Step(step.kind, src, dst, step.axes, step.op, step.reduced, step.divisor)
+        return Step(step.kind, src, dst, step.axes, step.op, step.reduced)
 
     def of_layout(self, layout: Layout) -> Layout:
         """The layout of this part alone; if there are blocks, of one dim more."""

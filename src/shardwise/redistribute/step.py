@@ -22,8 +22,7 @@ class Step:
 
     `kind` is slice, make_partial (both local), all_reduce, reduce_scatter, all_gather, exchange,
     reduce_exchange (an exchange in which each piece comes from every member along `reduced`), or
-    transfer (from one mesh to another, or on one to boxes that no placement names). What an "avg"
-    adds up it divides by `divisor`, if that is not the number of ranks that give something.
+    transfer (from one mesh to another, or on one to boxes that no placement names).
     """
 
     kind: str
@@ -32,7 +31,6 @@ class Step:
     axes: tuple[int, ...] = ()
     op: str = ""
     reduced: tuple[int, ...] = ()
-    divisor: int | None = None
 
     @property
     def over(self) -> int:
@@ -40,7 +38,7 @@ class Step:
         if self.op != "avg":
             return 1
         shape = self.src.topology.shape
-        return self.divisor or prod([shape[axis] for axis in self.reduced or self.axes])
+        return prod([shape[axis] for axis in self.reduced or self.axes])
 
     @property
     def is_local(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from .._torch import OpOverload
 from ..spec import DTensorSpec, TensorMeta
-from .rule import Rule, copied
+from .rule import Rule
 
 __all__ = [
     "LEAST",
@@ -173,8 +173,8 @@ class Call:
 
 
 def together(call: Call, operands: Sequence[int] | None = None) -> dict[str, Any]:
-    """The traits of a call that copies elements of its operands: what is pending passes if all of
-    them hold it and no dtype is in the way."""
+    """The traits of a call that joins elements of its operands: a sum passes if it is pending in
+    all of them and no dtype is in the way."""
     every = tuple(range(len(call.specs)) if operands is None else operands)
     dst = call.results[0].dtype
     dtypes = [call.specs[index].dtype for index in every]
@@ -182,7 +182,6 @@ def together(call: Call, operands: Sequence[int] | None = None) -> dict[str, Any
     return {
         "linear": (every,) if same or all(keeps_sums(dtype, dst) for dtype in dtypes) else (),
         "averages": same or all(map(has_fractions, dtypes)),
-        "passes": copied(*every) if same else (),
     }
 
 

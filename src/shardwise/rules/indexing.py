@@ -34,7 +34,6 @@ __all__ = [
     "within",
 ]
 
-_KINDS = ("max", "min", "product")
 _CANNOT_FILL = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -116,8 +115,7 @@ def _picking(locate: Callable[[tuple[Any, ...], Site], Located]) -> Local:
 def _pick_rule(
     call: Call, inputs: Sequence[Names], out: Names, dims: Sequence[int], local: Local
 ) -> Rule:
-    """The rule of a call that picks from its first operand along `dims`: every kind of pending
-    value passes, for each element of the result is one of the source."""
+    """The rule of a call that picks from its first operand along `dims`."""
     if _picks_more_than_there_is(call, inputs[0], out):
         inputs = [[name if name in out else None for name in inputs[0]], *inputs[1:]]
     sizes = {
@@ -134,7 +132,6 @@ def _pick_rule(
         reduce=None if dtype is torch.uint64 else "sum",  # which PyTorch cannot add
         linear=((0,),),
         averages=has_fractions(dtype),
-        passes=tuple(((0,), kind, kind) for kind in _KINDS),
         local=local,
         unless=_holds_rows(dims),
         placed=frozenset(name for dim in dims if (name := inputs[0][dim]) is not None),

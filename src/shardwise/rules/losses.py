@@ -93,7 +93,6 @@ def loss_backward(call: Call) -> Rule:
         pointwise(call),
         inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
         linear=((0,),),
-        passes=(),
     )
     if call.get("reduction") != _MEAN:
         return rule

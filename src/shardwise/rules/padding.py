@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..geometry import Interval
-from .call import Call, has_fractions, is_plain
-from .once import COUNTED, neutral
-from .rule import Along, Rule, Site, copied
+from .call import Call, has_fractions
+from .rule import Along, Rule, Site
 from .sliding import Slide, followed, in_order, reached
 from .spatial import is_permuted
 
@@ -43,28 +42,17 @@ def constant_pad(call: Call) -> Rule:
                 before = min(max(edges[dim][0] - start, 0), stop - start)
                 after = stop - start - before - value.shape[dim]
             pads += [before, after]
-        around = neutral(site, COUNTED)  # if all count, the first rank puts the number there
-        if around is not None and not zero:
-            return in_order(op(value, pads, around), site.outputs[0])
         return in_order(op(value, pads, *args[2:], **kwargs), site.outputs[0])
-
-    number, dtype = call.get("value"), call.specs[0].dtype
-    zero = number == 0
-    plain = is_plain(number, dtype)
-
-    def has_all(site: Site) -> bool:
-        return _is_whole(site) and (zero or not site.inputs[0].sums)
 
     return Rule(
         (tuple(Along(f"i{dim}") for dim in range(len(shape))),),
         (tuple(followed(f"i{dim}", s.size, s.stops) for dim, s in enumerate(slides)),),
         {f"i{dim}": size for dim, size in enumerate(shape)},
         reduce=None,
-        linear=((0,),) if plain else (),
-        averages=has_fractions(dtype),
-        passes=copied(0) if plain else (),
+        linear=((0,),) if call.get("value") == 0 else (),
+        averages=has_fractions(call.specs[0].dtype),
         local=local,
-        unless=None if is_permuted(call) else has_all,
+        unless=None if is_permuted(call) else _is_whole,
         windows=windows,
     )
 

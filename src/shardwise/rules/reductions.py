@@ -45,9 +45,6 @@ def reduction(kind: str, *, linear: bool = False, local: Any = None, unless: Any
             dims = ()  # unlike sum, any and all of no dims reduce nothing
         out = along(_kept(len(shape), dims, bool(call.get("keepdim", False))))
         src, dst = call.specs[0].dtype, call.results[0].dtype
-        passes = kind != "sum" and (src is dst or src is torch.bool)
-        if kind == "product" and has_fractions(src):
-            passes = False  # of parts it may leave the range, where that of the whole does not
         return Rule(
             inputs=(along([f"i{dim}" for dim in range(len(shape))]),),
             outputs=(out,) * len(call.results),
@@ -55,7 +52,6 @@ def reduction(kind: str, *, linear: bool = False, local: Any = None, unless: Any
             reduce=kind,
             linear=((0,),) if linear and keeps_sums(src, dst) else (),
             averages=has_fractions(src),
-            passes=(((0,), kind, kind),) if passes else (),
             local=local,
             unless=unless,
         )
@@ -132,15 +128,13 @@ def slicewise(call: Call) -> Rule:
 def dimwise(
     *names: str,
     linear: bool = False,
-    factors: bool = False,
     local: Any = None,
     unless: Any = None,
 ) -> Family:
     """An operator that needs the named dims whole and works on every other dim apart.
 
     All operands have the shape of the first, or none of its dims; results have it too. With
-    `linear` a pending sum of the first operand passes, with `factors` a pending product of
-    integers.
+    `linear` a pending sum of the first operand passes.
     """
 
     def family(call: Call) -> Rule:
@@ -148,7 +142,6 @@ def dimwise(
         dims = tuple(d for name in names or ("dim",) for d in reduced_dims(call, name))
         keepdim = bool(call.get("keepdim", False))
         src, dst = call.specs[0].dtype, call.results[0].dtype
-        whole = factors and src is dst and not has_fractions(src)
         free: list[str | None] = [None if d in dims else f"i{d}" for d in range(len(shape))]
         outputs: list[Dims] = []
         for result in call.results:
@@ -166,7 +159,6 @@ def dimwise(
             reduce=None,
             linear=((0,),) if linear and keeps_sums(src, dst) else (),
             averages=has_fractions(src),
-            passes=(((0,), "product", "product"),) if whole else (),
             local=local,
             unless=unless,
         )

@@ -19,7 +19,7 @@ from ..geometry import Interval
 from ..spec import DTensorSpec
 from .call import Call, Operand, has_fractions
 from .pooling import in_plane, scattered
-from .rule import Along, Dims, Rule, Site, copied
+from .rule import Along, Dims, Rule, Site
 from .sliding import followed, in_order, narrowed, reached
 from .spatial import has_planes, is_permuted, of_planes, spatial_dims
 
@@ -207,7 +207,6 @@ def resampled(call: Call) -> Rule:
         made = [in_order(v, spec) for v, spec in zip(made, site.outputs, strict=True)]
         return made[0] if isinstance(got, torch.Tensor) else tuple(made)
 
-    name = call.name
     linear = has_fractions(call.specs[0].dtype) and len(call.results) == 1
     return Rule(
         (image,),
@@ -215,7 +214,6 @@ def resampled(call: Call) -> Rule:
         planes.sizes(planes.image),
         reduce=None,
         linear=((0,),) if linear else (),
-        passes=copied(0) if "nearest" in name else (),
         local=local,
         unless=_unless(call, planes, 0),
         windows=windows,

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ..geometry import Box, Cuts, Interval
-from ..lazy import lazy
 from ..mesh import Coord
 from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import DTensorSpec, Groups
@@ -24,7 +23,6 @@ __all__ = [
     "Dims",
     "Link",
     "Local",
-    "Passes",
     "Row",
     "Rule",
     "Scaled",
@@ -32,19 +30,9 @@ __all__ = [
     "Windows",
     "along",
     "anywhere",
-    "copied",
     "dims_of",
     "is_anywhere",
 ]
-
-Passes = tuple[tuple[tuple[int, ...], str, str], ...]
-"""Operands that may be pending together, the reduction, and that of the results."""
-
-
-def copied(*operands: int) -> Passes:
-    """The `passes` of rules by which every element of the result is one of these operands, or a
-    zero that stands beside them: zeros are zeros after any reduction."""
-    return tuple([(operands, op, op) for op in ("max", "min", "product")])
 
 
 class Link(Protocol):
@@ -95,13 +83,6 @@ class Row:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str | None = None
-
-    @lazy
-    def multiplied(self) -> frozenset[int] | None:
-        """The operands that are pending beside others that are whole; None if there are none."""
-        pending = frozenset(i for i, place in enumerate(self.inputs) if place.is_partial())
-        alone = self.factor is None and 0 < len(pending) < len(self.inputs)
-        return pending if alone else None
 
     def __repr__(self) -> str:
         ins, outs = ", ".join(map(repr, self.inputs)), ", ".join(map(repr, self.outputs))
@@ -167,8 +148,8 @@ class Rule:
     `alike` are results that no sharded or pending operand of such a row enters, so that every rank
     makes the whole of them; `same` are pairs (result, factor) that are so for one factor alone.
     `linear` are sets of operands that may hold pending sums or, with `averages`, averages
-    together. `passes` are triples
-    (operands, op, op of the results) for other pending reductions. `shape_arg` is the argument to
+    together. With `copies` every element of a result is one of the first operand, so that a
+    pending maximum, minimum or product passes too. `shape_arg` is the argument to
     be replaced by the local shape of the first result; `tail` gives all arguments after the
     operands for the place where a call runs; `local` replaces the local call,
     `unless` the operator's own is right at every place; `placed` are the factors of which `tail`
@@ -187,7 +168,7 @@ class Rule:
     alike: frozenset[int] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     averages: bool = True
-    passes: Passes = ()
+    copies: bool = False
     shape_arg: int | None = None
     tail: Callable[[Site], tuple[Any, ...]] | None = None
     local: Local | None = None
@@ -206,8 +187,9 @@ class Rule:
         rows.append(Row(whole, (Replicate(),) * len(self.outputs)))
         for operands in self.linear:
             for op in ("sum", "avg") if self.averages else ("sum",):
-                rows.append(self._partial_row(operands, op, op))
-        rows.extend(self._partial_row(*entry) for entry in self.passes)
+                rows.append(self._partial_row(operands, op))
+        if self.copies:
+            rows.extend([self._partial_row((0,), op) for op in ("max", "min", "product")])
         return tuple(rows)
 
     def _factor_row(self, factor: str) -> Row | None:
@@ -235,12 +217,12 @@ class Rule:
                 inputs.append(Replicate())
         return Row(tuple(inputs), tuple(outputs), factor)
 
-    def _partial_row(self, operands: Sequence[int], op: str, result: str) -> Row:
+    def _partial_row(self, operands: Sequence[int], op: str) -> Row:
         inputs = tuple(
             Partial(op) if index in operands else Replicate() for index in range(len(self.inputs))
         )
         outputs = tuple(
-            Replicate() if index in self.alike else Partial(result)
+            Replicate() if index in self.alike else Partial(op)
             for index in range(len(self.outputs))
         )
         return Row(inputs, outputs)
@@ -257,8 +239,8 @@ class Rule:
             text += f"  reduce={self.reduce}"
         if self.linear:
             text += f"  linear={'|'.join(','.join(map(str, each)) for each in self.linear)}"
-        for operands, op, result in self.passes:
-            text += f"  {op}({','.join(map(str, operands))})->{result}"
+        if self.copies:
+            text += "  copies"
         return text
 
 

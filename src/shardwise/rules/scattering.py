@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from .call import Call, Operand, has_fractions, is_plain, together
+from .call import Call, Operand, has_fractions, together
 from .indexing import Names, has_mask, index_dims, indexed_whole, local_address, within
-from .once import COUNTED, one_has
 from .pointwise import base_name
-from .rule import Local, Rule, Site, along, copied
+from .rule import Local, Rule, Site, along
 
 __all__ = ["index_put", "index_write", "put", "scatter", "stays_pending"]
 
@@ -46,19 +45,13 @@ def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
     traits: dict[str, Any] = {"reduce": None, "averages": has_fractions(dtype)}
     if merge == "copy" and values:
         traits |= together(call, both)
-    elif merge == "copy":  # a number: one rank writes it, if others would count
-        plain = is_plain(call.get("value"), dtype)
-        traits["linear"] = (both,) if plain else ()
-        traits["passes"] = copied(*both) if plain else ()
+    elif merge == "copy":
+        traits["linear"] = (both,) if call.get("value") == 0 else ()
     elif merge == "sum" or (merge == "mean" and has_fractions(dtype)):
         alpha = call.get("alpha", 1)  # an infinite one makes the parts of a sum infinite both ways
         traits["linear"] = (
             (both,) if values and dtype is not torch.bool and alpha - alpha == 0 else ()
         )
-    elif merge in ("amax", "amin"):
-        kind = _PENDING[merge]
-        other = "min" if kind == "max" else "max"
-        traits["passes"] = ((both, kind, kind), ((0,), other, other)) if values else ()
     if stays_pending(call):
         traits["reduce"] = _PENDING[merge]
         # The largest of a value and itself is the value; a sum would count it on every rank.
@@ -77,34 +70,15 @@ def _write_rule(
         if name is not None
     }
     merge = _merge(call)
-    number = merge == "copy" and not values
     return Rule(
         tuple(map(along, inputs)),
         (along(inputs[0]),),
         sizes,
-        local=_number_once(local, call.position("value")) if number else local,
-        unless=_is_whole(dims, number),
+        local=local,
+        unless=indexed_whole(dims),
         placed=frozenset(name for dim in dims if (name := inputs[0][dim]) is not None),
         **_traits(call, merge, values),
     )
-
-
-def _number_once(local: Local, place: int) -> Local:
-    """A local call by which one rank alone writes the number at `place` into a pending value."""
-
-    def written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        return local(op, one_has(args, place, COUNTED, site), kwargs, site)
-
-    return written
-
-
-def _is_whole(dims: Sequence[int], number: bool) -> Callable[[Site], bool]:
-    """Whether the operator's own call is right: the indexed dims are whole, and no number is to be
-    written once."""
-    whole = indexed_whole(dims)
-    if not number:
-        return whole
-    return lambda site: whole(site) and not site.inputs[0].sums
 
 
 def _writing(locate: Callable[[tuple[Any, ...], Site], list[Any] | None]) -> Local:

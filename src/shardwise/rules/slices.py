@@ -12,7 +12,7 @@ import torch
 
 from ..geometry import Cuts, Interval, chunk_cuts, intervals
 from .call import Call, together
-from .rule import Along, Dims, Rule, Site, along, copied
+from .rule import Along, Dims, Rule, Site, along
 from .views import each_dim, form_of, reordered, sizes_of
 
 __all__ = [
@@ -175,7 +175,7 @@ def slice_backward(call: Call) -> Rule:
         sizes_of(shape),
         reduce=None,
         linear=((0,),),
-        passes=copied(0),
+        copies=True,
         tail=tail,
         placed=frozenset([f"i{dim}"]),
     )
@@ -203,7 +203,7 @@ def _dropped(call: Call, dim: int) -> Rule:
         {f"i{d}": size for d, size in enumerate(shape) if d != dim},
         reduce=None,
         linear=((0,),),
-        passes=copied(0),
+        copies=True,
     )
 
 
@@ -228,7 +228,7 @@ def select_backward(call: Call) -> Rule:
         {f"i{d}": size for d, size in enumerate(shape) if d != dim},
         reduce=None,
         linear=((0,),),
-        passes=copied(0),
+        copies=True,
         tail=tail,
         placed=frozenset(),
     )

@@ -16,7 +16,7 @@ import torch
 
 from ..geometry import Cuts, Interval, contiguous_stride
 from .call import Call, Family, Operand, has_fractions
-from .rule import Along, Dims, Link, Rule, Scaled, Site, along, anywhere, copied
+from .rule import Along, Dims, Link, Rule, Scaled, Site, along, anywhere
 from .sliding import Slide, fitted, followed, in_order, margins, padded, reached
 
 __all__ = [
@@ -168,7 +168,6 @@ def _shuffled(
         reduce=None,
         linear=((0,),),
         averages=has_fractions(call.specs[0].dtype),
-        passes=copied(0),
         local=of_planes,
         unless=None if is_permuted(call) else has_planes,
     )
@@ -190,7 +189,6 @@ def channel_shuffle(call: Call) -> Rule:
         reduce=None,
         linear=((0,),),
         averages=has_fractions(call.specs[0].dtype),
-        passes=copied(0),
         local=of_planes,
         unless=None if is_permuted(call) else has_planes,
     )
@@ -310,7 +308,6 @@ def unfold(call: Call) -> Rule:
         reduce=None,
         linear=((0,),),
         averages=has_fractions(call.specs[0].dtype),
-        passes=copied(0),
         local=local,
         unless=lambda site: bool(site.out_shapes[0][dim]),
         windows=windows,

@@ -10,7 +10,7 @@ import torch
 
 from ..geometry import Interval
 from .call import Call, has_fractions, keeps_sums, together
-from .rule import Along, Dims, Rule, Site, along, copied
+from .rule import Along, Dims, Rule, Site, along
 from .slices import Spread, Window
 
 __all__ = [
@@ -30,8 +30,7 @@ aten = torch.ops.aten
 def _moved(ins: Sequence[Dims], out: Dims, sizes: dict[str, int], **more: Any) -> Rule:
     """A rule of operators that copy elements, or put zeros."""
     every = tuple(range(len(ins)))
-    passes = copied(*every)
-    return Rule(tuple(ins), (out,), sizes, reduce=None, linear=(every,), passes=passes, **more)
+    return Rule(tuple(ins), (out,), sizes, reduce=None, linear=(every,), **more)
 
 
 def _sizes(shape: Sequence[int]) -> dict[str, int]:

@@ -84,7 +84,7 @@ TABLE: dict[str, Family] = {
         _names("_softmax_backward_data _log_softmax_backward_data"), dimwise("dim", linear=True)
     ),
     "cumsum": dimwise("dim", linear=True),
-    "cumprod": dimwise("dim", factors=True),
+    "cumprod": dimwise("dim"),
     **dict.fromkeys(_names("var std var_mean std_mean"), variance),
     "renorm": slicewise,
     # pointwise, though not tagged so

@@ -12,7 +12,7 @@ import torch
 from ..finer import common, trivial
 from ..spec import Groups
 from .call import Call
-from .rule import Along, Dims, Rule, Scaled, Site, along, copied
+from .rule import Along, Dims, Rule, Scaled, Site, along
 
 __all__ = [
     "each_dim",
@@ -57,7 +57,7 @@ def view(call: Call) -> Rule:
         sizes,
         reduce=None,
         linear=((0,),),
-        passes=copied(0),
+        copies=True,
         shape_arg=1,
         apart=None if plain else ((apart[0],), (apart[1],)),
     )
@@ -76,7 +76,7 @@ def view_dtype(call: Call) -> Rule:
 def view_as_real(call: Call) -> Rule:
     """Complex numbers as pairs."""
     names = each_dim(len(call.shape(0)))
-    return replace(reordered(call, [*names, None]), passes=())
+    return replace(reordered(call, [*names, None]), copies=False)
 
 
 def view_as_complex(call: Call) -> Rule:
@@ -185,7 +185,7 @@ def reordered(call: Call, names: Sequence[str | None]) -> Rule:
         sizes_of(shape),
         reduce=None,
         linear=((0,),),
-        passes=copied(0),
+        copies=True,
     )
 
 

@@ -1,7 +1,8 @@
-"""Recurrent networks whose time is in shards: the state is carried from rank to rank."""
+"""Recurrent networks whose time is sharded: values, gradients, writes and checkpoints."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,17 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
-    CommDebugMode,
     DTensor,
-    Partial,
     Replicate,
     Shard,
-    communication,
     distribute_module,
-    init_device_mesh,
     manual_seed,
 )
-from shardwise.errors import CommunicationError
 
 from .compare import eager, numbers, spread
 
@@ -75,10 +71,10 @@ def whole(value: Any) -> torch.Tensor:
     return made
 
 
-def check_carried(case: str, mesh: Any, places: Any, steps: int, of_states: Any = None) -> None:
-    """Values, strides and gradients as on one device, and the output in the shards of the time."""
+def check_layer(case: str, mesh: Any, places: Any, steps: int, of_states: Any = None) -> None:
+    """Values, strides and gradients are those of one device."""
     kind, options, _ = CASES[case]
-    given, time = inputs_of(case, steps)
+    given, _ = inputs_of(case, steps)
     of_states = of_states or [Replicate()] * mesh.ndim
     ours: list[Any] = [
         spread(value, mesh, places if not at else of_states).detach().requires_grad_()
@@ -93,21 +89,20 @@ def check_carried(case: str, mesh: Any, places: Any, steps: int, of_states: Any 
         ends.append([*found, *grads])
     for got, want in zip(*ends, strict=True):
         torch.testing.assert_close(whole(got), want, rtol=1e-9, atol=1e-9)
-    assert ends[0][0].placements[-1] == Shard(time)
     assert [v.stride() for v in ends[0][:2]] == [v.stride() for v in ends[1][:2]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_carried(case: str) -> None:
+def test_layers(case: str) -> None:
     _, time = inputs_of(case, 1)
-    check_carried(case, eager(4), [Shard(time)], 103, [Shard(0)])
+    check_layer(case, eager(4), [Shard(time)], 103, [Shard(0)])
 
 
 def test_beside_shards_of_the_batch() -> None:
     """One rank has no sequence; and a time over two axes."""
-    check_carried("rnn", eager(2, 4), [Shard(1), Shard(0)], 103)
-    check_carried("lstm, two layers", eager(2, 4), [Shard(0), Shard(1)], 103)
-    check_carried("lstm", eager(2, 2), [Shard(0), Shard(0)], 103)
+    check_layer("rnn", eager(2, 4), [Shard(1), Shard(0)], 103)
+    check_layer("lstm, two layers", eager(2, 4), [Shard(0), Shard(1)], 103)
+    check_layer("lstm", eager(2, 2), [Shard(0), Shard(0)], 103)
 
 
 def check_ranks_without_times(case: str, steps: int) -> None:
@@ -123,7 +118,6 @@ def check_ranks_without_times(case: str, steps: int) -> None:
         found = results(layer, [given, *states])
         sum(each.sin().sum() for each in found).backward()
         ends.append([*found, given.grad])
-    assert ends[0][0].placements == (Shard(time),)
     for got, want in zip(*ends, strict=True):
         torch.testing.assert_close(whole(got), want)
 
@@ -132,47 +126,6 @@ def check_ranks_without_times(case: str, steps: int) -> None:
 @pytest.mark.parametrize("case", ["gru, unbatched", "lstm, both ways"])
 def test_ranks_without_times(case: str, steps: int) -> None:
     check_ranks_without_times(case, steps)
-
-
-def test_bytes() -> None:
-    """Only states move, once from each rank to the next, and gradients of weights are summed."""
-    mesh, steps = eager(8), 512
-    layer = layer_of("lstm", mesh, bidirectional=True)
-    x = spread(numbers(steps, 1, IN), mesh, [Shard(0)]).detach().requires_grad_()
-    state = 2 * 2 * HIDDEN * 8  # h and c of two directions
-    with CommDebugMode() as comm:
-        out, _ = layer(x)
-    assert comm.bytes == {"exchange": 7 * state // 2}  # a rank gets those of one direction
-    assert comm.get_total_counts() == 7
-    with CommDebugMode() as comm:
-        out.sum().backward()
-    weights = sum(p.numel() for p in layer.parameters()) * 8
-    assert comm.bytes == {"exchange": 7 * state // 2, "all_reduce": 2 * 7 * weights // 8}
-    assert x.grad.placements == (Shard(0),)
-
-
-def test_the_last_state_is_summed_when_it_is_used() -> None:
-    mesh = eager(4)
-    layer = layer_of("gru", mesh).requires_grad_(False)
-    x = numbers(100, 1, IN)
-    _, last = layer(spread(x, mesh, [Shard(0)]))
-    assert last.placements == (Partial(),)
-    _, want = layer_of("gru")(x)
-    torch.testing.assert_close(last.full_tensor(), want)
-
-
-def test_what_is_cheaper_is_done() -> None:
-    """Few times are sent, and so are the sequences of a large batch; nothing moves unasked."""
-    layer = layer_of("gru", eager(4))
-    assert layer(spread(numbers(4, 1, IN), eager(4), [Shard(0)]))[0].placements == (Replicate(),)
-    assert layer(spread(numbers(99, 4, IN), eager(4), [Shard(0)]))[0].placements == (Shard(1),)
-    slow = init_device_mesh("cpu", (4,))
-    layer = layer_of("gru", slow)
-    assert layer(spread(numbers(99, 1, IN), slow, [Shard(0)]))[0].placements == (Replicate(),)
-    x = spread(numbers(3000, 1, IN), slow, [Shard(0)])
-    text = r"aten\.gru\.input moves the state from each .* to the next \(3 exchanges of 16 B\)"
-    with communication("error"), pytest.raises(CommunicationError, match=text):
-        layer(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,10 +165,13 @@ def test_checkpoints() -> None:
     check_checkpoints(eager(4))
 
 
-@pytest.mark.parametrize("at", [Shard(0), Shard(1)], ids=str)
-@pytest.mark.parametrize("written", ["input", "output", "weight"])
+@pytest.mark.parametrize(
+    ("written", "at"),
+    [("input", Shard(1)), *itertools.product(("output", "weight"), (Shard(0), Shard(1)))],
+    ids=str,
+)
 def test_writes_before_the_backward_raise(written: str, at: Any) -> None:
-    """As on one device, carried or on shards of the batch."""
+    """As on one device; an input that was moved is a copy, which nobody writes into."""
     mesh = eager(4)
     torch.manual_seed(1)
     layer = distribute_module(nn.LSTM(IN, HIDDEN), mesh)  # in float32 the output is kept
@@ -254,7 +210,7 @@ def test_no_gradient_to_differentiate_again() -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_results_that_a_checkpoint_has_and_nobody_uses(batch: int) -> None:
-    """PyTorch makes plain zeros of their gradients, carried or on shards of the batch."""
+    """PyTorch makes plain zeros of their gradients, whether time or batch is sharded."""
     found = []
     for mesh in (eager(4), None):
         layer, x = layer_of("lstm", mesh), numbers(99, batch, IN)
