@@ -23,7 +23,7 @@ from .plain import full_local
 from .plans import Plan
 from .rules.pointwise import pointwise
 from .spec import DTensorSpec, default_placements
-from .wrapper import Cell, Locals, Wrapper, share_cell, tell_origin, view_key, wrap
+from .wrapper import Cell, Locals, Wrapper, share_cell, wrap
 
 __all__ = [
     "DeferredPlan",
@@ -133,7 +133,6 @@ def defer(
         made = _view(value._spec, held._cell)
         made._read.seen, made._read.value = stamp(root_of(held)), value._locals
         made._of, made._how = held, (op, inner, rest, kwargs, None)
-        _tell_origin(made)
         return made
     views = []
     several = isinstance(inner._shape, tuple)  # type: ignore[attr-defined]
@@ -141,7 +140,6 @@ def defer(
         made = _view(spec, held._cell)
         made._of = held
         made._how = (op, _Unaliased(inner), rest, kwargs, place if several else None)
-        _tell_origin(made)
         views.append(made)
     return views if several else views[0]
 
@@ -149,30 +147,23 @@ def defer(
 def bare(tensor: Any) -> Any:
     """The memory of a tensor as another one: without its history, which a view would hold, and
     without what becomes of the tensor in place."""
-    if tensor._spec.sums:  # what is reduced for one is reduced for both
-        for name in _REDUCED:
-            if getattr(tensor, name) is None:
-                setattr(tensor, name, {})
+    if tensor._spec.sums and tensor._memo is None:  # what is reduced for one serves both
+        tensor._memo = {}
     if isinstance(tensor, DeferredView):
         made = _view(tensor._spec, tensor._cell)  # type: ignore[attr-defined]
         made._of, made._how, made._read = tensor._of, tensor._how, tensor._read
     else:
         made = wrap(tensor._spec, tensor._locals, share_cell(tensor))
-    if tensor._spec.sums:
-        for name in (*_REDUCED, "_picked", "_origin"):
-            setattr(made, name, getattr(tensor, name))
+    made._memo = tensor._memo
     return made
 
 
 def lay_out(view: Any, spec: DTensorSpec) -> None:
     """Let a deferred view have another layout: what is read of it is moved there."""
-    view._spec, view._read = spec, _Read()
-    for name in (*_REDUCED, "_picked", "_origin"):
-        setattr(view, name, None)
+    view._spec, view._read, view._memo = spec, _Read(), None
 
 
-_REDUCED = ("_memo", "_lanes", "_views")
-_OWN = ("_spec", "_locals", "_cell", "_of", "_how", "_read", *_REDUCED, "_picked", "_origin")
+_OWN = ("_spec", "_locals", "_cell", "_memo", "_of", "_how", "_read")
 """The attributes that say what memory a tensor has and in which layout."""
 
 
@@ -186,19 +177,6 @@ def become(tensor: Any, value: Any) -> None:
         tensor.__dict__.pop(name, None)
     tensor.__class__ = type(same)
     tensor.__dict__.update(same.__dict__)
-
-
-def _tell_origin(view: Any) -> None:
-    """A view of a pending sum is made of its reduced value, where that is needed."""
-    base, (op, _, args, kwargs, place) = view._of, view._how
-    if not base._spec.sums or not view._spec.sums or op is torch.ops.aten.as_strided.default:
-        return  # by strides it can be made of this memory alone
-
-    def again(value: Any) -> Any:
-        found = op(value, *args, **kwargs)
-        return found if place is None else found[place]
-
-    tell_origin(view, base, again, view_key(op, args, kwargs, place, view._spec))
 
 
 def _made_by(view: Any) -> str:

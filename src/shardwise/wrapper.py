@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from ._torch import disabled_torch_function, make_wrapper
 from .spec import DTensorSpec
 
-__all__ = ["Origin", "Plain", "Wrapper", "wrap"]
+__all__ = ["Plain", "Wrapper", "wrap"]
 
 Locals = tuple[torch.Tensor, ...]
 Memo = dict[DTensorSpec, tuple[Any, Locals]]
@@ -34,129 +33,22 @@ class Cell:
         self.handed: Locals | None = None
 
 
-class Origin(NamedTuple):
-    """How a view was made: of which tensor, by which call, and the layouts that both had."""
-
-    base: Twin | Wrapper
-    call: Callable[[Any], Any]
-    before: DTensorSpec
-    after: DTensorSpec
-
-
-class Twin:
-    """What plans read of a tensor, without its history: a detached loss must not hold the
-    activations."""
-
-    __slots__ = (
-        "_cell",
-        "_lanes",
-        "_locals",
-        "_memo",
-        "_of",
-        "_origin",
-        "_picked",
-        "_spec",
-        "_views",
-    )
-
-    def __init__(
-        self,
-        spec: DTensorSpec,
-        local: Locals,
-        cell: Cell | None = None,
-        memo: Memo | None = None,
-        lanes: Any = None,
-        views: Any = None,
-        picked: Any = None,
-        origin: Origin | None = None,
-    ) -> None:
-        self._spec = spec
-        self._locals = local
-        self._cell = cell
-        self._memo = memo
-        self._lanes = lanes
-        self._views = views
-        self._picked = picked
-        self._origin = origin
-        self._of = None
-
-
 class Wrapper(torch.Tensor):
     """What the dispatcher knows of a DTensor.
 
     `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is
-    the version
-    cell that aliases share, made when the first alias is. `_memo` keeps reduced values of a
-    partial that all ranks have, `_lanes` those that only ranks along some axes know of
-    (`infinite.py`); `_picked` says where the elements of one come from, if each comes from one
-    rank; `_origin` says of what a view of a partial is a view, so that both are reduced as one, and
-    `_views` keeps what is reduced of its own views, should they be made again.
+    the version cell that aliases share, made when the first alias is. `_memo` caches the reduced
+    value of a Partial, by layout. `_of` is what a deferred view is a view of.
     """
 
     _spec: DTensorSpec
     _locals: Locals
     _cell: Cell | None = None
     _memo: Memo | None = None
-    _lanes: dict[tuple[int, ...], tuple[Any, Any]] | None = None
-    _views: dict[Any, Any] | None = None
-    _picked: Any = None
-    _origin: Origin | None = None
     _of: Any = None
     public: ClassVar[type[Wrapper]]
 
     __torch_function__ = disabled_torch_function
-
-
-def tell_origin(view: Any, base: Any, call: Callable[[Any], Any], key: Any) -> None:
-    """Let a view of a pending sum know what it is made of: it is reduced once for all.
-
-    Views of one `key` are the same view, made again: they share what is reduced of it.
-    """
-    if base._memo is None:
-        base._memo = {}
-    if base._lanes is None:
-        base._lanes = {}
-    if base._views is None:
-        base._views = {}
-    twin = base
-    if base._of is None:  # a deferred view is held anyway, and is not made real for this
-        kept = base._memo, base._lanes, base._views, base._picked, base._origin
-        twin = Twin(base._spec, base._locals, base._cell, *kept)
-    view._origin = Origin(twin, call, base._spec, view._spec)
-    if key is not None:
-        found = base._views.get(key)
-        if found is None:
-            if len(base._views) >= _MOST_VIEWS:
-                base._views.clear()
-            found = base._views[key] = {}, {}, {}
-        view._memo, view._lanes, view._views = found
-
-
-_MOST_VIEWS = 64
-
-
-def view_key(
-    op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int | None, spec: DTensorSpec
-) -> Any:
-    """What is equal for a view that is made again; None if that cannot be told."""
-    key: list[Any] = [id(op), place, spec, *kwargs]
-    for value in (*args, *kwargs.values()) if kwargs else args:  # in one pass: views are cheap
-        kind = type(value)
-        if kind is list:
-            key.append(tuple(value))
-        elif kind is int or not isinstance(value, torch.Tensor):
-            key.append(value)
-        else:
-            return None
-    return tuple(key)
-
-
-def tell_layout(made: Any, tensor: Any) -> None:
-    """Let a pending sum in another layout, into which nobody writes, know the tensor: what is
-    reduced for one is reduced for both."""
-    if made._spec.sums and type(tensor) is Wrapper.public:
-        made._cell = share_cell(tensor)
-        tell_origin(made, tensor, lambda value: value, made._spec)
 
 
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
@@ -180,14 +72,13 @@ def device_of(spec: DTensorSpec, local: Locals) -> torch.device:
 class Plain:
     """A plain tensor among the operands: it counts as replicated."""
 
-    __slots__ = ("_cell", "_locals", "_memo", "_picked", "_spec")
+    __slots__ = ("_cell", "_locals", "_memo", "_spec")
 
     def __init__(self, spec: DTensorSpec, value: torch.Tensor) -> None:
         self._spec = spec
         self._locals = (value,)
         self._cell = None
         self._memo: dict[Any, Any] | None = None
-        self._picked = None
 
 
 def exposed_locals(tensor: Wrapper) -> Locals:
