@@ -108,7 +108,7 @@ def test_along_ragged_cuts(cuts):
     assert_same(lambda x, y: torch.cat([x, y]), [X, Y], [(Shard(0),)] * 2, virtual(3), cuts=own)
 
 
-@pytest.mark.parametrize("op", ["max", "min", "avg", "product"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
 def test_pending_values_stay_pending(op):
     x = sw.distribute_tensor(X, virtual(2), [Replicate()]).redistribute(placements=[sw.Partial(op)])
     with sw.communication("error", fallback="error"):

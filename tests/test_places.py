@@ -10,7 +10,6 @@ import torch
 
 from shardwise import (
     CommDebugMode,
-    Partial,
     Replicate,
     Shard,
     communication,
@@ -153,17 +152,6 @@ def test_columns_of_a_table_are_asked_for_among_those_who_hold_them() -> None:
     assert made.placements == (S(0), S(1))
     assert got < 4096 // 4 * (4 + 4 * 4) + 1000
     assert made.full_tensor().equal(x[i, j])
-
-
-def test_few_elements_are_gathered_for_many_indices() -> None:
-    """And few places for many indices stay pending."""
-    x = TABLE[:32, :2]
-    ours = shards(x, FAR % 32, NEAR % 2, MANY)
-    got, made = received(lambda: picked(*ours[:3]))
-    assert got == x.numel() * 4 * 7 // 8
-    assert made.full_tensor().equal(x[FAR % 32, NEAR % 2])
-    got, made = received(lambda: added(*ours))
-    assert got == 0 and made.placements == (Partial(),)
 
 
 def test_one_owner_of_all_elements_is_not_asked_by_all() -> None:

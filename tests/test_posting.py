@@ -11,11 +11,9 @@ import torch.nn.functional as F
 
 from shardwise import (
     CommDebugMode,
-    Partial,
     Placement,
     Replicate,
     Shard,
-    communication,
 )
 from shardwise.errors import OutOfRangeError
 
@@ -210,17 +208,6 @@ def test_nothing_is_gathered(name: str) -> None:
     assert sum(comm.bytes.values()) < 1.5 * (4 * places + 8 * elements) // 8 + 8 * 8 * 10
 
 
-def test_few_sums_of_many_elements_stay_pending() -> None:
-    mesh = eager(4)
-    index, source = ints(4000, high=7), numbers(4000)
-    ours = [spread(t, mesh, [Shard(0)]) for t in (numbers(7), index, source)]
-    with CommDebugMode() as comm:
-        made = ours[0].index_add(0, *ours[1:])
-    assert made.placements == (Partial(),)
-    assert not comm.bytes
-    torch.testing.assert_close(made.full_tensor(), numbers(7).index_add(0, index, source))
-
-
 def test_of_several_written_elements_the_last_counts() -> None:
     where = [(Replicate(),), (Shard(0),), (Shard(0),)]
     call = CALLS["scatter"][0]
@@ -288,18 +275,6 @@ def test_what_is_written_by_an_index_that_all_have_goes_to_its_owners(
         made = call(*ours)
     assert made.placements == (Shard(0),)
     assert sum(comm.bytes.values()) < source.numel() * (8 + 4) // 4 * 1.5 + 8 * 4 * 6
-
-
-@pytest.mark.parametrize("target", [Shard(0), Replicate()], ids=str)
-def test_sums_wait_where_nothing_may_move(target: Placement) -> None:
-    where = [target, Shard(0), Shard(0)]
-    x, index, source = (
-        spread(t, eager(4), [place]) for t, place in zip((X, INDEX, SOURCE), where, strict=True)
-    )
-    with communication("error"):
-        made = x.scatter_add(0, index, source)
-    assert made.placements == (Partial(),)
-    assert torch.allclose(made.full_tensor(), X.scatter_add(0, INDEX, SOURCE))
 
 
 def test_elements_for_one_place_are_added_up_before_they_are_sent() -> None:

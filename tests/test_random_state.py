@@ -179,16 +179,16 @@ def test_a_rank_draws_the_tiles_that_its_box_meets(
 
 
 def test_a_pending_sum_is_reduced_first() -> None:
-    rates = laid_out(numbers(6, 4).abs() * 5, Partial())
+    chances = laid_out(numbers(6, 4).sigmoid(), Partial())
     with sw.random.mode("counter"):
         torch.manual_seed(0)
-        want = torch.poisson(laid_out(numbers(6, 4).abs() * 5, Replicate())).full_tensor()
+        want = torch.bernoulli(laid_out(numbers(6, 4).sigmoid(), Replicate())).full_tensor()
         with sw.communication("error"), pytest.raises(RuntimeError, match="all_reduce"):
-            torch.poisson(rates)
+            torch.bernoulli(chances)
         torch.manual_seed(0)
-        assert torch.equal(torch.poisson(rates).full_tensor(), want)
+        assert torch.equal(torch.bernoulli(chances).full_tensor(), want)
         with sw.communication("error"):
-            torch.poisson(rates)  # it has been reduced
+            torch.bernoulli(chances)  # it has been reduced
 
 
 def test_a_mesh_of_no_memory_takes_the_calls_too(mode: str) -> None:

@@ -14,7 +14,6 @@ from .config import (
     exchange_buffer,
     implicit_replication,
     keep_partial_grads,
-    pending_products,
     plain_tensors,
     ragged_results,
 )
@@ -83,7 +82,6 @@ __all__ = [
     "manual_seed",
     "normal",
     "ones",
-    "pending_products",
     "per_rank",
     "picture",
     "plain_tensors",

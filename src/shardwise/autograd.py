@@ -251,8 +251,8 @@ def watch_leaf(tensor: Any) -> None:
 
 
 def is_leaf_hook(hook: object) -> bool:
-    """Whether a hook is the one that `watch_leaf` registers."""
-    return isinstance(hook, _LikeLeaf)
+    """Whether a hook is one of those that `watch_leaf` registers."""
+    return isinstance(hook, _LikeLeaf) or hook is _reduce_kept
 
 
 def take_data(tensor: Any, value: Any) -> None:

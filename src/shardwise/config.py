@@ -27,7 +27,6 @@ __all__ = [
     "implicit_replication",
     "keep_partial_grads",
     "leave_mesh",
-    "pending_products",
     "plain_tensors",
     "ragged_results",
     "random_mode",
@@ -37,7 +36,6 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 _ACTIONS = ("auto", "warn", "error")
 _PLAIN = ("check", "check_always", "trust", "error")
-_PRODUCTS = ("check", "trust")
 _RANDOM = ("exact", "counter")
 
 
@@ -48,7 +46,6 @@ class Settings:
     moves: str = "auto"
     fallback: str = "auto"
     plain: str = "check"
-    products: str = "check"
     ragged: bool = False
     partial_grads: bool = False
     random: str | None = None
@@ -155,27 +152,6 @@ def plain_tensors(mode: str) -> Block:
     "trust" never, and "error" refuses them.
     """
     return Block(plain=_checked("plain_tensors", mode, _PLAIN))
-
-
-def pending_products(mode: str) -> Block:
-    """How a pending sum times a tensor is treated: part by part, which is right for finite numbers.
-
-    "check" looks whether the tensor is finite, and reduces the sum first if it is not. "trust" does
-    not look: an infinity may then give NaN where one device has an infinity. To look is to read the
-    tensor once; on a GPU the program waits for it. Each rank looks at its own copy, so that copies
-    must be equal: ranks that find different things would wait for each other.
-
-    >>> import torch, shardwise
-    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> x = shardwise.distribute_tensor(torch.ones(1), mesh, [shardwise.Replicate()])
-    >>> x = x.redistribute(placements=[shardwise.Partial()])  # the parts are 1 and 0
-    >>> with pending_products("trust"):
-    ...     (x * torch.tensor([float("inf")])).full_tensor()
-    tensor([nan])
-    >>> (x * torch.tensor([float("inf")])).full_tensor()
-    tensor([inf])
-    """
-    return Block(products=_checked("pending_products", mode, _PRODUCTS))
 
 
 def implicit_replication() -> Block:

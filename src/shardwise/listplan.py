@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import policy
 from .mesh import Coord
-from .moving import describe_moves, moved_all, wrote, wrote_moved
+from .moving import describe_moves, moved_all, tell_moves, wrote, wrote_moved
 from .plans import Plan
 from .redistribute import run_all, run_between
 from .spec import DTensorSpec
@@ -78,7 +77,7 @@ class ListPlan(Plan):
         self._returns = returns
         self._build = build
         moves = [move for element in elements for move in element.moves]
-        self._notice = describe_moves(moves, specs)
+        self._notice = bool(describe_moves(moves, specs))
         axes = {a for e in elements for spec in (*e.inputs, *e.outputs) for a in spec.slot_axes}
         coords = elements[0].inputs[0].topology.coords_here(sorted(axes))
         self._sites = tuple(
@@ -93,7 +92,8 @@ class ListPlan(Plan):
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
-            policy.on_moves(self._op, self._notice)
+            moves = [move for element in self._elements for move in element.moves]
+            tell_moves(self._op, moves, operands)
         local = [operand._locals for operand in operands]
         moves = [move for element in self._elements for move in element.moves]
         if moves:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import policy
 from .redistribute import (
     Ready,
     Run,
@@ -207,6 +208,22 @@ def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
         found[index if index in found else same[id(tensor), spec]]
         for index, (tensor, spec, _) in enumerate(moves)
     ]
+
+
+def is_there(tensor: Any, spec: DTensorSpec) -> bool:
+    """Whether a tensor is in a layout already, or in one of which that is a part, because it was
+    reduced before."""
+    base, _ = _source(tensor, spec)
+    return all(step.is_local for step in steps_between(base, spec))
+
+
+def tell_moves(op: Any, moves: Sequence[Move], operands: Sequence[Any]) -> None:
+    """Announce the moves that a call is about to make, as the policy says."""
+    if policy.current().silent:
+        return
+    needed = [(index, spec) for index, spec in moves if not is_there(operands[index], spec)]
+    if texts := describe_moves(needed, [operand._spec for operand in operands]):
+        policy.on_moves(op, texts)
 
 
 def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:

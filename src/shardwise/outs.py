@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ._torch import OpOverload
+from .deferred import is_deferred
 from .errors import LayoutError
 from .moving import wrote
 from .placement import Replicate
@@ -136,7 +137,10 @@ def reshape_form(op: OpOverload) -> Callable[..., Any]:
         if op is torch.ops.aten.squeeze_.dims and not args[0]:
             return target  # it stays as it is
         check_untracked(op, target)
+        alone = target._cell is None
         target.data = view_op(target, *args, **kwargs)
+        if alone and not is_deferred(target):
+            target._cell = None  # the view that it became is nobody's
         wrote(target)
         return target
 

@@ -12,7 +12,7 @@ from . import policy
 from ._torch import make_wrapper
 from .conform import in_memory_order, is_in_memory_order
 from .mesh import Coord, Topology
-from .moving import describe_moves, moved, wrote, wrote_moved
+from .moving import describe_moves, moved, tell_moves, wrote, wrote_moved
 from .redistribute import relaid
 from .rules import Local, Site, Windows
 from .spec import DTensorSpec
@@ -241,7 +241,7 @@ class CallPlan(Plan):
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
         moving = {index for index, _ in self._moves}
         self._staying = tuple([i for i in range(len(specs)) if i not in moving])
-        self._notice = describe_moves(self._moves, specs)
+        self._notice = bool(describe_moves(self._moves, specs))
         wide = {} if windows is None else windows(inputs, outputs)
         self._windows = tuple(
             (i, inputs[i], more)
@@ -310,7 +310,7 @@ class CallPlan(Plan):
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
-            policy.on_moves(self._op, self._notice)
+            tell_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
         written = self._written
         for index, spec in self._moves:

@@ -19,6 +19,7 @@ from shardwise import (
     communication,
     per_rank,
 )
+from shardwise.errors import CommunicationError
 
 from ..compare import numbers, spread, virtual
 
@@ -168,6 +169,15 @@ def test_several_users_reduce_once() -> None:
     assert comm.get_comm_counts() == {"all_reduce": 1}
     q = x @ w
     same(made, [q.relu(), q * q, q.sigmoid() * q, q, q.cos(), q.cos()])
+
+
+def test_only_the_first_user_communicates() -> None:
+    p = pending(virtual(2), (P,))
+    with communication("error"), pytest.raises(CommunicationError, match="all_reduce"):
+        p.relu()
+    p.relu()
+    with communication("error"):
+        p.exp(), torch._foreach_cos([p]), p + 1
 
 
 def test_shards_that_are_there_are_gathered_not_reduced_again() -> None:

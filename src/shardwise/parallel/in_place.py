@@ -144,9 +144,8 @@ def _problem(what: str, change: _Change, mesh: Topology) -> str | None:
 
 
 def _has_hooks(tensor: torch.Tensor) -> bool:
-    of_gradient, after_accumulation = hooks_of(tensor)
-    users = [hook for hook in (of_gradient or {}).values() if not is_leaf_hook(hook)]
-    return bool(users or after_accumulation)
+    every = [hook for hooks in hooks_of(tensor) for hook in (hooks or {}).values()]
+    return not all(map(is_leaf_hook, every))
 
 
 def _shared_memory(changes: Sequence[_Change]) -> str | None:
@@ -212,7 +211,7 @@ def _change(change: _Change, mesh: AnyMesh) -> None:
         requires_grad = requires_grad and layout.requires_grad
         grad = layout.grad if layout.grad is not None else grad
         extra |= plain_attributes(layout)
-        hooks = hooks if any(hooks) else hooks_of(layout)
+        hooks = hooks if _has_hooks(tensor) else hooks_of(layout)
     else:
         made = distribute_tensor(tensor.detach(), mesh, layout)
     if isinstance(tensor, nn.Parameter):
@@ -238,14 +237,19 @@ def _become(tensor: torch.Tensor, made: DTensor, extra: dict[str, Any]) -> None:
 
 
 def _give_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Let hooks go on in the dicts that their handles know, after the hook that all leaves have."""
-    of_gradient, after_accumulation = hooks
-    own = hooks_of(tensor)[0]
-    if of_gradient is not None:
-        users = {key: hook for key, hook in of_gradient.items() if not is_leaf_hook(hook)}
-        of_gradient.clear()
-        of_gradient.update({**(own or {}), **users})
-    set_hooks(tensor, (own if of_gradient is None else of_gradient, after_accumulation))
+    """Let hooks go on in the dicts that their handles know, after those that all leaves have."""
+    of_gradient, after_accumulation = map(_joined, hooks_of(tensor), hooks)
+    set_hooks(tensor, (of_gradient, after_accumulation))
+
+
+def _joined(own: dict[int, Any] | None, given: dict[int, Any] | None) -> dict[int, Any] | None:
+    """The dict `given`, with the library's own hooks first."""
+    if given is None:
+        return own
+    users = {key: hook for key, hook in given.items() if not is_leaf_hook(hook)}
+    given.clear()
+    given.update({**(own or {}), **users})
+    return given
 
 
 def _lay_out(value: torch.Tensor, like: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from .. import policy
 from .._torch import OpOverload
-from ..moving import describe_moves, moved, wrote
+from ..moving import describe_moves, moved, tell_moves, wrote
 from ..placement import Replicate
 from ..redistribute import relaid
 from ..spec import DTensorSpec, TensorMeta, default_placements
@@ -100,7 +100,7 @@ def _summed(op: OpOverload, x: Any) -> Any:
         return x
     places = [Replicate() if place.is_partial() else place for place in spec.placements]
     target = spec.with_placements(places, cuts=spec.cuts)
-    policy.on_moves(op, describe_moves([(0, target)], [spec]))
+    tell_moves(op, [(0, target)], [x])
     return wrap(target, moved(x, target))
 
 
