@@ -18,7 +18,8 @@ from shardwise import Replicate, Shard
 
 way, victim = sys.argv[1], int(sys.argv[2])
 world = int(os.environ["WORLD_SIZE"])
-mesh = sw.init_device_mesh("cpu", (world,), lockstep=way.startswith("flag"))
+compared = {"lockstep": True} if way.startswith("flag") else {}
+mesh = sw.init_device_mesh("cpu", (world,), **compared)
 rank = dist.get_rank()
 full = torch.arange(8.0 * world).view(2 * world, 4)
 x = sw.distribute_tensor(full, mesh, [Shard(0)])
@@ -75,7 +76,7 @@ def run() -> None:
         if mine:
             die()
         if rank == world - 1:
-            time.sleep(4)  # the others have heard, raised, and may have ended
+            time.sleep(9)  # the others have heard, raised and ended, and so has the store
         x.sum().item()
     elif way == "plain":
         if mine:

@@ -115,7 +115,7 @@ BATCH: list[Move] = [
 ]
 
 
-def batch_peaks(moves: Sequence[Move], later: bool) -> tuple[list[torch.Tensor], list[int]]:
+def batch_peaks(moves: Sequence[Move], async_op: bool) -> tuple[list[torch.Tensor], list[int]]:
     """The results of moves that go out together, and what was held beside them each time."""
     mesh = sw.init_device_mesh("cpu", (2, 2))
     pairs = [[spec_of(mesh, each, size) for each in places] for size, *places, _ in moves]
@@ -125,7 +125,7 @@ def batch_peaks(moves: Sequence[Move], later: bool) -> tuple[list[torch.Tensor],
         made: list[torch.Tensor] = []
         with Peak() as peak, sw.exchange_buffer(moves[0][-1]):
             runs = [
-                run_between(src, dst, local, fresh=True, later=later)
+                run_between(src, dst, local, fresh=True, async_op=async_op)
                 for (src, dst), local in zip(pairs, locals_of, strict=True)
             ]
             made = [ready()[0] for ready in run_all(runs)]
@@ -133,9 +133,9 @@ def batch_peaks(moves: Sequence[Move], later: bool) -> tuple[list[torch.Tensor],
     return made, held
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_a_batch_shares_one_buffer(processes: Pools, later: bool) -> None:
-    got = processes(4).run(batch_peaks, BATCH, later)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_batch_shares_one_buffer(processes: Pools, async_op: bool) -> None:
+    got = processes(4).run(batch_peaks, BATCH, async_op)
     mesh, room = VirtualMesh("cpu", [[0, 1], [2, 3]]), BATCH[0][-1]
     for index, (size, src, dst, _) in enumerate(BATCH):
         spec = spec_of(mesh, dst, size)

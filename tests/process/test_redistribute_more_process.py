@@ -379,7 +379,7 @@ class Slow:
 
 def wait_for_slow() -> int:
     work = Slow()
-    wait(work, True)
+    wait(work, (0, 1), True)
     return work.waits
 
 

@@ -178,15 +178,24 @@ def _is_apart(me: int, failed: Counts, counts: dict[int, Counts]) -> bool:
 
 
 def _raise_store_gone(world: World, cause: BaseException) -> NoReturn:
+    """Raise when the store cannot be asked any more: the process that had it has ended."""
+    text = world.received()  # if it ended because of another, it has left word of that
     gone = _gone(world, range(world.size))
-    if len(gone) == 1:
-        who = f"rank {gone[0]} is gone: its process has ended, and with it the store"
+    if text is not None:
+        who = text.rstrip(".")
+    elif _is_in_first_rank() and 0 in gone:
+        who = "rank 0 is gone: its process has ended, and with it the store. See its own output"
     elif gone:
         names = ", ".join(map(str, gone))
-        who = f"ranks {names} are gone, and with them the store, which would say who was first"
+        who = f"the store of torch.distributed is gone, and so are ranks {names}. See their output"
     else:
-        who = "the process that has the store of torch.distributed has ended"
-    _raise(f"a collective cannot finish: {who}. What ended it is in its own output.", cause)
+        who = "the process that has the store of torch.distributed has ended. See its own output"
+    _raise(f"a collective cannot finish: {who}.", cause)
+
+
+def _is_in_first_rank() -> bool:
+    """Whether rank 0 has the store, and not the agent of torchrun."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _gone(world: World, ranks: Sequence[int]) -> list[int]:
@@ -290,15 +299,26 @@ def wait(work: Any, ranks: Sequence[int], on_cpu: bool) -> None:
     if not on_cpu:
         work.wait()
         return
-    while True:
-        running = not work.is_completed()
-        try:
-            work.wait(TICK)
-            return
-        except RuntimeError as error:
-            if not running or "timed out" not in str(error).lower():
-                _explain(error, ranks)
-            raise_if_peer_failed(error)
+    try:
+        while not _ended(work):
+            raise_if_peer_failed()
+    except RuntimeError as error:
+        if isinstance(error, ShardwiseError):
+            raise
+        _explain(error, ranks)
+
+
+def _ended(work: Any) -> bool:
+    """Wait for a collective; False if it is still under way after a while."""
+    try:
+        work.wait(TICK)
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        if not work.is_completed():
+            return False
+        work.wait()  # it ended just now, well or badly
+    return True
 
 
 def wait_pairs(works: Sequence[Any], ranks: Sequence[int], on_cpu: bool) -> None:
@@ -372,20 +392,22 @@ def _reset() -> None:
 
 
 def _leave() -> None:
-    """At the end of a process that knows of a failure: if it has the store, let others read it."""
+    """At the end of a process that knows of a failure: if it has the store, let others read it, and
+    leave word with those that have not come to it in time."""
     world = known_world()
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if world is None or world.rank or not has_store or not _Own.knows or not world.is_current():
+    if world is None or world.rank or not _is_in_first_rank() or not _Own.knows:
         return
     end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end:
-        try:
-            heard = [rank for rank in range(1, world.size) if _has_heard(world, rank)]
-        except RuntimeError:
-            return
-        if len(heard) == world.size - 1:
-            return
-        time.sleep(0.05)
+    waiting = list(range(1, world.size))
+    try:
+        while waiting and time.monotonic() < end:
+            time.sleep(0.05)
+            waiting = [rank for rank in waiting if not _has_heard(world, rank)]
+        found = _first_failure(world)
+    except RuntimeError:
+        return
+    for rank in waiting:
+        world.send(rank, _Own.text if found is None else found[1])
 
 
 def _has_heard(world: World, rank: int) -> bool:

@@ -41,7 +41,7 @@ class ProcessEngine:
     """
 
     def start(self, jobs: Sequence[Job]) -> Finish:
-        _begin([job.task.src.topology for job in jobs] + [job.task.dst.topology for job in jobs])
+        _begin({end.topology for job in jobs for end in (job.task.src, job.task.dst)})
         if is_compared():
             _compare(jobs)
         outs = [_target(job) for job in jobs]
