@@ -8,6 +8,7 @@ the difference:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,9 @@ from shardwise.verify import Trial
 from ..rules.index_samples import index_samples
 from ..rules.samples import Sample, accepted, call, table_samples, x
 from ..rules.structure_samples import structure_samples
+
+# Some samples are odd on purpose, and PyTorch's kernels warn of them.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 HERE = Path(__file__).parent
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -158,9 +162,20 @@ def errors() -> Iterator[str]:
 TEXTS = {"rules.txt": rules, "plans.txt": plans, "errors.txt": errors}
 
 
+def _of_this_version(text: str) -> str:
+    """Without the lines of operators that newer versions of PyTorch have no more."""
+    lines = text.splitlines(keepends=True)
+    gone = [re.match(r"aten\.(\w+)\.", line) for line in lines]
+    return "".join(
+        line
+        for line, found in zip(lines, gone, strict=True)
+        if found is None or hasattr(torch.ops.aten, found[1])
+    )
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_is_as_it_was(name: str) -> None:
-    assert "\n".join(TEXTS[name]()) + "\n" == (HERE / name).read_text()
+    assert "\n".join(TEXTS[name]()) + "\n" == _of_this_version((HERE / name).read_text())
 
 
 def test_every_mistake_is_an_error() -> None:

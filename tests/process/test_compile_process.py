@@ -51,36 +51,42 @@ def test_fifty_calls_of_the_default_backend(processes: Pools, world: int) -> Non
     processes(world).run(many_calls, (world,), ["added twice"], "inductor", False, timeout=500)
 
 
-def uneven(names: list[str]) -> None:
+def uneven(names: list[str], backend: str) -> None:
     """One rank has less of `x` than the others by rows, and nothing of it by columns."""
     for name in names:
-        check_compiled(name, mesh_of(3), ([S0], [R]), rows=7)
-        check_compiled(name, mesh_of(3), ([S1], [S0]), rows=7)
+        check_compiled(name, mesh_of(3), ([S0], [R]), backend=backend, rows=7)
+        check_compiled(name, mesh_of(3), ([S1], [S0]), backend=backend, rows=7)
 
 
 def test_ranks_that_hold_little_or_nothing(processes: Pools) -> None:
     """They send nothing, or zeros: their graphs must have the collectives of the others, each in
     the same pass."""
-    names = ["flipped", "views", "an index", "a scan", "windows", "complex", "truth"]
-    processes(3).run(uneven, names, timeout=500)
+    names = ["flipped", "padded", "views", "an index", "a scan", "windows", "complex", "truth"]
+    processes(3).run(uneven, names, "aot_eager", timeout=500)
+
+
+def backend_with(on_graph: Callable[[Any], None], **options: Any) -> Any:
+    """A backend that runs graphs as they are, after `on_graph` has seen them."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph: Any, _: Any) -> Any:
+        on_graph(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler, **options)
 
 
 def unused_on_some() -> None:
-    """What the first rank adds, the others replace by zeros: they need no reduced value."""
-    mesh, x, w = mesh_of(3), numbers(7, 4), numbers(4, 5, seed=1)
-    given = distribute_tensor(x, mesh, [S1]), distribute_tensor(w, mesh, [S0])
-    functions: list[Any] = [
-        lambda x, w: (x @ w).relu().sum() + x @ w,
-        lambda x, w: F.pad((x @ w).relu(), (0, 0, 2, 0))[:2] + (x @ w)[:2],
-    ]
-    for function in functions:
-        torch._dynamo.reset()
-        call = torch.compile(function, backend="aot_eager")
-        for _ in range(3):
-            torch.testing.assert_close(call(*given).full_tensor(), function(x, w))
+    from torch._inductor.decomposition import select_decomp_table
+
+    backend = backend_with(lambda graph: None, decompositions=select_decomp_table())
+    check_compiled("added once", mesh_of(3), ([S1], [S0]), backend=backend)
 
 
 def test_collectives_whose_result_a_rank_does_not_use(processes: Pools) -> None:
+    """What the first rank adds, the others replace by zeros: they need no reduced value, but the
+    first one needs their parts of it. PyTorch drops collectives without a use."""
     processes(3).run(quietly, unused_on_some, timeout=200)
 
 
@@ -95,17 +101,12 @@ def graphs() -> list[str]:
     """The collectives of the graph of a sum."""
     found: list[str] = []
 
-    def backend(graph: Any, _: Any) -> Any:
+    def note(graph: Any) -> None:
         found.extend(str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target))
-        return graph
 
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    compiler = aot_autograd(fw_compiler=lambda g, i: make_boxed_func(backend(g, i).forward))
     x = distribute_tensor(numbers(6, 4), mesh_of(2), [S0])
     with torch.no_grad():
-        torch.compile(lambda t: t.sum().relu(), backend=compiler)(x)
+        torch.compile(lambda t: t.sum().relu(), backend=backend_with(note))(x)
     return found
 
 

@@ -22,6 +22,9 @@ from .structure_samples import structure_samples
 
 Record = Callable[[str, object], None]
 
+# Some samples are odd on purpose, and PyTorch's kernels warn of them.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 # Served by a form of their own on every call, so that their rows never run.
 _BY_FORM = {"aten.equal.default"}
 
