@@ -31,10 +31,12 @@ from ..mesh import Topology
 from ..user_line import user_line
 from ..world import World, at_end, at_start, known_world, refuse_forked
 
-__all__ = ["TICK", "clear", "raise_if_peer_failed", "report", "wait", "wait_pairs"]
+__all__ = ["TICK", "PairWork", "clear", "raise_if_peer_failed", "report", "under_way", "wait"]
 
 TICK = timedelta(seconds=2)
 """How long a rank waits before it reads the notes."""
+_DRAIN = 30.0
+"""How many seconds a process that ends waits for others to take what it has sent them."""
 _PATIENCE = 5.0
 """How many seconds the process that has the store waits for others to read the notes."""
 
@@ -291,6 +293,20 @@ def _await_failure(world: World, mesh: str, rank: int) -> None:
 # --- waiting -------------------------------------------------------------------------------------
 
 
+_works: dict[int, Any] = {}
+"""The collectives that have not been waited for, by id: others need this rank's part of them."""
+
+
+def under_way(work: Any) -> Any:
+    """Remember a collective that was started, so that the process does its part before it ends."""
+    for key, each in list(_works.items()):
+        if each.is_completed():
+            _works.pop(key, None)
+    if work is not None:
+        _works[id(work)] = work
+    return work
+
+
 def wait(work: Any, ranks: Sequence[int], on_cpu: bool) -> None:
     """Wait for a collective among `ranks`; raise if one of them has failed."""
     if work is None:
@@ -298,6 +314,7 @@ def wait(work: Any, ranks: Sequence[int], on_cpu: bool) -> None:
     refuse_forked()
     if not on_cpu:
         work.wait()
+        _works.pop(id(work), None)
         return
     try:
         while not _ended(work):
@@ -306,6 +323,7 @@ def wait(work: Any, ranks: Sequence[int], on_cpu: bool) -> None:
         if isinstance(error, ShardwiseError):
             raise
         _explain(error, ranks)
+    _works.pop(id(work), None)
 
 
 def _ended(work: Any) -> bool:
@@ -321,34 +339,39 @@ def _ended(work: Any) -> bool:
     return True
 
 
-def wait_pairs(works: Sequence[Any], ranks: Sequence[int], on_cpu: bool) -> None:
-    """Wait for messages between pairs of ranks; raise if one of them has failed.
+class PairWork:
+    """Messages between pairs of ranks as one `Work`.
 
-    gloo closes the connection if such a wait is given up. So another thread waits to the end, and
-    this one reads the notes. If there is one the thread is left behind: what it waits for will not
-    come, and it ends with the process.
+    gloo closes the connection if a wait for one of them is given up. So a thread waits to the end.
+    If a rank has failed the thread is left behind: what it waits for will not come, and it ends
+    with the process.
     """
-    refuse_forked()
-    if not on_cpu:
-        for work in works:
-            work.wait()
-        return
-    done, failures = threading.Event(), []
 
-    def wait_for_all() -> None:
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._done = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._wait_for_all, name="shardwise-wait", daemon=True).start()
+
+    def _wait_for_all(self) -> None:
         try:
-            for work in works:
+            for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            failures.append(error)
+            self._error = error
         finally:
-            done.set()
+            self._works = ()
+            self._done.set()
 
-    threading.Thread(target=wait_for_all, name="shardwise-wait", daemon=True).start()
-    while not done.wait(TICK.total_seconds()):
-        raise_if_peer_failed()
-    if failures:
-        _explain(failures[0], ranks)
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As that of a `Work`."""
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("the wait timed out")
+        if self._error is not None:
+            raise self._error
 
 
 # --- the life of a world -------------------------------------------------------------------------
@@ -379,6 +402,9 @@ def _install(world: World) -> None:
 
 @at_end
 def _remove(world: World) -> None:
+    if world.is_current():
+        _drain()
+    _works.clear()
     _reset()
     if sys.excepthook is _Hook.ours:
         sys.excepthook = _Hook.before
@@ -391,11 +417,32 @@ def _reset() -> None:
     _Own.text, _Own.order, _Own.ended, _Own.knows = "", 0, False, False
 
 
+def _drain() -> None:
+    """Wait until others have what this rank has sent them, unless a rank has failed."""
+    end = time.monotonic() + _DRAIN
+    try:
+        for work in list(_works.values()):
+            while not _Own.knows and not _ended(work):
+                raise_if_peer_failed()
+                if time.monotonic() > end:
+                    print(
+                        "shardwise: this process ends before a redistribution with async_op=True "
+                        f"is done: for {_DRAIN:g} seconds other ranks have not taken it.",
+                        file=sys.stderr,
+                    )
+                    return
+    except RuntimeError:
+        return  # the others hear of it where they wait
+
+
 def _leave() -> None:
-    """At the end of a process that knows of a failure: if it has the store, let others read it, and
-    leave word with those that have not come to it in time."""
+    """At the end of a process: do its part of what is under way. If it knows of a failure and has
+    the store, let others read it, and leave word with those that have not come to it in time."""
     world = known_world()
-    if world is None or world.rank or not _is_in_first_rank() or not _Own.knows:
+    if world is None:
+        return
+    _drain()
+    if world.rank or not _is_in_first_rank() or not _Own.knows:
         return
     end = time.monotonic() + _PATIENCE
     waiting = list(range(1, world.size))

@@ -18,7 +18,7 @@ from ..geometry import Box, box_numel, box_shape
 from ..mesh import Coord
 from .buffer import Rooms, buffer_size, chunks
 from .channel import Channel, world
-from .faults import wait, wait_pairs
+from .faults import PairWork, under_way, wait
 from .groups import all_to_all
 from .protocol import Job, Parcel, narrow
 from .reduction import reduce_into
@@ -289,7 +289,7 @@ def _post(
     """Start sending and receiving; the function that is returned waits."""
     on_cpu = received.device.type == "cpu"
     if channel.group is not None:
-        work = all_to_all(channel.group, received, sent, incoming, outgoing)
+        work = under_way(all_to_all(channel.group, received, sent, incoming, outgoing))
         return partial(wait, work, channel.ranks, on_cpu)
     pairs: list[dist.P2POp] = []
     arrivals, departures = received.split(incoming), sent.split(outgoing)
@@ -302,4 +302,11 @@ def _post(
         if outgoing[index]:
             pairs.append(dist.P2POp(dist.isend, departures[index], rank, group=world()))
     works = dist.batch_isend_irecv(pairs) if pairs else []
-    return lambda: wait_pairs(works, channel.ranks, on_cpu) if works else None
+    if on_cpu and works:
+        return partial(wait, under_way(PairWork(works)), channel.ranks, on_cpu)
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+
+    return finish

@@ -21,7 +21,7 @@ from ..trace import record
 from ..world import refuse_forked
 from .buffer import Rooms, buffer_size, give_back
 from .channel import channel_of, members, reduction_groups
-from .faults import clear, report, wait
+from .faults import clear, report, under_way, wait
 from .groups import all_reduce
 from .lockstep import compare, describe, is_compared
 from .mail import Land, Launch, mail
@@ -215,4 +215,5 @@ def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
 
 def _reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Any) -> Land:
     ranks = dist.get_process_group_ranks(group)
-    return partial(wait, all_reduce(group, value, op), ranks, value.device.type == "cpu")
+    work = under_way(all_reduce(group, value, op))
+    return partial(wait, work, ranks, value.device.type == "cpu")
