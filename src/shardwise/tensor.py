@@ -24,6 +24,7 @@ from .autograd import requires_grad as autograd_requires_grad
 from .deferred import DeferredView, root_of
 from .dispatch import dispatch
 from .distribute import distribute, from_local, to_local, whole_local
+from .engine import in_flight, settle
 from .errors import LayoutError, MeshError
 from .mesh import AnyMesh, topology
 from .pending import PendingValue
@@ -300,7 +301,11 @@ class DTensor(Wrapper):
         with mode_of_fakes(root_of(self)):
             part = self._locals[int(index)]
         if type(part) is torch.Tensor:
-            _cells[memory_of(part)] = share_cell(root_of(self))
+            _cells[memory_of(part)] = cell = share_cell(root_of(self))
+            # A compiled program may write into it, where nobody counts and nobody waits.
+            cell.writes += 1
+            if in_flight:
+                settle((part,))
         return part
 
     @staticmethod
