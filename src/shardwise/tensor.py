@@ -387,7 +387,8 @@ class DTensor(Wrapper):
         with mode_of_fakes(root_of(self)):
             part = self._locals[int(index)]
         if type(part) is torch.Tensor:
-            _cells[memory_of(part)] = share_cell(root_of(self))
+            _cells[memory_of(part)] = cell = share_cell(root_of(self))
+            cell.writes += 1  # a compiled program may write into it, where nobody counts
         return part
 
     @staticmethod

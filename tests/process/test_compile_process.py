@@ -135,6 +135,21 @@ def test_what_is_no_operator_runs_between_the_graphs(processes: Pools) -> None:
     processes(2).run(quietly, no_operators, timeout=120)
 
 
+def written_under_way() -> None:
+    mesh, x = mesh_of(2), numbers(600, 400)
+    write = torch.compile(lambda t: t.mul_(0.0), backend="aot_eager")
+    write(distribute_tensor(x, mesh, [S0]))
+    for _ in range(10):
+        ours = distribute_tensor(x, mesh, [S0])
+        coming = ours.redistribute(placements=[S1], async_op=True)
+        write(ours)
+        assert torch.equal(coming.full_tensor(), x)
+
+
+def test_a_compiled_write_waits_for_what_is_under_way(processes: Pools) -> None:
+    processes(2).run(quietly, written_under_way, timeout=120)
+
+
 def unequal_plain() -> bool:
     """A plan that was made while tracing has compared nothing: the next call does."""
     mesh = mesh_of(2)
