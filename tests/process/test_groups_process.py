@@ -15,10 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.engine import all_arrive
 from shardwise.errors import CommunicationError, MeshError
-from shardwise.mesh import topology
-from shardwise.world import known_world
 
 from .harness import ProcessPool
 
@@ -186,24 +183,14 @@ def test_threads_may_share_a_value_that_is_under_way(processes: Pools) -> None:
 
 def arrive_late() -> str:
     """Rank 1 comes when rank 0 has given up: both hear so, and neither goes on alone."""
-    mesh = topology(sw.init_device_mesh("cpu", (2,)))
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.arange(14.0), mesh, [Shard(0)])
     if dist.get_rank() == 1:
         time.sleep(7)
-    return _text(lambda: all_arrive("a test", mesh, "test/late"), CommunicationError)
+    return _text(lambda: torch.atan2(x, torch.ones(14)), CommunicationError)
 
 
 def test_who_comes_too_late_hears_so(processes: Pools) -> None:
     first, second = processes(2).run(arrive_late, timeout=60)
     assert "rank 1 did not come within 5 seconds. This rank is there, at " in first
     assert "rank 1 did not come within 5 seconds. This rank came later, at " in second
-
-
-def gone() -> list[bool]:
-    mesh = sw.init_device_mesh("cpu", (2,))
-    world = known_world()
-    assert world is not None and world is topology(mesh).world
-    return [world.is_gone(rank) for rank in range(2)]
-
-
-def test_processes_that_live_are_known_to(processes: Pools) -> None:
-    assert processes(2).run(gone) == [[False, False]] * 2
