@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._torch import fake_tensors
+from ._torch import fake_tensors, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -147,6 +147,16 @@ def _statistics(op: Any) -> Any:
     return shapes
 
 
+_of_groups = _statistics(torch.ops.aten.native_group_norm.default)
+
+
+def _group_norm(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """As `_statistics`; the kernel keeps the format of its input, the meta kernel of PyTorch 2.14
+    does not."""
+    out, *saved = _of_groups(x, *args)
+    return out.contiguous(memory_format=suggest_memory_format(x)), *saved
+
+
 def _heads(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Multi-head attention: PyTorch's meta kernel returns weights that nobody asked for."""
     out, weights = torch.ops.aten._native_multi_head_attention.default(*args, **kwargs)
@@ -209,7 +219,7 @@ OWN_SHAPES: dict[str, Any] = {
     },
     **{f"aten::{name}_backward": _formatted(f"{name}_backward", 1) for name in _PADS},
     "aten::native_layer_norm": _statistics(torch.ops.aten.native_layer_norm.default),
-    "aten::native_group_norm": _statistics(torch.ops.aten.native_group_norm.default),
+    "aten::native_group_norm": _group_norm,
     "aten::_native_multi_head_attention": _heads,
     "aten::geqrf": _geqrf,
     "aten::linalg_lstsq": _lstsq,
