@@ -207,6 +207,16 @@ _KINDS = ("upsample_nearest", "_upsample_nearest_exact")
 _NEAREST = [f"{name}{dims}d" for name in _KINDS for dims in (1, 2, 3)]
 
 
+_of_groups = _statistics(torch.ops.aten.native_group_norm.default)
+
+
+def _group_norm(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """As `_statistics`; the kernel keeps the format of its input, the meta kernel of PyTorch 2.14
+    does not."""
+    out, *saved = _of_groups(x, *args)
+    return out.contiguous(memory_format=suggest_memory_format(x)), *saved
+
+
 def _heads(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Multi-head attention: PyTorch's meta kernel returns weights that nobody asked for."""
     out, weights = torch.ops.aten._native_multi_head_attention.default(*args, **kwargs)
@@ -269,7 +279,7 @@ OWN_SHAPES: dict[str, Any] = {
     "aten::_grouped_mm": _grouped_mm,
     "aten::view_copy": _view_copy,
     "aten::native_layer_norm": _statistics(torch.ops.aten.native_layer_norm.default),
-    "aten::native_group_norm": _statistics(torch.ops.aten.native_group_norm.default),
+    "aten::native_group_norm": _group_norm,
     **{f"aten::{name}": _of_no_images(getattr(aten, name).default) for name in _NEAREST},
     **{
         f"aten::{name}": _of_channels(getattr(aten, name).default)
