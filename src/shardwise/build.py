@@ -228,6 +228,8 @@ def _is_number_here(operand: Any) -> bool:
 
 
 def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
+    for operand in operands:
+        operand._spec.topology.refuse_destroyed()
     given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
     return MeshError(
         f"{op}: the operands are on different meshes: {given}.\n"

@@ -489,7 +489,8 @@ def described_mesh(
     if found is not None:
         return found
     text = f"{device_type}, {_axes_text(shape, names)}, ranks {list(ranks)}"
-    if world is None or sorted(ranks) != list(range(dist.get_world_size())):
+    everybody = list(range(dist.get_world_size())) if dist.is_initialized() else None
+    if sorted(ranks) != everybody:
         raise MeshError(
             f"a tensor was saved on a mesh of processes ({text}), which does not exist in this "
             "process. Make it with shardwise.init_device_mesh before the file is loaded, in as "

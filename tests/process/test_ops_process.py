@@ -163,7 +163,7 @@ def statistics() -> None:
         check(f, *inputs, mesh=mesh, limit=1)
     for f, *inputs in test_attention.CASES.values():
         check(f, *inputs, mesh=mesh, limit=1)
-    test_statistics.test_distances_of_long_rows_move_distances(3.0)
+    test_statistics.test_distances_of_long_rows(3.0)
 
 
 def test_statistics_of_sharded_dims(processes: Pools) -> None:

@@ -123,7 +123,7 @@ def counted(check: bool) -> tuple[int, int]:
     with sw.random.mode("counter", check=check), sw.CommDebugMode() as comm:
         torch.bernoulli(x)
         F.dropout(x, 0.5)
-        torch.poisson(x)
+        torch.normal(x, 1.0)
     return comm.get_total_counts(), comm.checks
 
 
