@@ -1,4 +1,4 @@
-"""Gradients of products are those of plain tensors, at zeros too."""
+"""Gradients of products are those of plain tensors, at zeros, NaN and infinities too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from shardwise import Partial, Replicate, Shard
+from shardwise import CommDebugMode, Partial, Replicate, Shard
 
 from .compare import numbers, spread, virtual
 from .tier import some
 
+NAN, INF = float("nan"), float("inf")
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 PRODUCTS: dict[str, Callable[[Any], Any]] = {
     "all": lambda x: x.prod(),
@@ -35,8 +36,14 @@ def salted(*places: tuple[int, int, float]) -> torch.Tensor:
 
 VALUES = {
     "plain": salted(),
+    "nan": salted((1, 1, NAN)),
+    "inf": salted((1, 1, INF)),
     "one zero": salted((3, 0, 0)),
     "zeros": salted((1, 1, 0), (3, 1, 0), (4, 3, 0)),
+    "zero and nan": salted((0, 0, 0), (1, 0, NAN)),
+    "all kinds": salted((0, 1, INF), (1, 1, 0), (3, 1, 0), (4, 1, NAN)),
+    "empty": numbers(0, 4),
+    "one row": numbers(1, 4),
 }
 
 
@@ -59,6 +66,8 @@ def check_products(mesh: Any, layouts: list[Any], names: Any = PRODUCTS) -> None
                 # Which NaN or infinity a gradient of a gradient has differs between versions.
                 theirs = theirs[:3]
             for places in layouts:
+                if any(place.is_partial() for place in places) and not value.isfinite().all():
+                    continue
                 x = spread(value, mesh, places).requires_grad_()
                 whole = [spread(t, mesh, [R] * mesh.ndim) for t in (near, far)]
                 ours = derivatives(PRODUCTS[name], x, *whole)[: len(theirs)]
@@ -66,6 +75,7 @@ def check_products(mesh: Any, layouts: list[Any], names: Any = PRODUCTS) -> None
                     torch.testing.assert_close(
                         a.full_tensor(), b, rtol=1e-5, atol=1e-5, equal_nan=True
                     )
+                    assert a.stride() == b.stride()
 
 
 QUICK = ("all", "dim 0", "running 0")
@@ -78,6 +88,15 @@ def test_gradients_of_products(name: str) -> None:
     torch.manual_seed(0)
     check_products(virtual(2), [(S0,), (S1,), (Partial(),)], [name])
     check_products(virtual(2, 2), [(S0, S0)], [name])
+
+
+def test_the_gradient_of_a_product_without_zeros_moves_numbers() -> None:
+    """Neither a scan nor a gather: one number is counted, one is multiplied."""
+    x = spread(numbers(64, 8), virtual(4), [S0]).requires_grad_()
+    with CommDebugMode() as comm:
+        x.prod().backward()
+    assert sum(comm.bytes.values()) <= 4 * 3 * 16
+    assert x.grad.placements == (S0,)
 
 
 def test_other_subclasses_are_served_as_before() -> None:

@@ -242,7 +242,8 @@ def _plain(entry: Any, given: Any) -> _Case:
     """
     dense = [t for t in _tensors(given) if t.layout is torch.strided]
     floats = [i for i, t in enumerate(dense) if t.is_floating_point() or t.is_complex()]
-    every = frozenset(floats if entry.supports_autograd else ())
+    sparse = given[1].get("sparse")  # a gradient that would be sparse is refused
+    every = frozenset(floats if entry.supports_autograd and not sparse else ())
     try:
         return _case(entry, given, every)
     except _REFUSALS as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -155,6 +155,12 @@ def test_what_reads_values_ends_a_graph() -> None:
     ours = distribute_tensor(x, virtual(3), [S0])
     for function in (lambda t: t.nonzero(), lambda t: t[t > 0], lambda t: t.sum().item() * t):
         torch.testing.assert_close(compiled(function)(ours).full_tensor(), function(x))
+
+
+def test_a_gradient_that_reads_values_is_refused() -> None:
+    x = distribute_tensor(numbers(6, 4), virtual(2), [S0]).requires_grad_()
+    with pytest.raises(BackendCompilerFailed, match=r"ProdBackward.* cannot be compiled"):
+        compiled(lambda t: t.prod())(x)
 
 
 def test_an_index_out_of_range_raises() -> None:
