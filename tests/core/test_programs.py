@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from benchmarks.measure import Cost
@@ -38,7 +39,11 @@ def test_a_wrong_value_is_named() -> None:
 def test_the_golden_table_has_every_program() -> None:
     golden = json.loads(GOLDEN.read_text())
     assert list(golden) == list(PROGRAMS)
-    assert PAGE.read_text() == page(golden)
+    assert _without_version(PAGE.read_text()) == _without_version(page(golden))
+
+
+def _without_version(text: str) -> str:
+    return re.sub(r"PyTorch \d+\.\d+\.\d+", "PyTorch", text)
 
 
 def test_what_is_dearer_or_wrong_is_named() -> None:
