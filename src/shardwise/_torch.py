@@ -474,7 +474,7 @@ def call_at_destroy(callback: Callable[[], None]) -> None:
 
 
 class _Communicator:
-    """What `destroy_process_group` finalizes."""
+    """A stand-in for a communicator, which `destroy_process_group` finalizes."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.finalize = callback

@@ -181,7 +181,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # What was done to the local tensors may have put their dims into another order in memory.
+        # User code may have given the gradients another order of dims in memory.
         parts = [in_memory_order(ctx.spec, grad) for grad in grads[: len(ctx.spec.slots)]]
         return FromLocal.apply(ctx.spec, None, *parts), None
 

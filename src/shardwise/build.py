@@ -382,7 +382,7 @@ def _by_rule(
 
 
 def _nothing(*args: Any, **kwargs: Any) -> list[Any]:
-    """What an operator returns that returns a list of no tensors."""
+    """The result of an operator that returns an empty list."""
     return []
 
 

@@ -51,7 +51,7 @@ class Bounded:
 
 
 kept = Bounded(256 << 20)
-"""What is kept of calls: plans, and the shapes of results."""
+"""The cache of calls: plans, and the shapes of results."""
 
 
 def plan_bytes(operands: Sequence[Any]) -> int:

@@ -137,7 +137,7 @@ def _parts_to_write(tensor: Any, fqn: str) -> Locals:
 
 
 def chunk_list(tensor: Any) -> list[Any]:
-    """What this process wants to read of a tensor. DCP writes into the local tensors."""
+    """The chunks that this process reads of a tensor. DCP writes into the local tensors."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     # DCP takes a ValueError for something else, so these are none.
