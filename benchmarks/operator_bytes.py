@@ -182,7 +182,7 @@ def _library(name: str) -> tuple[Any, Any, tuple[type, ...]]:
     """The mesh, how to put a tensor on it, and the classes of its tensors."""
     if name == "ours":
         import shardwise as lib
-        from shardwise.wrapper import Wrapper
+        from shardwise.storage.wrapper import Wrapper
 
         kinds: tuple[type, ...] = (Wrapper,)
     else:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.mesh import VirtualMesh
+from shardwise.layout.mesh import VirtualMesh
+from shardwise.layout.spec import DTensorSpec, TensorMeta
 from shardwise.random.counter import _bernoulli, _exponential
 from shardwise.random.tiles import Draw, draw_box, new_key, tile_sides
-from shardwise.spec import DTensorSpec, TensorMeta
 
 SHAPES = [(1 << 22,), (2048, 2048), (8, 512, 1024), (64, 64, 32, 32)]
 FILLS: dict[str, tuple[Callable[[torch.Tensor], Any], Draw]] = {

@@ -28,8 +28,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import shardwise as sw
-from shardwise.geometry import all_coords, box_numel, intersect
-from shardwise.mesh import VirtualMesh
+from shardwise.layout.geometry import all_coords, box_numel, intersect
+from shardwise.layout.mesh import VirtualMesh
 from shardwise.redistribute import Layout, plan
 
 MESHES = [(8,), (2, 4), (2, 2, 2)]

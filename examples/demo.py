@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from shardwise.layout.mesh import VirtualMesh
 from shardwise import Replicate, Shard
 
 TOKENS, WIDTH, HIDDEN, CLASSES, BATCH, LENGTH = 60, 16, 36, 5, 31, 9
@@ -106,7 +107,7 @@ def run(title: str, model: nn.Module, put: Callable[..., Any]) -> tuple[list[flo
 def main() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     say = print if sw.is_first_rank() else lambda *_: None
-    where = "one process" if isinstance(mesh, sw.mesh.VirtualMesh) else "four processes"
+    where = "one process" if isinstance(mesh, VirtualMesh) else "four processes"
     say(f"mesh (dp=2, tp=2) in {where}\n")
     torch.manual_seed(0)
     alone = Net()

@@ -29,7 +29,7 @@ from shardwise import (
     init_device_mesh,
     per_rank,
 )
-from shardwise.mesh import AnyMesh
+from shardwise.layout.mesh import AnyMesh
 
 from .layouts import scatter, spec_of
 from .tier import quicker

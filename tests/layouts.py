@@ -8,10 +8,10 @@ from math import prod
 
 import torch
 
-from shardwise.geometry import contiguous_stride
-from shardwise.mesh import AnyMesh
-from shardwise.placement import Partial, Placement, Shard
-from shardwise.spec import DTensorSpec, TensorMeta
+from shardwise.layout.geometry import contiguous_stride
+from shardwise.layout.mesh import AnyMesh
+from shardwise.layout.placement import Partial, Placement, Shard
+from shardwise.layout.spec import DTensorSpec, TensorMeta
 
 Coord = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Partial, Placement, Replicate, Shard
-from shardwise.mesh import VirtualMesh
+from shardwise.layout.mesh import VirtualMesh
 from shardwise.random import tiles
 
 from .compare import numbers

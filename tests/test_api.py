@@ -22,6 +22,7 @@ from shardwise import (
     per_rank,
 )
 from shardwise.errors import LayoutError
+from shardwise.tensor import conversion
 
 from .compare import numbers, spread, virtual
 
@@ -189,9 +190,8 @@ def test_to_local_with_grad_placements() -> None:
 def test_to_local_of_a_replicated_tensor_says_once_what_it_assumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shardwise import distribute
 
-    monkeypatch.setattr(distribute, "_said", set())
+    monkeypatch.setattr(conversion, "_said", set())
     x = distribute_tensor(X, virtual(2), [Replicate()]).requires_grad_()
     with pytest.warns(UserWarning, match=r"taken to be equal on all ranks.*\[Partial\(\)\]"):
         x.to_local()

@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise import (
-    CommDebugMode,
-    Partial,
-    Replicate,
-    Shard,
-    communication,
-    distribute_tensor,
-)
+from shardwise import CommDebugMode, Partial, Replicate, Shard, communication, distribute_tensor
 from shardwise.errors import LayoutError
 
 from .compare import assert_same, check, numbers, spread, virtual

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, per_rank
 from shardwise.errors import LayoutError
-from shardwise.finer import coarse, common, refined
+from shardwise.layout.split_dims import coarse, common, refined
 from shardwise.redistribute import relaid
 
 from .compare import assert_same, check, numbers, spread, virtual

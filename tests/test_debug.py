@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise import CommDebugMode, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.mesh import topology
-from shardwise.trace import record
+from shardwise.comm.events import record
+from shardwise.layout.mesh import topology
 
 MESH = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import geometry
-from shardwise.geometry import Box
+from shardwise.layout import geometry
+from shardwise.layout.geometry import Box
 
 SIZES = st.integers(0, 40)
 

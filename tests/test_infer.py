@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import infer
+from shardwise.dispatch import infer
 
 from .compare import check, ints, numbers, virtual
 
@@ -96,7 +96,7 @@ def test_what_a_call_returns_is_asked_once_for_all_layouts(monkeypatch: pytest.M
     asked = []
     ask = infer._infer
     monkeypatch.setattr(infer, "_infer", lambda *call: asked.append(call) or ask(*call))
-    shardwise.dispatch.clear()
+    shardwise.dispatch.dispatch.clear()
     check(lambda x: x.sum(0).exp(), numbers(5, 3), mesh=virtual(2, 2), limit=16, grad=False)
     names = [str(op) for op, *_ in asked]
     assert names.count("aten.sum.dim_IntList") == names.count("aten.exp.default") == 1

@@ -1,4 +1,4 @@
-"""A module imports only modules earlier in one list, so the package can be read from the top."""
+"""A folder imports only folders above it, so the package can be read from the top."""
 
 from __future__ import annotations
 
@@ -14,68 +14,21 @@ import shardwise
 ROOT = Path(shardwise.__file__).parent
 ORDER = [
     "errors",
-    "lazy",
     "_torch",
-    "user_line",
-    "world",
-    "caller",
-    "cache",
     "config",
-    "placement",
-    "geometry",
-    "cost",
-    "links",
-    "mesh",
-    "spec",
-    "finer",
-    "trace",
-    "engine",
+    "layout",
+    "comm",
     "redistribute",
+    "storage",
     "rules",
-    "propagate",
-    "policy",
-    "wrapper",
-    "conform",
-    "pending",
-    "windows",
-    "picked",
-    "moving",
-    "grown",
-    "infinite",
-    "plans",
-    "repeats",
-    "ready",
-    "listplan",
-    "shapes",
-    "refusals",
-    "infer",
-    "plain",
-    "parts",
-    "ragged",
-    "deferred",
-    "replicated",
-    "random",
-    "outs",
-    "listops",
-    "entry",
-    "build",
     "dispatch",
-    "autograd",
-    "per_rank",
-    "distribute",
-    "saving",
-    "checkpoint",
-    "inplace_views",
+    "random",
     "tensor",
-    "factories",
     "forms",
     "register",
-    "verify",
-    "debug",
-    "picture",
     "interop",
     "parallel",
-    "calibrate",
+    "tools",
     "__init__",
     "__main__",
 ]
@@ -136,8 +89,8 @@ def test_only_interop_knows_torchs_own_dtensor(file: Path) -> None:
 
 
 def test_the_check_sees_what_it_should(tmp_path: Path) -> None:
-    text = "from .. import spec\nfrom ..mesh import topology\nimport torch\n"
+    text = "from .. import layout\nfrom ..mesh import topology\nimport torch\n"
     found = [name for _, name in imports(ast.parse(text), ["shardwise", "engine"])]
-    assert found == ["shardwise.spec", "shardwise.mesh.topology", "torch"]
+    assert found == ["shardwise.layout", "shardwise.mesh.topology", "torch"]
     guarded = "if TYPE_CHECKING:\n    from .tensor import DTensor\n"
     assert list(imports(ast.parse(guarded), ["shardwise"])) == []

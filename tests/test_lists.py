@@ -18,8 +18,8 @@ from shardwise import (
     distribute_tensor,
     plain_tensors,
 )
+from shardwise.dispatch.lists import is_list_op
 from shardwise.errors import PlainTensorError
-from shardwise.listops import is_list_op
 
 from .compare import numbers, spread, virtual
 

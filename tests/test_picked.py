@@ -9,11 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import (
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from shardwise import Replicate, Shard, distribute_tensor
 
 from .compare import ints, numbers, virtual
 

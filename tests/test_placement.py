@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 
 ALL: list[Placement] = [Replicate(), Shard(0), Shard(1), Shard(-1), *map(Partial, REDUCE_OPS)]
 

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import (
-    CommDebugMode,
-    Replicate,
-    Shard,
-    communication,
-    keep_partial_grads,
-)
+from shardwise import CommDebugMode, Replicate, Shard, communication, keep_partial_grads
 from shardwise.errors import OutOfRangeError
 
 from .compare import assert_same, eager, ints, numbers, spread, virtual

@@ -9,12 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import (
-    CommDebugMode,
-    Placement,
-    Replicate,
-    Shard,
-)
+from shardwise import CommDebugMode, Placement, Replicate, Shard
 from shardwise.errors import OutOfRangeError
 
 from .compare import assert_same, eager, ints, numbers, spread, virtual

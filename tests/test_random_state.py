@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.debug import CommDebugMode
 from shardwise.random import tiles
+from shardwise.tools.comm_debug import CommDebugMode
 
 from .compare import numbers, virtual
 

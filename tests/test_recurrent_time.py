@@ -10,13 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_module,
-    manual_seed,
-)
+from shardwise import DTensor, Replicate, Shard, distribute_module, manual_seed
 
 from .compare import eager, numbers, spread
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.comm.events import listen, unlisten
 from shardwise.errors import LayoutError
-from shardwise.mesh import Link, Topology, init_device_mesh
-from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.mesh import Link, Topology, init_device_mesh
+from shardwise.layout.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import plan, run_steps
-from shardwise.spec import DTensorSpec
-from shardwise.trace import listen, unlisten
 
 from .layouts import (
     assert_holds,

@@ -14,12 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.cost import Link
-from shardwise.geometry import stride_like
-from shardwise.mesh import VirtualMesh
-from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.cost import Link
+from shardwise.layout.geometry import stride_like
+from shardwise.layout.mesh import VirtualMesh
+from shardwise.layout.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import relaid, run_all, run_between
-from shardwise.spec import DTensorSpec
 
 from .layouts import assert_holds, by_coord, equal, scatter, spec_of, stored, whole_numbers
 

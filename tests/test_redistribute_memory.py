@@ -14,13 +14,13 @@ import torch
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import LayoutError
-from shardwise.geometry import stride_like
-from shardwise.mesh import VirtualMesh
-from shardwise.placement import Placement
+from shardwise.layout.geometry import stride_like
+from shardwise.layout.mesh import VirtualMesh
+from shardwise.layout.placement import Placement
+from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import Explanation, plan, relaid
 from shardwise.redistribute.blocks import Stretch
 from shardwise.redistribute.portions import portions
-from shardwise.spec import DTensorSpec
 
 from .layouts import all_coords, assert_holds, by_coord, scatter, spec_of, stored, whole_numbers
 

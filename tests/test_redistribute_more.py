@@ -11,15 +11,15 @@ import torch
 import shardwise as sw
 from shardwise import Link, Partial, Replicate, Shard
 from shardwise.__main__ import main
-from shardwise.calibrate import calibrate
-from shardwise.cost import PRESETS, links_of
-from shardwise.engine.buffer import chunks
-from shardwise.engine.native import prefers_own
+from shardwise.comm.buffer import chunks
+from shardwise.comm.native import prefers_own
 from shardwise.errors import CommunicationError, LayoutError, MeshError
-from shardwise.geometry import all_coords, box_numel, box_shape, intersect
-from shardwise.links import read_links, write_links
-from shardwise.mesh import VirtualMesh
+from shardwise.layout.cost import PRESETS, links_of
+from shardwise.layout.geometry import all_coords, box_numel, box_shape, intersect
+from shardwise.layout.links import read_links, write_links
+from shardwise.layout.mesh import VirtualMesh
 from shardwise.redistribute import Run, plan, run_all, run_steps
+from shardwise.tools.calibrate import calibrate
 
 from .layouts import assert_holds, by_coord, layouts_of, scatter, spec_of, stored, whole_numbers
 

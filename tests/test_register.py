@@ -100,7 +100,7 @@ def no_rules_are_left() -> Iterator[None]:
     yield
     REGISTERED.clear()
     REGISTERED.update(before)
-    shardwise.dispatch.clear()
+    shardwise.dispatch.dispatch.clear()
 
 
 def everywhere(f: Any, *inputs: torch.Tensor, limit: int = 12, **options: Any) -> None:
@@ -337,7 +337,7 @@ def test_a_prop_rule_that_asks_for_redistribution(m: int, k: int, n: int) -> Non
         return OutputSharding(None, redistribute_schema=OpSchema(schema.op, specs, {}))
 
     everywhere(OPS.matmul2, numbers(m, k), numbers(k, n, seed=1))
-    shardwise.dispatch.clear()
+    shardwise.dispatch.dispatch.clear()
     calls.clear()
     a = spread(numbers(m, k), virtual(3), [Shard(0)])
     b = spread(numbers(k, n), virtual(3), [Shard(1)])
@@ -590,7 +590,7 @@ def test_the_cheapest_strategy_is_taken_and_the_first_of_equals() -> None:
 
     def result(place: Any, *ways: Any) -> Any:
         order[:] = ways
-        shardwise.dispatch.clear()
+        shardwise.dispatch.dispatch.clear()
         return OPS.square(spread(numbers(4, 4), virtual(2), [place])).placements[0]
 
     assert result(Shard(0), Replicate(), Shard(1), Shard(0)) == Shard(0)
@@ -610,7 +610,7 @@ def test_costs_that_a_rule_gives_are_used_if_all_are_there() -> None:
 
     def result(*given: Any) -> Any:
         costs[:] = given
-        shardwise.dispatch.clear()
+        shardwise.dispatch.dispatch.clear()
         return OPS.square(spread(numbers(4, 4), virtual(2), [Shard(0)])).placements[0]
 
     assert result(None, None) == Shard(0)

@@ -22,7 +22,7 @@ from shardwise import (
     redistribute_all,
 )
 from shardwise import init_device_mesh as make_mesh
-from shardwise.dispatch import clear, stats
+from shardwise.dispatch.dispatch import clear, stats
 from shardwise.errors import LayoutError
 
 from .compare import assert_same, numbers

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from shardwise.errors import LayoutError
-from shardwise.spec import DTensorSpec
+from shardwise.layout.spec import DTensorSpec
 
 from .compare import numbers
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
-from shardwise.mesh import init_device_mesh, topology
-from shardwise.placement import Partial, Replicate, Shard
-from shardwise.spec import DTensorSpec, TensorMeta, checked_placements
+from shardwise.layout.mesh import init_device_mesh, topology
+from shardwise.layout.placement import Partial, Replicate, Shard
+from shardwise.layout.spec import DTensorSpec, TensorMeta, checked_placements
 
 from .layouts import all_coords, scatter, spec_of
 

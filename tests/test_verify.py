@@ -12,7 +12,7 @@ import shardwise
 from shardwise.errors import RuleError
 from shardwise.rules import TABLE, Call, Family, Rule, along, notation
 from shardwise.rules.reductions import reduction
-from shardwise.verify import Report
+from shardwise.tools.verify import Report
 
 aten = torch.ops.aten
 X = torch.tensor([[-2.0, 0.5, 1.0], [0.0, 3.0, -1.0], [1.0, 1.0, 0.25], [2.0, -3.0, 0.75]])

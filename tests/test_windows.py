@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.windows import fetch
+from shardwise.storage.halo import fetch
 
 SHARD0, SHARD1, WHOLE = sw.Shard(0), sw.Shard(1), sw.Replicate()
 

@@ -16,8 +16,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import shardwise
-from shardwise import Partial, Placement, Replicate, Shard, dispatch
-from shardwise.trace import unwatch, watch
+from shardwise import Partial, Placement, Replicate, Shard
+from shardwise.comm.events import unwatch, watch
+from shardwise.dispatch import dispatch
 
 from .rounding import ROUNDING, Differs, widened
 from .strides import checked_strides

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shardwise import DTensor
-from shardwise.dispatch import dispatch
-from shardwise.plans import filled, tensors_in
-from shardwise.spec import DTensorSpec
+from shardwise.dispatch.dispatch import dispatch
+from shardwise.dispatch.plans import filled, tensors_in
+from shardwise.layout.spec import DTensorSpec
 
 __all__ = ["StrideError", "checked_strides", "faults"]
 

@@ -4,11 +4,8 @@ Write a program for one device; Shardwise runs it on a mesh of devices and gives
 answer.
 """
 
-from . import (
-    forms,  # registers the distributed forms
-    random,
-    register,
-)
+from . import forms, random, register
+from .comm import lockstep
 from .config import (
     communication,
     exchange_buffer,
@@ -17,10 +14,16 @@ from .config import (
     plain_tensors,
     ragged_results,
 )
-from .cost import Link
-from .debug import CommDebugMode
-from .engine import lockstep
-from .factories import (
+from .layout.cost import Link
+from .layout.mesh import DeviceMesh, init_device_mesh
+from .layout.placement import Partial, Placement, Replicate, Shard
+from .layout.spec import DTensorSpec, TensorMeta
+from .parallel import distribute_module
+from .random import manual_seed
+from .redistribute import Explanation, explain_redistribute
+from .register import register_rule
+from .tensor.dtensor import DTensor, distribute_tensor, redistribute_all
+from .tensor.factories import (
     arange,
     empty,
     eye,
@@ -37,17 +40,10 @@ from .factories import (
     triu_indices,
     zeros,
 )
-from .mesh import DeviceMesh, init_device_mesh
-from .parallel import distribute_module
-from .per_rank import PerRank, is_first_rank, per_rank
-from .picture import picture
-from .placement import Partial, Placement, Replicate, Shard
-from .random import manual_seed
-from .redistribute import Explanation, explain_redistribute
-from .register import register_rule
-from .spec import DTensorSpec, TensorMeta
-from .tensor import DTensor, distribute_tensor, redistribute_all
-from .verify import verify
+from .tensor.per_rank import PerRank, is_first_rank, per_rank
+from .tools.comm_debug import CommDebugMode
+from .tools.picture import picture
+from .tools.verify import verify
 
 __all__ = [
     "CommDebugMode",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .calibrate import calibrate
-from .links import links_file
-from .mesh import distributed_is_on
+from .layout.links import links_file
+from .layout.mesh import distributed_is_on
+from .tools.calibrate import calibrate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.distributed.tensor as torch_dtensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .distribute import from_local
 from .errors import LayoutError, MeshError
-from .mesh import VirtualMesh
-from .placement import Partial, Placement, Replicate, Shard
-from .tensor import DTensor
+from .layout.mesh import VirtualMesh
+from .layout.placement import Partial, Placement, Replicate, Shard
+from .tensor.conversion import from_local
+from .tensor.dtensor import DTensor
 
 __all__ = ["from_torch", "to_torch"]
 

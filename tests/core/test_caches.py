@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.mesh import VirtualMesh
+from shardwise.layout.mesh import VirtualMesh
 
 MESH = sw.init_device_mesh("cpu", (4,))
 SIZE = 8000

@@ -31,7 +31,7 @@ VALUES = {
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_chunks_tell_where_every_element_is(data: Any) -> None:
-    from shardwise.checkpoint import chunks
+    from shardwise.tensor.checkpoint import chunks
 
     shape = data.draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
     value = torch.arange(prod(shape)).view(shape)

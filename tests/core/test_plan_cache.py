@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import Replicate, Shard, dispatch
-from shardwise.cache import Bounded, kept
+from shardwise import Replicate, Shard
+from shardwise.dispatch import dispatch
+from shardwise.dispatch.cache import Bounded, kept
 
 
 @pytest.fixture(autouse=True)

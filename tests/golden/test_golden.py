@@ -19,12 +19,12 @@ import torch
 
 import shardwise
 from shardwise import DTensor, DTensorSpec, Partial, Replicate, Shard, TensorMeta
-from shardwise.entry import Entry
+from shardwise.dispatch.operator import Entry
 from shardwise.errors import ShardwiseError
-from shardwise.mesh import VirtualMesh
+from shardwise.layout.mesh import VirtualMesh
 from shardwise.redistribute import plan
 from shardwise.rules import TABLE, parse
-from shardwise.verify import Trial
+from shardwise.tools.verify import Trial
 
 from ..rules.index_samples import index_samples
 from ..rules.samples import Sample, accepted, call, table_samples, x

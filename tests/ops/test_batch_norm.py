@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise import Partial, Replicate, Shard, dispatch
-from shardwise.trace import unwatch, watch
+from shardwise import Partial, Replicate, Shard
+from shardwise.comm.events import unwatch, watch
+from shardwise.dispatch import dispatch
 
 from ..compare import assert_same, numbers, spread, virtual
 

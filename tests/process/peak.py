@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine import mail, process
+from shardwise.comm import all_to_all, process
 
 __all__ = ["Peak"]
 
@@ -33,7 +33,7 @@ class Peak:
         self._undo = ExitStack()
 
     def __enter__(self) -> Peak:
-        for module, name in ((mail, "all_to_all"), (process, "all_reduce")):
+        for module, name in ((all_to_all, "all_to_all"), (process, "all_reduce")):
             kept = partial(self._keep, getattr(module, name))
             self._undo.enter_context(patch.object(module, name, kept))
         self._undo.enter_context(_Watch(self))

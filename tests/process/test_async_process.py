@@ -21,11 +21,11 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise._torch import shared_store
-from shardwise.engine import mail
+from shardwise.comm import all_to_all
 from shardwise.errors import CommunicationError
-from shardwise.mesh import AnyMesh, DeviceMesh
-from shardwise.pending import PendingValue
+from shardwise.layout.mesh import AnyMesh, DeviceMesh
 from shardwise.redistribute import run_all, run_between
+from shardwise.storage.async_value import PendingValue
 
 from ..layouts import whole_numbers
 from .harness import ProcessPool
@@ -419,7 +419,7 @@ def fail_on_the_way() -> str:
     mesh = sw.init_device_mesh("cpu", (3,))
     x = given(mesh, [S0], whole_numbers((64, 64)))
     if dist.get_rank() == 1:
-        pack, count = mail._packed, [0]
+        pack, count = all_to_all._packed, [0]
 
         def fails(*args: Any) -> torch.Tensor:
             count[0] += 1
@@ -427,7 +427,7 @@ def fail_on_the_way() -> str:
                 raise MemoryError("no room for the second round")
             return pack(*args)
 
-        mail._packed = fails
+        all_to_all._packed = fails
     started = time.monotonic()
     with pytest.raises((CommunicationError, MemoryError)) as caught, sw.exchange_buffer(ROOM):
         x.redistribute(placements=[S1], async_op=True).to_local()

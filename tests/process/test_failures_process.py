@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.engine.faults import _Own
+from shardwise.comm.failures import _Own
 from shardwise.errors import CommunicationError, OutOfRangeError
 
 from .harness import ProcessPool

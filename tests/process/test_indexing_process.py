@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import (
-    CommDebugMode,
-    DTensor,
-    Partial,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from shardwise import CommDebugMode, DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 
 from .. import test_counting, test_indexing
 from ..compare import check, ints, numbers

@@ -22,8 +22,8 @@ from shardwise import (
     distribute_tensor,
     init_device_mesh,
 )
-from shardwise import mesh as meshes
 from shardwise.errors import LayoutError, MeshError, PlainTensorError
+from shardwise.layout import mesh as meshes
 
 from ..compare import ints, numbers
 from .harness import ProcessPool

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.dispatch import clear
+from shardwise.dispatch.dispatch import clear
 from shardwise.errors import CommunicationError, PlainTensorError
 
 from .harness import ProcessPool

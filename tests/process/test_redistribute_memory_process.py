@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh
-from shardwise.placement import Placement
+from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh
+from shardwise.layout.placement import Placement
 from shardwise.redistribute import relaid, run_all, run_between
 
 from ..layouts import all_coords, assert_holds, scatter, spec_of, stored, whole_numbers

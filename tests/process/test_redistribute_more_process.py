@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Link, Partial, Replicate, Shard
-from shardwise.calibrate import calibrate
-from shardwise.cost import DEFAULT
-from shardwise.engine import native
-from shardwise.engine.faults import wait
+from shardwise.comm import native
+from shardwise.comm.failures import wait
 from shardwise.errors import CommunicationError, MeshError
-from shardwise.geometry import stride_like
-from shardwise.links import read_links, write_links
-from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
-from shardwise.pending import PendingValue
-from shardwise.placement import Placement
+from shardwise.layout.cost import DEFAULT
+from shardwise.layout.geometry import stride_like
+from shardwise.layout.links import read_links, write_links
+from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
+from shardwise.layout.placement import Placement
+from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import run_all, run_between
-from shardwise.spec import DTensorSpec
+from shardwise.storage.async_value import PendingValue
+from shardwise.tools.calibrate import calibrate
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from shardwise.engine import engine_of
-from shardwise.mesh import AnyMesh, DeviceMesh, VirtualMesh, init_device_mesh, topology
-from shardwise.placement import Partial, Placement, Replicate, Shard
+from shardwise.comm import engine_of
+from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh, init_device_mesh, topology
+from shardwise.layout.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import plan, run_steps
-from shardwise.spec import DTensorSpec
-from shardwise.tensor import distribute_tensor
+from shardwise.tensor.dtensor import distribute_tensor
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool, RankError

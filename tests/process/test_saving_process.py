@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, is_first_rank
-from shardwise import mesh as meshes
 from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import mesh as meshes
 
 from ..compare import numbers
 from .harness import ProcessPool

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
-from shardwise.mesh import AnyMesh
+from shardwise.layout.mesh import AnyMesh
 
 from ..compare import assert_same, numbers, spread, virtual
 from .harness import ProcessPool

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..geometry import Cuts, chunk_cuts
-from ..mesh import Topology
-from ..placement import Placement, Replicate, Shard
-from ..ragged import as_dtensor, counted, laid, settled
-from ..spec import DTensorSpec
+from ..layout.geometry import Cuts, chunk_cuts
+from ..layout.mesh import Topology
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec
+from ..storage.ragged import as_dtensor, counted, laid, settled
 
 __all__ = ["Aligned", "align", "axes_within", "has_few", "in_boxes"]
 

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from ..cost import debt
-from ..entry import register_form
-from ..geometry import contiguous_stride
-from ..infer import infer
-from ..placement import Partial, Placement, Replicate, Shard
-from ..plans import Fixed, filled, tensors_in
-from ..propagate import decide
-from ..ragged import as_dtensor
+from ..dispatch.decide import decide
+from ..dispatch.infer import infer
+from ..dispatch.operator import register_form
+from ..dispatch.plans import Fixed, filled, tensors_in
+from ..layout.cost import debt
+from ..layout.geometry import contiguous_stride
+from ..layout.placement import Partial, Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import steps_between
 from ..rules import Call, Operand
 from ..rules.attention import attention
 from ..rules.visible import attended, named, of_own_shape
-from ..spec import DTensorSpec, TensorMeta, default_placements
-from ..wrapper import Wrapper, wrap
+from ..storage.ragged import as_dtensor
+from ..storage.wrapper import Wrapper, wrap
 from .shards import relaid
 from .statistics import settled
 

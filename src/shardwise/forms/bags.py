@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
-from ..placement import Partial, Placement, Replicate
-from ..ragged import as_dtensor, laid, settled, whole
-from ..replicated import mesh_of
+from ..dispatch.fallback import mesh_of
+from ..dispatch.operator import register_form
+from ..layout.placement import Partial, Placement, Replicate
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules.indexing import within
 from ..rules.reductions import wide
-from ..spec import DTensorSpec, TensorMeta
-from ..windows import fetch_parts
-from ..wrapper import Wrapper, wrap
+from ..storage.halo import fetch_parts
+from ..storage.ragged import as_dtensor, laid, settled, whole
+from ..storage.wrapper import Wrapper, wrap
 from .indexing import divided, frequencies, no_sparse_gradient
 from .shards import shard_of, told
 from .whole_bags import bag_gradient, factor_gradient, in_bags, largest_gradient

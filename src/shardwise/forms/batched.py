@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from .. import policy
-from ..autograd import Redistribute, as_gradient, redistributed
-from ..conform import in_memory_order
 from ..errors import MeshError
-from ..geometry import Cuts, contiguous_stride
-from ..moving import describe_moves
-from ..placement import Partial, Placement, Replicate, Shard
-from ..spec import DTensorSpec, TensorMeta, default_placements
-from ..wrapper import Wrapper, wrap
+from ..layout.geometry import Cuts, contiguous_stride
+from ..layout.placement import Partial, Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..storage import policy
+from ..storage.match_meta import in_memory_order
+from ..storage.operands import describe_moves
+from ..storage.wrapper import Wrapper, wrap
+from ..tensor.autograd import Redistribute, as_gradient, redistributed
 
 __all__ = ["laid", "on_one_mesh", "on_shards"]
 

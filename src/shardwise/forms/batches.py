@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from .._torch import suggest_memory_format
-from ..entry import register_form
-from ..ragged import as_dtensor
-from ..replicated import mesh_of
+from ..dispatch.fallback import mesh_of
+from ..dispatch.operator import register_form
 from ..rules import Call
+from ..storage.ragged import as_dtensor
 from .reductions import moments
 from .statistics import aligned, in_full, settled
 

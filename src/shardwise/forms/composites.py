@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .._torch import run_composite
-from ..deferred import is_conjugate, is_negative
-from ..entry import register_composite
-from ..outs import out_form
-from ..ragged import settled
-from ..wrapper import Wrapper
+from ..dispatch.operator import register_composite
+from ..dispatch.out_variants import out_form
+from ..dispatch.views import is_conjugate, is_negative
+from ..storage.ragged import settled
+from ..storage.wrapper import Wrapper
 
 __all__ = ["imag", "one_hot", "real", "resolve_conj", "resolve_neg", "tensor_split", "vander"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
-from ..placement import Partial, Placement, Replicate
-from ..ragged import as_dtensor, divided, joined, laid, requested, settled, whole
-from ..replicated import fallback_form, mesh_of
-from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import wrap
+from ..dispatch.fallback import fallback_form, mesh_of
+from ..dispatch.operator import register_form
+from ..layout.placement import Partial, Placement, Replicate
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..storage.ragged import as_dtensor, divided, joined, laid, requested, settled, whole
+from ..storage.wrapper import wrap
 
 __all__ = ["bincount", "histc", "histogram", "repeat_interleave"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
-from ..plain import full_local
+from ..dispatch.operator import register_form
+from ..storage.plain import full_local
 
 aten = torch.ops.aten
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..geometry import all_coords, contiguous_stride
-from ..mesh import Coord
-from ..ragged import as_dtensor
-from ..replicated import mesh_of
-from ..spec import DTensorSpec
-from ..wrapper import Locals, wrap
+from ..dispatch.fallback import mesh_of
+from ..layout.geometry import all_coords, contiguous_stride
+from ..layout.mesh import Coord
+from ..layout.spec import DTensorSpec
+from ..storage.ragged import as_dtensor
+from ..storage.wrapper import Locals, wrap
 from .places import Given, Laid, layouts_of, owning_axes
 from .posting import Post, Range, as_sum, piece_of, posted, short, waits
 from .shards import relaid

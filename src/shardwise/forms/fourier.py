@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
+from ..dispatch.operator import register_form
 from ..rules import Call
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._torch import suggest_memory_format
-from ..entry import register_form
+from ..dispatch.operator import register_form
 from ..rules import Call
 from .reductions import unless_infinite
 from .statistics import aligned, cut_along, in_full, settled

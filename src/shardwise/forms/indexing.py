@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
+from ..dispatch.fallback import mesh_of
+from ..dispatch.operator import register_form
+from ..dispatch.plans import tensors_in
 from ..errors import LayoutError
-from ..geometry import contiguous_stride
-from ..placement import Replicate
-from ..plans import tensors_in
-from ..ragged import as_dtensor, laid, settled, whole
-from ..replicated import mesh_of
+from ..layout.geometry import contiguous_stride
+from ..layout.placement import Replicate
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..rules import Call, Operand
 from ..rules.indexing import of_two_shapes
 from ..rules.reductions import wide
-from ..spec import DTensorSpec, TensorMeta, default_placements
-from ..wrapper import Wrapper, wrap
+from ..storage.ragged import as_dtensor, laid, settled, whole
+from ..storage.wrapper import Wrapper, wrap
 from .posting import asks, picked, sends, written
 
 __all__ = [

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
-from ..geometry import Cuts, Interval, chunk_cuts, contiguous_stride, intervals
-from ..infer import meta_of
-from ..placement import Placement, Replicate, Shard
+from ..dispatch.fallback import laid_out
+from ..dispatch.infer import meta_of
+from ..dispatch.operator import register_form
+from ..layout.geometry import Cuts, Interval, chunk_cuts, contiguous_stride, intervals
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import DimMap, in_order
-from ..replicated import laid_out
 from ..rules import Call
-from ..spec import DTensorSpec, TensorMeta
-from ..windows import fetch, fetch_all
-from ..wrapper import Wrapper, wrap
+from ..storage.halo import fetch, fetch_all
+from ..storage.wrapper import Wrapper, wrap
 from .shards import metas, placed, relaid, shard_of
 
 __all__ = ["cat", "chunk_cat", "flip", "repeat", "roll"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
+from ..dispatch.operator import register_form
 from ..rules import Call
 from .statistics import aligned, cut_along, in_full, settled
 

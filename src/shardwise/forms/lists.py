@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ..engine import identity
-from ..infer import infer, meta_of
-from ..listops import by_mesh, register_list_form
-from ..moving import moved
-from ..placement import Partial, Placement, Replicate
-from ..plain import full_local
-from ..replicated import laid_out
-from ..spec import DTensorSpec
-from ..wrapper import Wrapper, wrap
+from ..comm import identity
+from ..dispatch.fallback import laid_out
+from ..dispatch.infer import infer, meta_of
+from ..dispatch.lists import by_mesh, register_list_form
+from ..layout.placement import Partial, Placement, Replicate
+from ..layout.spec import DTensorSpec
+from ..storage.operands import moved
+from ..storage.plain import full_local
+from ..storage.wrapper import Wrapper, wrap
 
 __all__ = ["foreach_max", "foreach_mm", "foreach_norm", "foreach_powsum", "unscale"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
-from ..geometry import contiguous_stride
-from ..ragged import as_dtensor, settled
-from ..replicated import mesh_of
+from ..dispatch.fallback import mesh_of
+from ..dispatch.operator import register_form
+from ..layout.geometry import contiguous_stride
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..rules import Call
-from ..spec import DTensorSpec, TensorMeta, default_placements
+from ..storage.ragged import as_dtensor, settled
 from .elements import pick, write
 from .places import Given, by_rule, layouts_of, moving
 from .shards import relaid

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from ..config import ragged_results
-from ..entry import register_form
+from ..dispatch.fallback import fallback_form, mesh_of
+from ..dispatch.operator import register_form
 from ..errors import OutOfRangeError
-from ..geometry import contiguous_stride
-from ..mesh import Topology
-from ..moving import wrote
-from ..placement import Replicate, Shard
-from ..ragged import (
+from ..layout.geometry import contiguous_stride
+from ..layout.mesh import Topology
+from ..layout.placement import Replicate, Shard
+from ..layout.spec import DTensorSpec, default_placements
+from ..rules.indexing import has_mask
+from ..storage.operands import wrote
+from ..storage.ragged import (
     as_dtensor,
     counted,
     is_requested,
@@ -26,10 +29,7 @@ from ..ragged import (
     settled,
     whole,
 )
-from ..replicated import fallback_form, mesh_of
-from ..rules.indexing import has_mask
-from ..spec import DTensorSpec, default_placements
-from ..wrapper import Wrapper, wrap
+from ..storage.wrapper import Wrapper, wrap
 from .aligned import Aligned, align, axes_within, has_few, in_boxes
 from .elements import pick, write
 from .places import picks, writes

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ..deferred import root_of
-from ..entry import register_form
+from ..dispatch.fallback import laid_out
+from ..dispatch.operator import register_form
+from ..dispatch.out_variants import check_untracked
+from ..dispatch.views import root_of
 from ..errors import LayoutError
-from ..geometry import is_dense, memory_order
-from ..inplace_views import shards_left, strided_alike
-from ..outs import check_untracked
+from ..layout.geometry import is_dense, memory_order
+from ..layout.spec import TensorMeta
 from ..redistribute import in_order
-from ..replicated import laid_out
-from ..spec import TensorMeta
-from ..wrapper import Wrapper, wrap
+from ..storage.wrapper import Wrapper, wrap
+from ..tensor.inplace_views import shards_left, strided_alike
 from .shards import relaid
 
 __all__ = [

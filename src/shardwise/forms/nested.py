@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from .._torch import disabled_torch_function, make_wrapper
-from ..entry import register_form
+from ..dispatch.operator import register_form
 from ..errors import LayoutError
-from ..ragged import as_dtensor, whole
-from ..wrapper import Wrapper
+from ..storage.ragged import as_dtensor, whole
+from ..storage.wrapper import Wrapper
 
 __all__ = ["is_left_aligned", "nested_from_mask"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
-from ..geometry import Box, contiguous_stride
+from ..dispatch.operator import register_form
+from ..layout.geometry import Box, contiguous_stride
+from ..layout.spec import DTensorSpec
 from ..rules import Call
-from ..spec import DTensorSpec
-from ..wrapper import wrap
+from ..storage.wrapper import wrap
 from .posting import short
 from .shards import candidates, columns, lacking, metas, placed, settled, sharded_on
 from .sorting import price, sorts

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from .._torch import run_composite
-from ..entry import register_composite, register_form
-from ..geometry import Interval
-from ..placement import Placement, Replicate, Shard
-from ..plain import full_local
-from ..ragged import as_dtensor
-from ..ragged import laid as relaid
-from ..spec import DTensorSpec
-from ..wrapper import Wrapper
+from ..dispatch.operator import register_composite, register_form
+from ..layout.geometry import Interval
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec
+from ..storage.plain import full_local
+from ..storage.ragged import as_dtensor
+from ..storage.ragged import laid as relaid
+from ..storage.wrapper import Wrapper
 from .batched import laid, on_one_mesh, on_shards
 from .recurrent import drops, layer_by_layer
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..cost import debt
-from ..geometry import Cuts, all_coords, contiguous_stride
-from ..placement import Placement, Replicate, Shard
-from ..propagate import decide
+from ..dispatch.decide import decide
+from ..layout.cost import debt
+from ..layout.geometry import Cuts, all_coords, contiguous_stride
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import steps_between
 from ..rules import Call, family_of
-from ..spec import DTensorSpec, TensorMeta, default_placements
 from .posting import short
 
 __all__ = ["Given", "Laid", "by_rule", "layouts_of", "moving", "owning_axes", "picks", "writes"]

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import policy
-from ..autograd import keeps_partial_grads
-from ..conform import in_memory_order
-from ..cost import Link
+from ..dispatch.fallback import mesh_of
+from ..dispatch.plans import filled, tensors_in
 from ..errors import OutOfRangeError
-from ..geometry import Cuts, contiguous_stride, flat_index
-from ..placement import Partial, Shard
-from ..plans import filled, tensors_in
-from ..ragged import as_dtensor
-from ..replicated import mesh_of
+from ..layout.cost import Link
+from ..layout.geometry import Cuts, contiguous_stride, flat_index
+from ..layout.placement import Partial, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
 from ..rules.scattering import stays_pending
-from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import Locals, wrap
+from ..storage import policy
+from ..storage.match_meta import in_memory_order
+from ..storage.ragged import as_dtensor
+from ..storage.wrapper import Locals, wrap
+from ..tensor.autograd import keeps_partial_grads
 from .shards import lacking, neighbours, relaid, sent_on, told
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..entry import register_differentiable
-from ..ragged import settled
+from ..dispatch.operator import register_differentiable
+from ..storage.ragged import settled
 from .scanning import FromHereOn, needs_gradient
 
 __all__ = ["Cumprod", "Prod", "cumprod", "cumprod_", "prod", "prod_dim"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import run_composite
-from ..entry import register_composite
+from ..dispatch.operator import register_composite
 from .batched import on_one_mesh, on_shards
 
 __all__ = ["drops", "layer_by_layer"]

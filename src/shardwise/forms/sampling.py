@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cost import Link
-from ..geometry import all_coords
-from ..placement import Placement, Replicate, Shard
-from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import wrap
+from ..layout.cost import Link
+from ..layout.geometry import all_coords
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..storage.wrapper import wrap
 from .shards import gathered, shard_of
 
 __all__ = [

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..entry import register_composite, register_form
+from ..dispatch.operator import register_composite, register_form
 from ..errors import MeshError
-from ..plain import full_local
-from ..wrapper import Wrapper
+from ..storage.plain import full_local
+from ..storage.wrapper import Wrapper
 
 __all__ = ["allclose", "equal", "local_scalar", "nonzero", "same_size"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from ..entry import register_differentiable, register_form
-from ..geometry import Box
+from ..dispatch.operator import register_differentiable, register_form
+from ..layout.geometry import Box
 from ..rules.call import keeps_sums
 from ..rules.sliding import in_order
-from ..wrapper import Wrapper, wrap
+from ..storage.wrapper import Wrapper, wrap
 from .shards import candidates, columns, metas, placed, relaid, settled, shard_of, sharded_on
 
 __all__ = [

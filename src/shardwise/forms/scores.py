@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from .._torch import run_composite
-from ..entry import register_composite
-from ..geometry import contiguous_stride
-from ..propagate import decide
+from ..dispatch.decide import decide
+from ..dispatch.operator import register_composite
+from ..layout.geometry import contiguous_stride
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Along, Call, Dims, Operand, Rule, Scaled
-from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import Wrapper
+from ..storage.wrapper import Wrapper
 from .batched import laid
 
 __all__ = ["attention_by_scores"]

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from ..geometry import Box, Cuts, all_coords, contiguous_stride, flat_index
-from ..infer import infer
-from ..mesh import Coord
-from ..placement import Placement, Replicate, Shard
-from ..ragged import joined, settled, whole
-from ..ragged import laid as relaid
+from ..dispatch.infer import infer
+from ..layout.geometry import Box, Cuts, all_coords, contiguous_stride, flat_index
+from ..layout.mesh import Coord
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.reductions import reduced_dims
-from ..spec import DTensorSpec, TensorMeta
-from ..windows import fetch_all
-from ..wrapper import Locals, wrap
+from ..storage.halo import fetch_all
+from ..storage.ragged import joined, settled, whole
+from ..storage.ragged import laid as relaid
+from ..storage.wrapper import Locals, wrap
 
 __all__ = [
     "candidates",

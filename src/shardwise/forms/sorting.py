@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..entry import register_form
-from ..geometry import Cuts, contiguous_stride, flat_index
-from ..replicated import mesh_of
+from ..dispatch.fallback import mesh_of
+from ..dispatch.operator import register_form
+from ..layout.geometry import Cuts, contiguous_stride, flat_index
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
-from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import wrap
+from ..storage.wrapper import wrap
 from .sampling import Keys, Search, keys_of, known, lines, narrowed, spacing
 from .shards import columns, lacking, neighbours, sent_on, settled, shard_of, told_of_rows
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .. import policy
-from ..moving import describe_moves, moved
+from ..layout.spec import DTensorSpec
 from ..rules import Call
-from ..spec import DTensorSpec
-from ..wrapper import Wrapper, wrap
+from ..storage import policy
+from ..storage.operands import describe_moves, moved
+from ..storage.wrapper import Wrapper, wrap
 
 __all__ = ["aligned", "cut_along", "in_full", "settled", "widened"]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ..entry import register_form
-from ..geometry import Cuts, contiguous_stride, flat_index
-from ..placement import Replicate, Shard
-from ..ragged import as_dtensor, divided, is_requested, joined, laid, settled, whole
-from ..replicated import fallback_form
-from ..spec import DTensorSpec, TensorMeta
-from ..wrapper import wrap
+from ..dispatch.fallback import fallback_form
+from ..dispatch.operator import register_form
+from ..layout.geometry import Cuts, contiguous_stride, flat_index
+from ..layout.placement import Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..storage.ragged import as_dtensor, divided, is_requested, joined, laid, settled, whole
+from ..storage.wrapper import wrap
 from .posting import short, written
 from .shards import in_line, told
 from .sorting import price, sort

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cost import debt
-from ..geometry import Cuts, contiguous_stride
-from ..mesh import Coord
-from ..placement import Partial, Replicate, Shard
-from ..ragged import as_dtensor, whole
-from ..spec import DTensorSpec, TensorMeta, default_placements
-from ..wrapper import wrap
+from ..layout.cost import debt
+from ..layout.geometry import Cuts, contiguous_stride
+from ..layout.mesh import Coord
+from ..layout.placement import Partial, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..storage.ragged import as_dtensor, whole
+from ..storage.wrapper import wrap
 from .elements import local, pick
 from .places import Given, layouts_of, moving
 from .posting import Range

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from .._torch import PARAMETER, Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
-from ..autograd import is_leaf_hook
-from ..engine import engine_of
+from ..comm import engine_of
 from ..errors import LayoutError
-from ..mesh import AnyMesh, Topology, topology
-from ..placement import Placement
-from ..saving import plain_attributes, reserved_attributes
-from ..spec import checked_placements
-from ..tensor import DTensor, distribute_tensor
+from ..layout.mesh import AnyMesh, Topology, topology
+from ..layout.placement import Placement
+from ..layout.spec import checked_placements
+from ..tensor.autograd import is_leaf_hook
+from ..tensor.dtensor import DTensor, distribute_tensor
+from ..tensor.saving import plain_attributes, reserved_attributes
 
 __all__ = ["convert", "convert_module"]
 

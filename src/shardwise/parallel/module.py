@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import LayoutError
-from ..mesh import AnyMesh, topology
-from ..tensor import DTensor, distribute_tensor
+from ..layout.mesh import AnyMesh, topology
+from ..tensor.dtensor import DTensor, distribute_tensor
 from .in_place import Layout, convert_module
 
 __all__ = ["distribute_module"]

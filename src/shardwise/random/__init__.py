@@ -5,8 +5,11 @@ makes only what it holds.
 """
 
 from ..config import random_mode as mode
+from ..dispatch.random_ops import register_random
 from .agree import manual_seed
-from .calls import is_random, is_without_dropout, random_form
-from .shuffle import permuted
+from .calls import random_form
+from .permute import permuted
 
-__all__ = ["is_random", "is_without_dropout", "manual_seed", "mode", "permuted", "random_form"]
+register_random(random_form, permuted)
+
+__all__ = ["manual_seed", "mode", "permuted"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from .._torch import is_tracing
-from ..engine import engine_of
+from ..comm import engine_of
 from ..errors import CommunicationError, LayoutError
-from ..mesh import AnyMesh, Topology, from_first_rank
-from ..plain import digest
+from ..layout.mesh import AnyMesh, Topology, from_first_rank
+from ..storage.plain import digest
 from .modes import checks, mode_in_force, mode_of_call
 
 __all__ = ["begin", "manual_seed"]

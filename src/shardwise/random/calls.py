@@ -7,45 +7,23 @@ from typing import Any
 
 import torch
 
-from .. import policy
 from .._torch import OpOverload
-from ..moving import describe_moves
-from ..plain import full_local
-from ..plans import tensors_in
-from ..replicated import laid_out, mesh_of, run_whole, written_in
-from ..spec import default_placements
-from ..wrapper import Wrapper
+from ..dispatch.fallback import laid_out, mesh_of, run_whole, written_in
+from ..dispatch.plans import tensors_in
+from ..dispatch.random_ops import is_fill
+from ..layout.spec import default_placements
+from ..storage import policy
+from ..storage.operands import describe_moves
+from ..storage.plain import full_local
+from ..storage.wrapper import Wrapper
 from .agree import begin
-from .counter import COUNTER, FILLS, dropped
+from .counter import COUNTER, dropped
 from .exact import EXACT
 
-__all__ = ["is_random", "is_without_dropout", "random_form"]
+__all__ = ["random_form"]
 
 _BY_EXAMPLE = ("rand_like", "randn_like", "randint_like")
 """Operators that read the shape of their operand, and not its values."""
-_UNTAGGED = ("aten::binomial", "aten::_sample_dirichlet")
-
-
-def is_random(op: OpOverload) -> bool:
-    """Whether an operator draws random numbers, or may."""
-    name = op._schema.name
-    tagged = torch.Tag.nondeterministic_seeded in op.tags
-    return tagged or name in _UNTAGGED or _is_fill(op)
-
-
-def is_without_dropout(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call, of attention, draws nothing because its dropout is 0."""
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
-            return bool(given == 0)
-    return False
-
-
-def _is_fill(op: OpOverload) -> bool:
-    """Whether an operator overwrites its tensor with random numbers without reading it."""
-    namespace, name = op._schema.name.split("::")
-    return namespace == "aten" and name in FILLS
 
 
 def random_form(op: OpOverload) -> Callable[..., Any]:
@@ -53,7 +31,7 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
     namespace, name = op._schema.name.split("::")
     by_position = COUNTER.get(name) if namespace == "aten" else None
     by_parts = EXACT.get(name) if namespace == "aten" else None
-    overwrites = _is_fill(op)
+    overwrites = is_fill(op)
     by_example = namespace == "aten" and name in _BY_EXAMPLE
 
     def whole(tensor: Any, written: bool) -> torch.Tensor:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from .. import policy
 from .._torch import OpOverload
-from ..moving import describe_moves, moved, tell_moves, wrote
-from ..placement import Replicate
+from ..dispatch.random_ops import DISTRIBUTIONS, FILLS
+from ..layout.placement import Replicate
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import relaid
-from ..spec import DTensorSpec, TensorMeta, default_placements
-from ..wrapper import Locals, Wrapper, wrap
+from ..storage import policy
+from ..storage.operands import describe_moves, moved, tell_moves, wrote
+from ..storage.wrapper import Locals, Wrapper, wrap
 from .tiles import Draw, Key, draw_at, draw_locals, new_key
 
 __all__ = ["COUNTER", "FILLS", "Draws", "dropped", "fill"]
@@ -293,13 +294,9 @@ def _rrelu(op: OpOverload, given: Given) -> Any:
     return x.copy_(made) if written else made
 
 
-_NEW = ("uniform", "exponential", "log_normal", "cauchy", "geometric")
-FILLS = frozenset(f"{name}_" for name in (*_NEW, "normal", "random", "bernoulli"))
-"""In-place operators that overwrite their tensor with random numbers without reading it."""
-
 COUNTER: dict[str, Callable[[OpOverload, Given], Any]] = {
     **dict.fromkeys(FILLS, _fill_in_place),
-    **{name: partial(_filled, f"{name}_", "default") for name in _NEW},
+    **{name: partial(_filled, f"{name}_", "default") for name in DISTRIBUTIONS},
     "rand_like": partial(_filled, "uniform_", "default"),
     "randn_like": partial(_filled, "normal_", "default"),
     "randint_like": _randint_like,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..ragged import settled
-from ..replicated import laid_out
-from ..wrapper import Wrapper
+from ..dispatch.fallback import laid_out
+from ..storage.ragged import settled
+from ..storage.wrapper import Wrapper
 
 __all__ = ["EXACT"]
 

@@ -8,7 +8,7 @@ import torch
 
 from .._torch import autograd_node_name
 from ..config import current
-from ..plain import digest
+from ..storage.plain import digest
 
 __all__ = ["checks", "mode_in_force", "mode_of_call"]
 

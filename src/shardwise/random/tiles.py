@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..finer import held_of
-from ..geometry import Box
-from ..mesh import Coord
-from ..spec import DTensorSpec
-from ..wrapper import Locals
+from ..layout.geometry import Box
+from ..layout.mesh import Coord
+from ..layout.spec import DTensorSpec
+from ..layout.split_dims import held_of
+from ..storage.wrapper import Locals
 
 __all__ = [
     "Draw",

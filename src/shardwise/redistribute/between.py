@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..placement import Placement, Replicate, Shard
-from ..spec import DTensorSpec
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec
 from .layout import Layout
 from .step import Step
 

@@ -14,11 +14,11 @@ from math import prod
 
 import torch
 
-from ..finer import seen_alike, trivial
-from ..geometry import Cuts, Interval, memory_order, stride_like
-from ..mesh import Coord
-from ..placement import Placement, Shard
-from ..spec import DTensorSpec, TensorMeta
+from ..layout.geometry import Cuts, Interval, memory_order, stride_like
+from ..layout.mesh import Coord
+from ..layout.placement import Placement, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..layout.split_dims import seen_alike, trivial
 from .jointly import jointly
 from .legs import held_by_legs, legs, once
 from .portions import sizes

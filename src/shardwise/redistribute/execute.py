@@ -12,18 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from ..engine import (
-    Finish,
-    Job,
-    Locals,
-    buffer_size,
-    engine_of,
-    give_back,
-    identity,
-    narrow,
-)
-from ..geometry import box_numel, box_shape, is_dense, memory_order, relative, stride_like
-from ..trace import is_heard, record
+from ..comm import Finish, Job, Locals, buffer_size, engine_of, give_back, identity, narrow
+from ..comm.events import is_heard, record
+from ..layout.geometry import box_numel, box_shape, is_dense, memory_order, relative, stride_like
 from .portions import Portion, packed_with_others, portions
 from .step import Step
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..engine import buffer_size
+from ..comm import buffer_size
 from ..errors import LayoutError
-from ..geometry import all_coords
-from ..placement import Placement
-from ..spec import DTensorSpec
+from ..layout.geometry import all_coords
+from ..layout.placement import Placement
+from ..layout.spec import DTensorSpec
 from .blocks import stretches
 from .layout import Layout
 from .legs import Legs, held_by_legs, legs, once

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from ..finer import common, trivial
-from ..geometry import Interval, intervals
-from ..spec import DTensorSpec, Groups
+from ..layout.geometry import Interval, intervals
+from ..layout.spec import DTensorSpec, Groups
+from ..layout.split_dims import common, trivial
 from .layout import DimMap, Layout
 from .step import Step
 

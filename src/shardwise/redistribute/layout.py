@@ -12,11 +12,11 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from ..geometry import Box, Interval, chunk_cuts, flat_index, flat_indices, intervals
-from ..lazy import lazy
-from ..mesh import Coord, Topology
-from ..placement import Partial, Placement, Shard
-from ..spec import DTensorSpec
+from ..layout.geometry import Box, Interval, chunk_cuts, flat_index, flat_indices, intervals
+from ..layout.lazy import lazy
+from ..layout.mesh import Coord, Topology
+from ..layout.placement import Partial, Placement, Shard
+from ..layout.spec import DTensorSpec
 
 __all__ = ["DimMap", "Grid", "Layout", "grid_of", "largest"]
 

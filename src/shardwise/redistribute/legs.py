@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import torch
 
-from ..finer import seen_alike, trivial
-from ..geometry import Cuts
-from ..placement import Replicate, Shard
-from ..spec import DTensorSpec
+from ..layout.geometry import Cuts
+from ..layout.placement import Replicate, Shard
+from ..layout.spec import DTensorSpec
+from ..layout.split_dims import seen_alike, trivial
 from .jointly import jointly
 from .plan import plan
 from .portions import held_beside, sizes

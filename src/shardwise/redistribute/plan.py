@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
 
-from ..engine import check_reducible
-from ..geometry import chunk_cuts, intervals
-from ..mesh import Topology
-from ..placement import Partial, Placement
-from ..spec import DTensorSpec
+from ..comm import check_reducible
+from ..layout.geometry import chunk_cuts, intervals
+from ..layout.mesh import Topology
+from ..layout.placement import Partial, Placement
+from ..layout.spec import DTensorSpec
 from .between import between_meshes
 from .layout import DimMap, Layout, grid_of
 from .moves import move

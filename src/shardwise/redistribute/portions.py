@@ -13,8 +13,8 @@ from math import gcd, prod
 
 import torch
 
-from ..engine import backends_reduce, buffer_width, is_plain
-from ..geometry import Interval, all_coords, box_numel, relative
+from ..comm import backends_reduce, buffer_width, is_plain
+from ..layout.geometry import Interval, all_coords, box_numel, relative
 from .layout import DimMap, Layout
 from .step import Step
 

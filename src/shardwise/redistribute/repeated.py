@@ -12,10 +12,10 @@ from itertools import chain
 
 import torch
 
-from ..engine import buffer_size, give_back
-from ..finer import seen_alike
-from ..geometry import box_shape, memory_order, stride_like
-from ..spec import DTensorSpec, Groups, fine_meta
+from ..comm import buffer_size, give_back
+from ..layout.geometry import box_shape, memory_order, stride_like
+from ..layout.spec import DTensorSpec, Groups, fine_meta
+from ..layout.split_dims import seen_alike
 from .blocks import Part, need, stretches
 from .execute import Run, run_all
 from .jointly import jointly

@@ -12,8 +12,8 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from ..geometry import Box, Interval, all_coords, flat_indices
-from ..mesh import Coord
+from ..layout.geometry import Box, Interval, all_coords, flat_indices
+from ..layout.mesh import Coord
 from .layout import DimMap, Layout, grid_of
 
 __all__ = ["DimMove", "Routes", "between_routes", "dim_move", "dim_moves", "routes"]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..engine import Parcel
-from ..geometry import Box, box_numel, flat_index, intersect
-from ..lazy import lazy
-from ..mesh import Coord
+from ..comm import Parcel
+from ..layout.geometry import Box, box_numel, flat_index, intersect
+from ..layout.lazy import lazy
+from ..layout.mesh import Coord
 from .layout import DimMap, Grid, Layout, grid_of, largest
 from .routes import DimMove, Routes, between_routes, dim_moves, routes
 

@@ -4,7 +4,7 @@
 functions as `torch.distributed.tensor` knows them: only their imports change.
 """
 
-from ..spec import DTensorSpec, TensorMeta
+from ..layout.spec import DTensorSpec, TensorMeta
 from .adapters import register_op_strategy, register_prop_rule
 from .helpers import (
     einop_rule,

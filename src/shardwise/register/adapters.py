@@ -12,12 +12,12 @@ from math import inf
 from typing import Any, TypeVar
 
 from .._torch import OpOverload
+from ..dispatch.decide import Decision
 from ..errors import LayoutError, RuleError
-from ..mesh import Topology
-from ..propagate import Decision
+from ..layout.mesh import Topology
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..rules import Call, Local, Operand, Site
 from ..rules.registered import Registered
-from ..spec import DTensorSpec, TensorMeta, default_placements
 from .helpers import ExpandedStrategy, redistribute_cost
 from .operators import check_shapes, overloads, put
 from .schema import (

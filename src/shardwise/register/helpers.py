@@ -8,13 +8,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ..cost import LATENCY_BYTES, move_cost
 from ..errors import RuleError
-from ..geometry import contiguous_stride
-from ..mesh import AnyMesh, topology
-from ..placement import Partial, Placement, Replicate, Shard
+from ..layout.cost import LATENCY_BYTES, move_cost
+from ..layout.geometry import contiguous_stride
+from ..layout.mesh import AnyMesh, topology
+from ..layout.placement import Partial, Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import plan as steps_of
-from ..spec import DTensorSpec, TensorMeta
 from .schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 
 __all__ = [

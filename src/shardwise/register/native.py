@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._torch import OpOverload
+from ..dispatch.decide import Decision
 from ..errors import RuleError
-from ..placement import Partial
-from ..propagate import Decision
+from ..layout.placement import Partial
+from ..layout.spec import TensorMeta
 from ..rules import Call, Dims, Family, Local, Rule, Scaled, notation, parse
 from ..rules.registered import Registered
-from ..spec import TensorMeta
 from .operators import check_shapes, overloads, put
 
 __all__ = ["register_rule"]

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from .. import dispatch
 from .._torch import OpOverload, OpOverloadPacket
+from ..dispatch import dispatch
+from ..dispatch.decide import Decision
+from ..dispatch.out_variants import functional_of
+from ..dispatch.random_ops import is_random, is_without_dropout
 from ..errors import RuleError
-from ..geometry import all_coords, memory_order, stride_like
-from ..mesh import Coord
-from ..outs import functional_of
-from ..propagate import Decision
-from ..random import is_random, is_without_dropout
+from ..layout.geometry import all_coords, memory_order, stride_like
+from ..layout.mesh import Coord
+from ..layout.spec import DTensorSpec
 from ..rules import Call, Local, Operand, Site
 from ..rules.registered import REGISTERED, Registered, key_of
-from ..spec import DTensorSpec
 
 __all__ = ["check_shapes", "overloads", "put"]
 

@@ -14,8 +14,8 @@ import torch
 
 from .._torch import OpOverload
 from ..errors import RuleError
-from ..mesh import AnyMesh
-from ..spec import DTensorSpec, TensorMeta
+from ..layout.mesh import AnyMesh
+from ..layout.spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "OpSchema",

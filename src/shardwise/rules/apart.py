@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..finer import common
-from ..spec import Groups
+from ..layout.spec import Groups
+from ..layout.split_dims import common
 from .call import Call
 from .rule import Along, Dims, Rule, is_anywhere
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..spec import DTensorSpec, TensorMeta
+from ..layout.spec import DTensorSpec, TensorMeta
 from .rule import Rule
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..geometry import Interval
-from ..spec import DTensorSpec
+from ..layout.geometry import Interval
+from ..layout.spec import DTensorSpec
 from .call import Call, Operand, has_fractions
 from .rule import Along, Dims, Rule, Scaled, Site
 from .sliding import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..geometry import memory_order, stride_like
+from ..layout.geometry import memory_order, stride_like
 from .call import Call
 from .rule import Rule, Site, along
 

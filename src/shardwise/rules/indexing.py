@@ -15,7 +15,7 @@ import torch
 
 from .._torch import check_when_run, is_tracing
 from ..errors import OutOfRangeError
-from ..geometry import Interval
+from ..layout.geometry import Interval
 from .call import Call, has_fractions
 from .rule import Dims, Local, Rule, Site, along
 

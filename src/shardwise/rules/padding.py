@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..geometry import Interval
+from ..layout.geometry import Interval
 from .call import Call, has_fractions
 from .rule import Along, Rule, Site
 from .sliding import Slide, followed, in_order, reached

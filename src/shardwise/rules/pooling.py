@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..geometry import Box, Interval, box_shape
-from ..spec import DTensorSpec
+from ..layout.geometry import Box, Interval, box_shape
+from ..layout.spec import DTensorSpec
 from .call import Call, has_fractions
 from .rule import Along, Dims, Rule, Site
 from .sliding import Reach, Slide, fitted, followed, in_order, margins, padded, reached

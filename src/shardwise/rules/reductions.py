@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..engine import identity
+from ..comm import identity
 from .call import Call, Family, has_fractions, keeps_sums
 from .rule import Dims, Rule, Site, along, anywhere
 

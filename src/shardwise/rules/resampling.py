@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..geometry import Interval
-from ..spec import DTensorSpec
+from ..layout.geometry import Interval
+from ..layout.spec import DTensorSpec
 from .call import Call, Operand, has_fractions
 from .pooling import in_plane, scattered
 from .rule import Along, Dims, Rule, Site

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from ..geometry import Box, Cuts, Interval
-from ..mesh import Coord
-from ..placement import Partial, Placement, Replicate, Shard
-from ..spec import DTensorSpec, Groups
+from ..layout.geometry import Box, Cuts, Interval
+from ..layout.mesh import Coord
+from ..layout.placement import Partial, Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, Groups
 
 __all__ = [
     "Along",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..geometry import Cuts, Interval, chunk_cuts, intervals
+from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals
 from .call import Call, together
 from .rule import Along, Dims, Rule, Site, along
 from .views import each_dim, form_of, reordered, sizes_of

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from ..geometry import Cuts, Interval, chunk_cuts, intervals, memory_order
+from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals, memory_order
+from ..layout.spec import DTensorSpec
 from ..redistribute import ordered
-from ..spec import DTensorSpec
 from .rule import Along
 
 __all__ = [

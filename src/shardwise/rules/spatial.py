@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..geometry import Cuts, Interval, contiguous_stride
+from ..layout.geometry import Cuts, Interval, contiguous_stride
 from .call import Call, Family, Operand, has_fractions
 from .rule import Along, Dims, Link, Rule, Scaled, Site, along, anywhere
 from .sliding import Slide, fitted, followed, in_order, margins, padded, reached

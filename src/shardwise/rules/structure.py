@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..geometry import Interval
+from ..layout.geometry import Interval
 from .call import Call, has_fractions, keeps_sums, together
 from .rule import Along, Dims, Rule, Site, along
 from .slices import Spread, Window

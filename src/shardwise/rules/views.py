@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..finer import common, trivial
-from ..spec import Groups
+from ..layout.spec import Groups
+from ..layout.split_dims import common, trivial
 from .call import Call
 from .rule import Along, Dims, Rule, Scaled, Site, along
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..geometry import Interval
+from ..layout.geometry import Interval
 
 __all__ = [
     "Given",

@@ -1,0 +1,449 @@
+"""From an operator and a key to a plan: which of rule, form, decomposition or fallback serves a
+call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload, decomposition, run_composite
+from ..errors import LayoutError, MeshError, RuleError
+from ..layout.mesh import Topology
+from ..layout.spec import DTensorSpec, default_placements
+from ..redistribute import steps_between
+from ..rules import Call, Operand, Site
+from ..rules.pointwise import pointwise
+from ..storage import policy
+from ..storage.match_meta import conforming
+from ..storage.operands import known
+from ..storage.plain import bring_grads_back, full_local
+from ..storage.ragged import laid
+from ..storage.wrapper import Wrapper, wrap
+from .decide import Decision, decide
+from .fallback import as_form, fallback_form, into_plain_form, written_in
+from .infer import Unknown, infer
+from .operator import Entry
+from .out_variants import out_form, reshape_form
+from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
+from .random_ops import is_random, is_without_dropout, random_form
+from .repeats import ask_about_repeats, has_empty_shards, overlapping
+from .views import DeferredPlan
+
+__all__ = ["build"]
+
+
+class Silent(Plan):
+    """The plan of an operator that returns nothing, though it writes."""
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._plan.run(operands, args, kwargs)
+
+
+class CachedFirst(Plan):
+    """The plan of a call that would pass a Partial on: it takes the reduced value of an operand
+    instead if that is cached, so that the result need not be reduced again."""
+
+    __slots__ = ("_op", "_pending", "_plan")
+
+    def __init__(self, op: OpOverload, plan: Plan, pending: Sequence[int]) -> None:
+        super().__init__(plan.tier)
+        self._op = op
+        self._plan = plan
+        self._pending = tuple(pending)
+        if plan.quick is not None:
+            self.quick = self._run_quick
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._run(self._plan.run, operands, args, kwargs)
+
+    def _run_quick(
+        self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._plan.quick is not None
+        return self._run(self._plan.quick, operands, args, kwargs)
+
+    def _run(
+        self,
+        passing: Callable[..., Any],
+        operands: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        found = {i: known(operands[i]) for i in self._pending if operands[i]._memo}
+        if not any(found.values()):
+            return passing(operands, args, kwargs)
+        values: list[Any] = list(tensors_in(args, kwargs))
+        for index, value in found.items():
+            if value is not None:
+                values[index] = wrap(*value)
+        given, named = filled(args, kwargs, iter(values))
+        return self._op(*given, **named)
+
+
+def build(
+    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """The plan of a call."""
+    made = _checked(entry, operands, args, kwargs)
+    pending = [i for i, operand in enumerate(operands) if operand._spec.sums]
+    if pending and made.passes_partials and not (entry.is_view or entry.writes or entry.outs):
+        made = CachedFirst(entry.op, made, pending)
+    return made if entry.op._schema.returns else Silent(made)
+
+
+def _checked(
+    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    written = [args[place] for place in entry.writes if place < len(args)]
+    if entry.family is pointwise and not is_random(entry.op):
+        ask_about_repeats(entry.op, written, args, kwargs)
+    made = _build(entry, operands, args, kwargs)
+    if written and _writes_repeated(entry, made, written):
+        made = FormPlan(entry.op, fallback_form(entry.op), "fallback")
+    return made
+
+
+def _build(
+    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    op = entry.op
+    specs = tuple(operand._spec for operand in operands)
+    home = _home(operands)
+    if home is not None:
+        if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
+            raise _different_meshes(op, operands)
+        return FormPlan(entry.op, _bringing_numbers(op, home))
+    if torch.Tag.inplace_view in op.tags and entry.form is None:
+        return FormPlan(entry.op, reshape_form(op))
+    if entry.copies:
+        return _by_rule(entry, specs, args, kwargs)
+    if entry.outs:
+        return FormPlan(entry.op, out_form(entry.op, entry.outs))
+    if torch.Tag.inplace_view in op.tags:
+        assert entry.form is not None
+        return FormPlan(entry.op, entry.form.run)
+    if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
+        return _in_pieces(entry)
+    if entry.user is not None and entry.user.decide is not None:
+        return _by_rule(entry, specs, args, kwargs)
+    if entry.form is not None and entry.form.always:
+        return FormPlan(entry.op, entry.form.run)
+    if is_random(op) and not is_without_dropout(op, args, kwargs):
+        if entry.composite:  # only below autograd: elsewhere its parts arrive
+            return FormPlan(entry.op, as_form(op, partial(run_composite, op)), "decomposition")
+        return FormPlan(entry.op, random_form(op), "random")
+    if entry.mixed:
+        return FormPlan(entry.op, fallback_form(op), "fallback")
+    if len(entry.writes) == 1 and not isinstance(args[entry.writes[0]], Wrapper):
+        return FormPlan(entry.op, into_plain_form(op))
+    if all(spec.is_replicated() for spec in specs):
+        return _replicated(entry, specs, args, kwargs)
+    if entry.family is None:
+        if entry.form is not None:
+            made = FormPlan(entry.op, entry.form.run)
+            return DeferredPlan(made) if entry.is_view else made
+        return _without_rule(entry, specs, args, kwargs)
+    return _by_rule(entry, specs, args, kwargs)
+
+
+def _writes_repeated(entry: Entry, plan: Plan, written: Sequence[Any]) -> bool:
+    """Whether a plan would write into a tensor of which several elements are one memory, and not
+    into one memory on every rank.
+
+    PyTorch refuses some of these writes; in others a place sees what was written into the last.
+    """
+    targets = [tensor._spec for tensor in overlapping(written)]
+    if not targets or torch.Tag.inplace_view in entry.op.tags or plan.tier == "random":
+        return False
+    if not all(spec.meta.repeated for spec in targets):  # windows, which local tensors may not be
+        return True
+    apart = any(spec.dim_axes[dim] for spec in targets for dim in spec.meta.repeated)
+    unseen = entry.family is not pointwise and any(map(has_empty_shards, targets))
+    return apart or unseen or not (isinstance(plan, CallPlan) and plan.is_local)
+
+
+def _takes_blocks(entry: Entry) -> bool:
+    """Whether operands may be sharded block by block: rows are chosen so that it does not matter,
+    and numbers are drawn for whatever places a rank holds."""
+    by_form = entry.form is not None and entry.form.always
+    by_user = entry.user is not None and entry.user.decide is not None
+    if by_form or by_user or entry.mixed:
+        return False
+    return entry.family is not None or is_random(entry.op)
+
+
+def _in_pieces(entry: Entry) -> Plan:
+    """The operator on consecutive pieces of tensors that are sharded block by block: forms and
+    users' strategies go by these."""
+    op = entry.op
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(tensors_in(args, kwargs))
+        names = [argument.name for argument in op._schema.arguments]
+        silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
+        written = [*written_in(op, args), *silent]
+        pieces = [_consecutive(op, tensor) for tensor in tensors]
+        given, named = filled(args, kwargs, iter(pieces))
+        made = op(*given, **named)
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            if piece is not tensor and any(tensor is each for each in written):
+                tensor.copy_(piece)
+        same = {id(piece): tensor for tensor, piece in zip(tensors, pieces, strict=True)}
+        return same.get(id(made), made)
+
+    plan = FormPlan(op, run)
+    return DeferredPlan(plan) if entry.is_view else plan
+
+
+_RUNNING = ("running_mean", "running_var")
+"""What batch normalisation writes into, whatever its schema says."""
+
+
+def _consecutive(op: OpOverload, tensor: Any) -> Any:
+    if not isinstance(tensor, Wrapper):
+        return tensor
+    return laid(op, tensor, tensor._spec.straight)
+
+
+def _home(operands: Sequence[Any]) -> Topology | None:
+    """The mesh of a call whose operands are on several meshes; None if they are on one."""
+    ours = [operand for operand in operands if isinstance(operand, Wrapper)]
+    home = next((o for o in ours if o._spec.ndim), ours[0])._spec.topology
+    return None if all(operand._spec.topology is home for operand in ours) else home
+
+
+def _is_number_here(operand: Any) -> bool:
+    """A number is known to every rank that made it, so it may be used on any mesh."""
+    plain = not isinstance(operand, Wrapper)
+    return plain or bool(not operand._spec.ndim and operand._spec.slots)
+
+
+def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
+    for operand in operands:
+        operand._spec.topology.refuse_destroyed()
+    given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
+    return MeshError(
+        f"{op}: the operands are on different meshes: {given}.\n"
+        "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
+    )
+
+
+def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
+    """`op` with the numbers that are on other meshes made plain."""
+
+    def value(tensor: Any) -> Any:
+        if not isinstance(tensor, Wrapper) or tensor._spec.topology is home:
+            return tensor
+        bring_grads_back(tensor)
+        return full_local(tensor)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = [value(tensor) for tensor in tensors_in(args, kwargs)]
+        given, named = filled(args, kwargs, iter(values))
+        return op(*given, **named)
+
+    return run
+
+
+def _spots(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
+    """The positions of the operands, if all are arguments by themselves."""
+    if any(isinstance(v, (torch.Tensor, list, tuple)) for v in kwargs.values()):
+        return None
+    spots = []
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            spots.append(index)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return None
+    return spots
+
+
+def _replicated(
+    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """Everything is replicated: the call is the operator's own."""
+    try:
+        metas, structure = infer(entry.op, args, kwargs, specs)
+    except Unknown:
+        return FormPlan(entry.op, fallback_form(entry.op))
+    mesh = specs[0].topology
+    whole = default_placements(mesh)
+    outputs = tuple(DTensorSpec._intern(mesh, whole, meta, None) for meta in metas)
+    local = {"local": _by_strides} if entry.op is torch.ops.aten.as_strided.default else {}
+    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, **local)
+
+
+def _by_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """`as_strided` of a replicated tensor, whose local tensors may be copies with other strides."""
+    have, want = args[0], site.inputs[0].meta
+    sizes = zip(have.shape, have.stride(), want.stride, strict=True)
+    if any(size > 1 and mine != theirs for size, mine, theirs in sizes):
+        raise LayoutError(
+            f"{op}: {site.inputs[0]!r} has strides {list(want.stride)}, but its local tensors are "
+            f"copies with strides {list(have.stride())}. Use as_strided of its clone()."
+        )
+    return op(*args, **kwargs)
+
+
+def _call_plan(
+    entry: Entry,
+    specs: tuple[DTensorSpec, ...],
+    decision: Decision,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    structure: Any,
+    **local: Any,
+) -> CallPlan:
+    fits = decision.fits(specs)
+    spots = _spots(args, kwargs)
+    return CallPlan(
+        entry.op,
+        specs,
+        decision.inputs,
+        decision.outputs,
+        spots=spots,
+        structure=structure,
+        written=None if entry.written is None else _operand_at(args, entry.written),
+        target=entry.written or 0,
+        aliases=entry.is_view and fits,
+        device=_device(args, kwargs),
+        is_list=_is_list(args, specs),
+        bare=spots is not None and len(spots) == len(args) and not kwargs,
+        **local,
+    )
+
+
+def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device of the operands; None if the call names one or has none of its own."""
+    if kwargs.get("device") is not None:
+        return None
+    return next((tensor.device for tensor in tensors_in(args, {})), None)
+
+
+def _is_list(args: Sequence[Any], specs: Sequence[DTensorSpec]) -> bool:
+    """Whether the operands are the list that is the first argument, and nothing else."""
+    first = args[0] if args else None
+    return isinstance(first, (list, tuple)) and len(first) == len(specs) > 0
+
+
+def _operand_at(args: Sequence[Any], position: int) -> int:
+    """The operand index of the tensor argument at `position`."""
+    count = 0
+    for value in args[:position]:
+        if isinstance(value, torch.Tensor):
+            count += 1
+        elif isinstance(value, (list, tuple)):
+            count += sum(isinstance(v, torch.Tensor) for v in value)
+    return count
+
+
+def _by_rule(
+    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    try:
+        metas, structure = infer(entry.op, args, kwargs, specs)
+    except Unknown as unknown:
+        if any(spec.groups is not None for spec in specs):
+            return _in_pieces(entry)
+        if entry.form is not None:
+            return FormPlan(entry.op, entry.form.run)
+        if entry.user is None:
+            return _without_rule(entry, specs, args, kwargs)
+        raise RuleError(
+            f"{entry.op}: a rule needs the shapes of the results before the call runs. Give the "
+            "operator a fake implementation: torch.library.register_fake."
+        ) from unknown
+    if structure == ():  # the views of a dim of no places
+        return FormPlan(entry.op, _nothing)
+    written = None if entry.written is None else _operand_at(args, entry.written)
+    if not metas and written is not None:  # what is written is the result
+        metas = (specs[written].meta,)
+    symbols = iter([Operand(index) for index in range(len(specs))])
+    given = filled(args, kwargs, symbols)
+    call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
+    decision, local = _decided(entry, call, written, structure)
+    form = entry.form
+    if form is not None and (form.first or not _is_free(specs, decision)) and form.when(call):
+        if call.laid != call.specs and not form.blocks:
+            return _in_pieces(entry)
+        run = form.run
+        return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
+    plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
+    return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
+
+
+def _nothing(*args: Any, **kwargs: Any) -> list[Any]:
+    """The result of an operator that returns an empty list."""
+    return []
+
+
+def _is_free(specs: tuple[DTensorSpec, ...], decision: Decision) -> bool:
+    """Whether each rank has what it needs: all of an operand, or more."""
+    pairs = zip(specs, decision.inputs, strict=True)
+    return all(step.kind == "slice" for src, dst in pairs for step in steps_between(src, dst))
+
+
+def _decided(
+    entry: Entry, call: Call, written: int | None, structure: Any
+) -> tuple[Decision, dict[str, Any]]:
+    """The layouts of a call, and what its rule says of the local call."""
+    user = entry.user
+    if user is not None and user.decide is not None:
+        decision, local = user.decide(call, structure, written)
+        return decision, {"local": local}
+    assert entry.family is not None
+    rule = entry.family(call)
+    if len(rule.inputs) != len(call.specs) or len(rule.outputs) != len(call.results):
+        raise RuleError(
+            f"{entry.op}: the rule {rule} is for {len(rule.inputs)} operands and "
+            f"{len(rule.outputs)} results, but the call has {len(call.specs)} and "
+            f"{len(call.results)}."
+        )
+    decision = decide(rule, call, written)
+    if user is not None and user.check is not None:
+        user.check(call, rule, decision, structure)
+    return decision, {
+        "local": _physical if entry.copies else rule.local,
+        "unless": rule.unless,
+        "shape_arg": rule.shape_arg,
+        "tail": rule.tail,
+        "windows": rule.windows,
+    }
+
+
+def _physical(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """What a lazy conjugation or negation stands for."""
+    lazy = op._schema.name == "aten::_conj"
+    return torch.conj_physical(args[0]) if lazy else torch.neg(args[0])
+
+
+_noticed: set[object] = set()
+
+
+def _without_rule(
+    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
+    found = decomposition(entry.op)
+    if found is not None and not (entry.written is not None) and not entry.is_view:
+        return FormPlan(entry.op, as_form(entry.op, found), "decomposition")
+    if found is not None and entry.op._can_decompose():
+        return FormPlan(entry.op, as_form(entry.op, found), "decomposition")
+    whole = fallback_form(entry.op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        policy.on_fallback(entry.op, _noticed)
+        return whole(*args, **kwargs)
+
+    policy.on_fallback(entry.op, _noticed)
+    plan = FormPlan(entry.op, run, "fallback")
+    return DeferredPlan(plan) if entry.is_view else plan

@@ -1,0 +1,323 @@
+"""From a rule and the operands' specs to the layouts in which a call runs.
+
+Axes are decided one after another, outer to inner. On each axis a row that fits the operands as
+they are is
+taken; otherwise every row is priced and the cheapest wins. No rank, clock or set order enters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ..layout.cost import debt, move_cost, recut_cost
+from ..layout.geometry import Cuts, chunk_cuts
+from ..layout.mesh import Topology
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, Groups, TensorMeta, fine_meta
+from ..layout.split_dims import assumed, coarse, refined
+from ..rules import Along, Call, Dims, Row, Rule, split_factors, stored
+
+__all__ = ["Decision", "decide", "spec_for"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The layouts in which a call runs: one spec per operand, one per result."""
+
+    inputs: tuple[DTensorSpec, ...]
+    outputs: tuple[DTensorSpec, ...]
+
+    def fits(self, specs: tuple[DTensorSpec, ...]) -> bool:
+        """Whether the operands can stay as they are."""
+        return self.inputs == specs
+
+
+@dataclass(frozen=True)
+class _Leader:
+    """The operand whose cuts of a factor the others follow."""
+
+    axes: tuple[int, ...]
+    cuts: Cuts
+
+
+def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
+    """Choose the layouts for a call. Operand `written` keeps its layout if any row allows it."""
+    if rule.ignores:
+        return _by_example(rule, call)
+    topology = call.specs[0].topology
+    rule, specs, unfit = _taken_apart(rule, call)
+    choice = _Choice(rule, specs, call.results, written, unfit)
+    chosen = [choice.next_row(axis, count) for axis, count in enumerate(topology.shape)]
+    cuts = _factor_cuts(rule, topology, chosen, choice.leaders)
+    ins, outs = rule.apart or (None, None)
+    inputs = tuple(
+        spec_for(
+            topology,
+            [row.inputs[i] for row in chosen],
+            rule.inputs[i],
+            spec.meta,
+            cuts,
+            None if ins is None else ins[i],
+        )
+        for i, spec in enumerate(call.specs)
+    )
+    outputs = tuple(
+        spec_for(
+            topology,
+            [row.outputs[i] for row in chosen],
+            rule.outputs[i],
+            meta,
+            cuts,
+            None if outs is None else outs[i],
+        )
+        for i, meta in enumerate(call.results)
+    )
+    return Decision(inputs, outputs)
+
+
+def _taken_apart(rule: Rule, call: Call) -> tuple[Rule, tuple[DTensorSpec, ...], frozenset[int]]:
+    """The rule and the operands' layouts on dims so fine that every rank holds boxes; and the
+    operands of which it does not: they must move, and stand here as if they had."""
+    if rule.apart is None:
+        if all(spec.groups is None for spec in call.laid):
+            return rule, call.specs, frozenset()
+        rule = split_factors(rule, call)
+    if rule.apart is None:
+        unfit = (i for i, spec in enumerate(call.laid) if spec.groups is not None)
+        return rule, call.specs, frozenset(unfit)
+    found = [refined(spec, each) for spec, each in zip(call.laid, rule.apart[0], strict=True)]
+    specs = tuple(
+        assumed(spec, each) if fine is None else fine
+        for fine, spec, each in zip(found, call.specs, rule.apart[0], strict=True)
+    )
+    return rule, specs, frozenset(i for i, fine in enumerate(found) if fine is None)
+
+
+def _by_example(rule: Rule, call: Call) -> Decision:
+    """Operands that are not read stay; the results take the shards of dims that the first one
+    shares with them."""
+    shared = [at is not None for at in rule.inputs[0]]
+    alike = all(shared) and all(call.shape(0) == meta.shape for meta in call.results)
+    example = call.laid[0] if alike else call.specs[0]
+    places: list[Placement] = []
+    for place in example.placements:
+        kept = isinstance(place, Shard) and shared[place.dim]
+        places.append(place if kept else Replicate())
+    cuts = example.cuts
+    if not alike and cuts is not None:
+        same = len(call.results[0].shape) == len(shared)
+        pairs = zip(cuts, shared, strict=True)
+        cuts = tuple(own if kept else None for own, kept in pairs) if same else None
+    outputs = tuple(DTensorSpec(example.topology, places, meta, cuts=cuts) for meta in call.results)
+    return Decision(call.laid, outputs)
+
+
+def _leaders(rule: Rule, specs: tuple[DTensorSpec, ...], written: int | None) -> dict[str, _Leader]:
+    """For each factor the layout of the largest operand that shards it; a written one comes
+    first."""
+    order = sorted(range(len(specs)), key=lambda i: (i != written, -prod(specs[i].meta.shape), i))
+    leaders: dict[str, _Leader] = {}
+    for index in order:
+        spec = specs[index]
+        for dim, at in enumerate(rule.inputs[index]):
+            if at is None or at.factor in leaders or not spec.dim_axes[dim]:
+                continue
+            cuts = _to_factor(at, spec.dim_cuts[dim])
+            if cuts is not None:
+                leaders[at.factor] = _Leader(spec.dim_axes[dim], cuts)
+    return leaders
+
+
+def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
+    return cuts if at.link is None else at.link.to_factor(cuts)
+
+
+class _Choice:
+    """The choice of a row for one axis after another, with the sizes that the axes before leave."""
+
+    __slots__ = (
+        "counts",
+        "leaders",
+        "results",
+        "rule",
+        "sizes",
+        "specs",
+        "unfit",
+        "written",
+    )
+
+    def __init__(
+        self,
+        rule: Rule,
+        specs: tuple[DTensorSpec, ...],
+        results: tuple[TensorMeta, ...],
+        written: int | None,
+        unfit: frozenset[int],
+    ) -> None:
+        self.rule = rule
+        self.specs = specs
+        self.written = written
+        self.unfit = unfit
+        self.leaders = _leaders(rule, specs, written)
+        self.sizes = [stored(spec.meta) * spec.dtype.itemsize for spec in specs]
+        self.results = [prod(meta.shape) * meta.dtype.itemsize for meta in results]
+        self.counts = [stored(spec.meta) for spec in specs], [stored(meta) for meta in results]
+
+    def next_row(self, axis: int, count: int) -> Row:
+        """The row for `axis`: one that fits, or else the cheapest."""
+        rows = self._allowed(axis)
+        fitting = (row for row in rows if all(self._fits(axis, row, i) for i in self._operands()))
+        row = next(fitting, None)
+        if row is None:
+            prices = [self._price(axis, count, row) for row in rows]
+            cheapest = [
+                row for row, price in zip(rows, prices, strict=True) if price == min(prices)
+            ]
+            row = next((row for row in cheapest if self._reduces_nothing(axis, row)), cheapest[0])
+        for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
+            for index, place in enumerate(places):
+                if place.is_shard():
+                    values[index] //= count
+        return row
+
+    def _operands(self) -> range:
+        return range(len(self.specs))
+
+    def _reduces_nothing(self, axis: int, row: Row) -> bool:
+        """Whether what is pending stays so: at the same price nothing is reduced early."""
+        held = [spec.placements[axis] for spec in self.specs]
+        return not any(
+            have.is_partial() and want is not have
+            for have, want in zip(held, row.inputs, strict=True)
+        )
+
+    def _allowed(self, axis: int) -> tuple[Row, ...]:
+        """The rows in which a written operand holds the result; if possible, where it is now."""
+        rows, written = self.rule.rows, self.written
+        if any(spec.sums for spec in self.specs):
+            rows = tuple(row for row in rows if not self._grows(row))
+            if written is None:
+                rows = tuple(row for row in rows if not self._makes_partial(axis, row))
+        if written is None:
+            return rows
+        place = self.specs[written].placements[axis]
+        rows = tuple(row for row in rows if row.inputs[written] is row.outputs[0])
+        return tuple(row for row in rows if row.inputs[written] is place) or rows
+
+    def _grows(self, row: Row) -> bool:
+        """True if what is pending would become more than twice as large: it is reduced while
+        small."""
+        pending = [n for n, p in zip(self.counts[0], row.inputs, strict=True) if p.is_partial()]
+        made = [n for n, p in zip(self.counts[1], row.outputs, strict=True) if p.is_partial()]
+        return bool(pending) and sum(made) > 2 * sum(pending)
+
+    def _makes_partial(self, axis: int, row: Row) -> bool:
+        """True if an operand as large as a pending one would be made partial to be added to it: the
+        pending one is reduced into its layout instead. A bias is smaller."""
+        held = [spec.placements[axis] for spec in self.specs]
+        sizes = self.counts[0]
+        pending = [n for n, have in zip(sizes, held, strict=True) if have.is_partial()]
+        return bool(pending) and any(
+            want.is_partial() and not have.is_partial() and n >= max(pending)
+            for n, have, want in zip(sizes, held, row.inputs, strict=True)
+        )
+
+    def _fits(self, axis: int, row: Row, operand: int) -> bool:
+        """Whether an operand can stay as it is on `axis`: its placement, and where it is cut."""
+        spec = self.specs[operand]
+        place = spec.placements[axis]
+        if row.inputs[operand] is not place:
+            return False
+        if not isinstance(place, Shard):
+            return True
+        if operand in self.unfit:
+            return False
+        at = self.rule.inputs[operand][place.dim]
+        leader = self.leaders.get(at.factor) if at is not None else None
+        if at is None or leader is None:
+            return False
+        mine = _to_factor(at, spec.dim_cuts[place.dim])
+        if mine is None:  # cuts that follow from the factor's, as those of a slice do
+            assert at.link is not None
+            counts = tuple(spec.topology.shape[a] for a in leader.axes)
+            same = at.link.from_factor(leader.cuts, counts) == spec.dim_cuts[place.dim]
+            return same and leader.axes == spec.dim_axes[place.dim]
+        return leader.axes != spec.dim_axes[place.dim] or leader.cuts == mine
+
+    def _price(self, axis: int, count: int, row: Row) -> int:
+        """What a row costs: moving the operands that do not fit, and undoing what it leaves.
+
+        A result that is left partial must be reduced, and one that is sharded must be gathered, if
+        no operand was so before: without this price a pending sum would be scattered for each of
+        its users instead of reduced once. A pending operand that is made whole pays what it owed,
+        and serves all its users: else each would gather another operand, its result left pending.
+        """
+        link = self.specs[0].topology.links[axis]
+        total = 0
+        # Some rank gets more than its share of a dim that has not one place for each.
+        seats = count if row.factor is None else max(self.rule.sizes[row.factor], 1)
+        for operand, spec in enumerate(self.specs):
+            if self._fits(axis, row, operand):
+                continue
+            have, want = spec.placements[axis], row.inputs[operand]
+            nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
+            if seats < count and want.is_shard() and not have.is_replicate():
+                whole = move_cost(have, Replicate(), count, nbytes, link)
+                total += min(whole, link.start + (whole - link.start) // seats)
+            elif have is want:
+                total += recut_cost(count, nbytes, link)
+            else:
+                total += move_cost(have, want, count, nbytes, link)
+                if have.is_partial() and want.is_replicate():
+                    total -= debt(True, count, nbytes, link)
+        held = [spec.placements[axis] for spec in self.specs]
+        owed = {True: 0, False: 0}
+        # A pending operand is reduced anyway, now or later; what is pending must not grow by it.
+        pending = sum(n for n, have in zip(self.sizes, held, strict=True) if have.is_partial())
+        for place, nbytes in zip(row.outputs, self.results, strict=True):
+            if place.is_partial():
+                owed[True] += nbytes
+            elif place.is_shard() and not any(have.is_shard() for have in held):
+                owed[False] += nbytes
+        if any(have is place for have in held for place in row.outputs if place.is_partial()):
+            owed[True] = max(owed[True] - pending, 0)
+        return total + sum(debt(pending, count, nbytes, link) for pending, nbytes in owed.items())
+
+
+def _factor_cuts(
+    rule: Rule, topology: Topology, chosen: list[Row], leaders: dict[str, _Leader]
+) -> dict[str, tuple[Cuts, tuple[int, ...]]]:
+    """The cuts of each sharded factor, with the sizes of the axes that shard it."""
+    cuts: dict[str, tuple[Cuts, tuple[int, ...]]] = {}
+    for factor, size in rule.sizes.items():
+        axes = tuple(axis for axis, row in enumerate(chosen) if row.factor == factor)
+        if axes:
+            leader = leaders.get(factor)
+            counts = tuple(topology.shape[axis] for axis in axes)
+            own = leader is not None and leader.axes == axes
+            cuts[factor] = (leader.cuts if own and leader else chunk_cuts(size, counts), counts)
+    return cuts
+
+
+def spec_for(
+    topology: Topology,
+    places: list[Placement],
+    dims: Dims,
+    meta: TensorMeta,
+    cuts: dict[str, tuple[Cuts, tuple[int, ...]]],
+    groups: Groups | None = None,
+) -> DTensorSpec:
+    """The spec of a tensor whose dims, taken apart as in `groups`, walk along factors that are cut
+    like this."""
+    if groups is not None:
+        fine = spec_for(topology, places, dims, fine_meta(meta, groups), cuts)
+        return coarse(fine, groups, meta)
+    own: list[Cuts | None] = [None] * len(dims)
+    for place in places:
+        if isinstance(place, Shard):
+            at = dims[place.dim]
+            assert at is not None
+            sizes, counts = cuts[at.factor]
+            own[place.dim] = sizes if at.link is None else at.link.from_factor(sizes, counts)
+    return DTensorSpec(topology, places, meta, cuts=own if any(own) else None)

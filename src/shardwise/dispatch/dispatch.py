@@ -1,0 +1,296 @@
+"""Where a call arrives: build its key, find its plan, run it.
+
+The warm path is `dispatch`: one key, one lookup, one `plan.run`. Everything else happens once per
+key.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import nan
+from typing import Any
+
+import torch
+
+from .._torch import (
+    OpOverload,
+    autograd_node_name,
+    is_tracing,
+    modes_of_thread,
+    note_given_gradient,
+    reading_lazy_bits,
+    reads_values,
+    recorder,
+    run_composite,
+    untraced,
+)
+from ..comm import report
+from ..comm.events import planned
+from ..errors import LayoutError
+from ..layout.world import World, at_end
+from ..rules.call import LEAST, MOST, has_fractions
+from ..storage import policy
+from ..storage.async_value import PendingValue
+from ..storage.plain import adopt, check_plain
+from ..storage.wrapper import Plain, Wrapper
+from .cache import kept, plan_bytes
+from .choose import build
+from .operator import Entry
+from .plans import Plan, tensors_in
+from .views import root_of
+
+__all__ = ["clear", "dispatch", "stats"]
+
+_NUMBERS = frozenset((int, float, bool, complex))
+_entries: dict[int, Entry] = {}
+"""By the id of the operator, which its entry keeps alive: hashing an operator is a Python call."""
+_lock = threading.Lock()
+_counts = {"hits": 0, "misses": 0}
+
+
+def stats() -> dict[str, int]:
+    """How many operators and plans are cached, and how many plans were built."""
+    plans = sum(len(entry.plans) for entry in _entries.values())
+    return {"operators": len(_entries), "plans": plans, "built": _counts["misses"]}
+
+
+def clear() -> None:
+    """Forget all plans."""
+    with _lock:
+        _entries.clear()
+        _counts["misses"] = 0
+    kept.clear()
+
+
+@at_end
+def _forget_plans(_: World) -> None:
+    clear()
+
+
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of PyTorch's collectives."""
+
+
+def _refuse_collective(op: OpOverload) -> None:
+    """An error if an operator is a collective: on a whole value it has no meaning, and on local
+    tensors one that depends on the layout."""
+    namespace, name = op._schema.name.split("::")
+    if namespace in _COLLECTIVES and name != "wait_tensor":
+        raise LayoutError(
+            f"{op}: a collective of torch.distributed was given a DTensor, but collectives take "
+            "local tensors. Use x.to_local() for this rank's part. To have the whole value, or "
+            "another layout, no collective is needed: use x.full_tensor() or x.redistribute(...)."
+        )
+
+
+def _entry(op: OpOverload) -> Entry:
+    _refuse_collective(op)
+    with _lock:
+        return _entries.setdefault(id(op), Entry(op))
+
+
+@untraced
+def dispatch(
+    cls: type, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    """Run an operator on DTensors: the `__torch_dispatch__` of the public class."""
+    if modes_of_thread() and _is_recorded(args, kwargs or {}):
+        return op(*args, **(kwargs or {}))
+    entry = _entries.get(id(op))
+    if entry is None:
+        entry = _entry(op)
+    if entry.composite and torch.is_inference_mode_enabled():
+        # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
+        return run_composite(op, *args, **(kwargs or {}))
+    if entry.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(cls, op, types, args, kwargs)
+    if entry.is_list:
+        return entry.run_list(args, kwargs or {})
+    public = Wrapper.public
+    operands: list[Any] = []
+    key: list[Any] = []
+    plain = False
+    for value, by_type in zip(args, entry.by_type):  # noqa: B905  # trailing defaults are left out
+        kind = type(value)
+        if kind is public:
+            operands.append(value)
+            key.append(value._spec)
+        elif by_type is None:
+            key.append(tuple(value) if kind is list else value)
+        elif kind is list:
+            plain |= _add_list(value, operands, key)
+        else:
+            plain |= _add(value, by_type, operands, key)
+    if kwargs:
+        plain |= _add_named(entry, kwargs, operands, key)
+    else:
+        kwargs = {}
+    if plain:
+        operands = _adopted(entry, operands, key)
+    found = entry.plans.get(tuple(key))
+    if found is None or (
+        found.default is not None and found.default is not torch.get_default_dtype()
+    ):
+        found = _build(entry, tuple(key), operands, args, kwargs)
+    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
+        # While tracing there is nothing to compare: the next call checks.
+        checks = not is_tracing()
+        found.plain_checked = checks and check_plain(entry.op, entry.own, operands, args, kwargs)
+    try:
+        if found.is_complex:
+            with reading_lazy_bits():
+                return _resolved(_run(entry, found, operands, args, kwargs))
+        if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
+            return found.quick(operands, args, kwargs)
+        if entry.has_views:
+            return entry.run_view(found, operands, args, kwargs)
+        return found.run(operands, args, kwargs)
+    except BaseException as error:
+        if is_tracing():  # no rank waits for this one
+            _refuse_reading(op, error)
+        else:
+            # an error in values is this rank's alone: the others must not wait for it
+            report(error, operands[0]._spec.topology)
+        raise
+
+
+def _refuse_reading(op: OpOverload, error: BaseException) -> None:
+    """An error if a backward that is traced cannot go on without values.
+
+    In a forward `torch.compile` ends the graph and runs the call as it is; in a backward it fails
+    with the name of some operator deep within.
+    """
+    node = autograd_node_name()
+    if node is not None and reads_values(error):
+        raise LayoutError(
+            f"{node} cannot be compiled: this gradient reads values of DTensors (by {op}) to know "
+            "what to communicate, and there are none while PyTorch traces. Leave the function "
+            "that needs it out with torch.compiler.disable."
+        ) from error
+
+
+def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether `make_fx` can record a call of DTensors as it is, now that it knows them all.
+
+    It leaves calls to us if it does not know all of their operands, and would go on recording what
+    local tensors do, among which those of its arguments are constants.
+    """
+    make_known = recorder()
+    if make_known is None:
+        return False
+    found = [t for t in tensors_in(args, kwargs) if isinstance(t, Wrapper)]
+    # Where PyTorch took DTensors apart, as `torch.compile` does, it records their local tensors.
+    parts = [part for tensor in found for part in root_of(tensor)._locals]
+    if any(type(part) is not torch.Tensor for part in parts):
+        note_given_gradient(parts)
+        return False
+    new = [make_known(tensor) for tensor in found]
+    return any(new)
+
+
+def _run(
+    entry: Entry, plan: Plan, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    if plan.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+        return plan.quick(operands, args, kwargs)
+    if entry.has_views:
+        return entry.run_view(plan, operands, args, kwargs)
+    return plan.run(operands, args, kwargs)
+
+
+def _resolved(made: Any) -> Any:
+    """Results whose local tensors are what they are, not their conjugates."""
+    for each in made if isinstance(made, (list, tuple)) else (made,):
+        if type(each) is Wrapper.public and any(t.is_conj() or t.is_neg() for t in each._locals):
+            each._locals = tuple([t.resolve_conj().resolve_neg() for t in each._locals])
+    return made
+
+
+def _add(value: Any, by_type: bool, operands: list[Any], key: list[Any]) -> bool:
+    """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        # 0, infinity, what may be so in single precision, and the sign are special; 1, 1.0 and True
+        # are equal, but not the same; no NaN is equal to another, so that one stands for all
+        if by_type and kind is not complex and LEAST < value < MOST:
+            key.append(kind)
+        elif by_type and LEAST < abs(value) < MOST:
+            key.append((kind, None))
+        else:
+            key.append((kind, value if value == value else nan))
+    elif kind is list or kind is tuple:
+        return _add_list(value, operands, key)
+    elif isinstance(value, torch.Tensor):
+        return _add_tensor(value, operands, key)
+    else:
+        key.append(value)
+    return False
+
+
+def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
+    """Add an operand that is a deferred view, still under way, or plain; say if it is plain."""
+    if isinstance(value, PendingValue):
+        value._locals  # noqa: B018  # this is the first use: it waits, and is ordinary from now on
+    operands.append(value)
+    if isinstance(value, Wrapper):
+        key.append(value._spec)
+        return False
+    key.append(Plain)
+    return True
+
+
+def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> bool:
+    public = Wrapper.public
+    plain = False
+    key.append(len(values))
+    for value in values:
+        if type(value) is public:
+            operands.append(value)
+            key.append(value._spec)
+        else:
+            plain |= _add(value, False, operands, key)
+    return plain
+
+
+def _add_named(entry: Entry, kwargs: dict[str, Any], operands: list[Any], key: list[Any]) -> bool:
+    plain = False
+    for name, value in kwargs.items():
+        key.append(name)
+        by_type = entry.kw_by_type[name]
+        if by_type is None:
+            key.append(tuple(value) if type(value) is list else value)
+        else:
+            plain |= _add(value, by_type, operands, key)
+    return plain
+
+
+def _adopted(entry: Entry, operands: list[Any], key: list[Any]) -> list[Any]:
+    """Plain tensors made operands: they count as replicated on the mesh of the others."""
+    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
+    for operand in operands:
+        if not isinstance(operand, Wrapper):
+            policy.on_plain(entry.op, tuple(operand.shape))
+    adopted = [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
+    key.extend(o._spec for o in adopted if isinstance(o, Plain))
+    return adopted
+
+
+def _build(
+    entry: Entry,
+    key: tuple[Any, ...],
+    operands: list[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Plan:
+    made = build(entry, operands, args, kwargs)
+    made.is_complex = any(o._spec.dtype.is_complex for o in operands)
+    if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
+        made.default = torch.get_default_dtype()  # integers divided, or times a number
+    kept.put(entry.plans, key, made, plan_bytes(operands))
+    with _lock:
+        _counts["misses"] += 1
+    planned(entry.op, made.tier)
+    return made

@@ -1,0 +1,162 @@
+"""The last resort: an operator run whole on replicated inputs, and its result laid out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload
+from ..errors import MeshError
+from ..layout.mesh import Topology
+from ..layout.spec import DTensorSpec, default_placements
+from ..redistribute import relaid
+from ..storage import policy
+from ..storage.operands import describe_moves, once, own_copy, wrote
+from ..storage.plain import full_local
+from ..storage.wrapper import Wrapper, wrap
+from .infer import meta_of
+from .plans import filled, tensors_in
+
+__all__ = [
+    "as_form",
+    "fallback_form",
+    "into_plain_form",
+    "laid_out",
+    "mesh_of",
+    "returned",
+    "store",
+    "written_in",
+]
+
+
+def mesh_of(op: object, tensors: Sequence[torch.Tensor]) -> Topology:
+    """The mesh of the DTensors among `tensors`."""
+    mesh = next(t._spec.topology for t in tensors if isinstance(t, Wrapper))
+    if not mesh.virtual and mesh.coordinate is None:
+        raise MeshError(f"{op}: this rank is not in mesh {mesh}, so it cannot take part.")
+    return mesh
+
+
+def written_in(op: OpOverload, args: Sequence[Any]) -> list[Any]:
+    """The tensors among the positional arguments that the operator writes into."""
+    found: list[Any] = []
+    for value, argument in zip(args, op._schema.arguments, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return found
+
+
+def laid_out(value: torch.Tensor, mesh: Topology, like: DTensorSpec | None = None) -> Any:
+    """A whole tensor as a DTensor: in the shards of `like` if it has the same shape, else
+    replicated."""
+    meta = meta_of(value)
+    whole = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
+    if like is None or tuple(like.meta.shape) != meta.shape or not like.is_sharded():
+        return wrap(whole, (value,))
+    places = [p if p.is_shard() else whole.placements[0] for p in like.placements]
+    spec = DTensorSpec(mesh, places, meta, cuts=like.cuts)
+    return wrap(spec, relaid(whole, spec, (value,), fresh=True))
+
+
+def store(target: Any, whole: torch.Tensor) -> None:
+    """Write a whole value into a DTensor, which keeps its layout."""
+    spec = target._spec
+    src = DTensorSpec._intern(spec.topology, default_placements(spec.topology), spec.meta, None)
+    parts = relaid(src, spec, (whole,))
+    for mine, new in zip(target._locals, parts, strict=True):
+        once(mine, spec.meta).copy_(once(new, spec.meta))
+    wrote(target)
+
+
+def returned(op: OpOverload, written: Sequence[Any], made: Any) -> Any:
+    """What a call returns: the tensors it wrote into where its schema says so, else new ones."""
+    places = [r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns]
+    if not any(places):
+        return made
+    return written[0] if len(places) == 1 else tuple(written)
+
+
+def run_whole(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    whole: Callable[[Any, bool], torch.Tensor],
+    like: DTensorSpec | None = None,
+) -> Any:
+    """Run `op` on whole tensors and lay out what it returns and what it wrote.
+
+    `whole(tensor, written)` gives the plain tensor that stands for an operand.
+    """
+    tensors: list[Any] = list(tensors_in(args, kwargs))
+    mesh = mesh_of(op, tensors)
+    written = written_in(op, args)
+    ours = [isinstance(t, Wrapper) and any(t is w for w in written) for t in tensors]
+    plain = [whole(tensor, mine) for tensor, mine in zip(tensors, ours, strict=True)]
+    given, named = filled(args, kwargs, iter(plain))
+    made = op(*given, **named)
+    for tensor, value, mine in zip(tensors, plain, ours, strict=True):
+        if mine:
+            store(tensor, value)
+    same = {id(value): tensor for tensor, value in zip(tensors, plain, strict=True)}
+    return wrapped(made, mesh, like, same)
+
+
+def fallback_form(op: OpOverload) -> Callable[..., Any]:
+    """`op` on replicated inputs."""
+
+    def whole(tensor: Any, written: bool) -> torch.Tensor:
+        full = full_local(tensor)
+        return own_copy(full, tensor._spec.meta) if written else full
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_whole(op, args, kwargs, whole)
+
+    return run
+
+
+def into_plain_form(op: OpOverload) -> Callable[..., Any]:
+    """`op` that writes into a plain tensor: what that held may differ between ranks, so that each
+    rank computes all of it."""
+    on_whole = fallback_form(op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if policy.current().moves != "auto":
+            given: list[Any] = list(tensors_in(args, kwargs))
+            specs = [tensor._spec for tensor in given if isinstance(tensor, Wrapper)]
+            whole = [s.with_placements(default_placements(s.topology)) for s in specs]
+            policy.on_moves(op, describe_moves(list(enumerate(whole)), specs))
+        return on_whole(*args, **kwargs)
+
+    return run
+
+
+def as_form(op: OpOverload, decomposed: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition whose results are DTensors even where it made a plain tensor on the way."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mesh = mesh_of(op, list(tensors_in(args, kwargs)))
+        made = decomposed(*args, **kwargs)
+        if made is NotImplemented:
+            return fallback_form(op)(*args, **kwargs)
+        return wrapped(made, mesh, None, {})
+
+    return run
+
+
+def wrapped(
+    made: Any, mesh: Topology, like: DTensorSpec | None, same: dict[int, torch.Tensor]
+) -> Any:
+    """Results as DTensors; `same` are the operands that were returned, by the id of their value."""
+    if isinstance(made, Wrapper):
+        return made
+    if isinstance(made, torch.Tensor):
+        found = same.get(id(made))
+        if made.layout is not torch.strided:
+            return made  # a sparse tensor is never on a mesh
+        return laid_out(made, mesh, like) if found is None else found
+    if isinstance(made, (list, tuple)):
+        values = [wrapped(value, mesh, like, same) for value in made]
+        return values if isinstance(made, list) else tuple(values)
+    return made

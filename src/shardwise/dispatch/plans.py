@@ -1,0 +1,447 @@
+"""Plans: the finished recipe of a call. Built once per key, run many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch import make_wrapper
+from ..layout.mesh import Coord, Topology
+from ..layout.spec import DTensorSpec
+from ..redistribute import relaid
+from ..rules import Local, Site, Windows
+from ..storage import policy
+from ..storage.halo import fetch_parts
+from ..storage.match_meta import in_memory_order, is_in_memory_order
+from ..storage.operands import describe_moves, moved, tell_moves, wrote, wrote_moved
+from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
+
+__all__ = [
+    "CallPlan",
+    "Fixed",
+    "FormPlan",
+    "Plan",
+    "filled",
+    "tensors_in",
+]
+
+
+class Plan:
+    """A recipe: `run` takes the operands, and the arguments they are in.
+
+    `quick`, if there is one, does the same as `run` for operands that are no deferred views. `tier`
+    says who serves the call: rows, form, random, decomposition or fallback. `default` is the
+    default dtype for which it was built, if the results may have it. `is_complex` says that some
+    operand is, `plain_checked` that plain operands of such calls are equal on all ranks.
+    """
+
+    __slots__ = ("default", "is_complex", "plain_checked", "quick", "tier")
+
+    quick: Callable[..., Any] | None
+
+    def __init__(self, tier: str = "rows") -> None:
+        self.quick = None
+        self.tier = tier
+        self.default: torch.dtype | None = None
+        self.is_complex = False
+        self.plain_checked = False
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is known that every rank has all that it reads."""
+        return False
+
+    @property
+    def passes_partials(self) -> bool:
+        """Whether some result is left Partial though nothing moves."""
+        return self.is_local and any(spec.sums for spec in self.outs)
+
+    outs: Sequence[DTensorSpec] = ()
+    """The layouts of the results, where they are known."""
+
+
+class Fixed(NamedTuple):
+    """A result that is no tensor, and the same on every rank."""
+
+    value: int | float | bool
+
+
+def filled(
+    args: Sequence[Any], kwargs: dict[str, Any], values: Iterator[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with each tensor, in order, replaced by the next of `values`."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return next(values)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return [next(values) if isinstance(v, torch.Tensor) else v for v in value]
+        return value
+
+    return [fill(value) for value in args], {name: fill(v) for name, v in kwargs.items()}
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Every tensor among the arguments, in order."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))
+
+
+def with_operands(spots: Sequence[int], operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The arguments of one local call, with the operands at `spots`."""
+    given = [*args]
+    for spot, operand in zip(spots, operands, strict=True):
+        given[spot] = operand._locals[0]
+    return given
+
+
+def quick_call(
+    call: Callable[..., Any],
+    spots: tuple[int, ...] | None,
+    bare: bool,
+    tail: tuple[Any, ...] | None,
+    specs: Sequence[DTensorSpec],
+    several: type | None,
+    device: torch.device,
+    aliases: bool,
+) -> Callable[..., Any]:
+    """A recipe for one local call whose operands stand at `spots`; with None they are the list that
+    is the first argument.
+
+    `bare` says that there are no other arguments; `tail`, if given, stands for those after the
+    operands. `several` is the type in which several results are returned.
+    """
+    public = Wrapper.public
+    results = tuple([(spec, *spec.meta) for spec in specs])
+    first, shape, stride, dtype = results[0]
+    count = 0 if spots is None else len(spots)
+
+    def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        base = operands[0]
+        if bare:  # the common counts are written out: it is much faster
+            if count == 2:
+                local = call(base._locals[0], operands[1]._locals[0])
+            elif count == 1:
+                local = call(base._locals[0])
+            else:
+                local = call(*[operand._locals[0] for operand in operands])
+        elif spots == (0,):
+            rest = args[1:] if tail is None else tail
+            local = call(base._locals[0], *rest, **kwargs)
+        elif spots is None:
+            local = call([operand._locals[0] for operand in operands], *args[1:], **kwargs)
+        else:
+            given = args if tail is None else (*args[:count], *tail)
+            local = call(*with_operands(spots, operands, given), **kwargs)
+        cell = (base._cell or share_cell(base)) if aliases else None
+        if several is None:
+            made: Any = make_wrapper(public, shape, stride, dtype, device)
+            made._spec = first
+            made._locals = (local,)
+            if aliases:
+                made._cell = cell
+            return made
+        every: list[Any] = []
+        for (spec, size, step, kind), value in zip(results, local, strict=True):
+            if value is None:
+                every.append(None)
+                continue
+            made = make_wrapper(public, size, step, kind, device)
+            made._spec = spec
+            made._locals = (value,)
+            if aliases:
+                made._cell = cell
+            every.append(made)
+        return several(every)
+
+    return run
+
+
+def quick_write(call: Callable[..., Any], spots: tuple[int, ...], bare: bool) -> Callable[..., Any]:
+    """A recipe for one local call that writes into its first operand."""
+    pair = bare and len(spots) == 2
+
+    def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        target = operands[0]
+        if pair:
+            call(target._locals[0], operands[1]._locals[0])
+        else:
+            call(*with_operands(spots, operands, args), **kwargs)
+        wrote(target)
+        return args[0]
+
+    return run
+
+
+class CallPlan(Plan):
+    """Move some operands, run the operator once per coordinate held here, wrap the results."""
+
+    __slots__ = (
+        "_aliases",
+        "_call",
+        "_calls",
+        "_local",
+        "_moves",
+        "_notice",
+        "_op",
+        "_orders",
+        "_picks",
+        "_rewrites",
+        "_shape",
+        "_sites",
+        "_spots",
+        "_staying",
+        "_tails",
+        "_target",
+        "_windows",
+        "_written",
+        "outs",
+    )
+
+    def __init__(
+        self,
+        op: Any,
+        specs: Sequence[DTensorSpec],
+        inputs: Sequence[DTensorSpec],
+        outputs: Sequence[DTensorSpec],
+        *,
+        spots: Sequence[int] | None,
+        structure: Sequence[int | Fixed | None] | int | None,
+        written: int | None = None,
+        target: int = 0,
+        aliases: bool = False,
+        local: Local | None = None,
+        unless: Callable[[Site], bool] | None = None,
+        shape_arg: int | None = None,
+        tail: Callable[[Site], tuple[Any, ...]] | None = None,
+        windows: Windows | None = None,
+        device: torch.device | None = None,
+        is_list: bool = False,
+        bare: bool = False,
+    ) -> None:
+        super().__init__()
+        self._op = op
+        self._call: Callable[..., Any] = op._op
+        self._spots = None if spots is None else tuple(spots)
+        self._shape = structure
+        self._written = written
+        self._target = target
+        self.outs = tuple(outputs)
+        moves = [(i, dst) for i, dst in enumerate(inputs) if specs[i] is not dst]
+        # What is written moves last: if it is read too, what is reduced for that is there.
+        self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
+        moving = {index for index, _ in self._moves}
+        self._staying = tuple([i for i in range(len(specs)) if i not in moving])
+        self._notice = bool(describe_moves(self._moves, specs))
+        wide = {} if windows is None else windows(inputs, outputs)
+        self._windows = tuple(
+            (i, inputs[i], more)
+            for i, tables in wide.items()
+            if (more := {d: t for d, t in tables.items() if t != inputs[i].pieces(d)})
+        )
+        self._aliases = aliases and not self._windows
+        topology = inputs[0].topology
+        axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
+        coords = topology.coords_here(sorted(axes))
+        self._calls = tuple(tuple(spec.slot(coord) for spec in inputs) for coord in coords)
+        self._sites = tuple(Site(coord, tuple(inputs), self.outs) for coord in coords)
+        if local is not None and unless is not None and all(map(unless, self._sites)):
+            local = None
+        self._local = local
+        self._rewrites = _shape_rewrites(shape_arg, self._sites)
+        self._tails = None if tail is None else tuple(map(tail, self._sites))
+        self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
+        # Whether local results are brought into memory order: None until some have been seen.
+        settled = self._aliases or written is not None or structure is None
+        self._orders: bool | None = False if settled else None
+        if device is not None and len(coords) == 1 and self.is_local:
+            if local is not None:
+                self._call = partial(_at_site, local, op, self._sites[0])
+            self.quick = self._quick(device, is_list, bare)
+            if self._orders is None and self.quick is not None:
+                self.quick = self._first(self.quick)
+
+    def _first(self, quick: Callable[..., Any]) -> Callable[..., Any]:
+        """The first call of a plan. A kernel may order the dims of a local result otherwise than
+        those of the global one: then the next calls order theirs too."""
+
+        def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            made = self.run(operands, args, kwargs)
+            self.quick = self.run if self._orders else quick
+            return made
+
+        return run
+
+    @property
+    def is_local(self) -> bool:
+        return not (self._moves or self._windows)
+
+    def _quick(self, device: torch.device, is_list: bool, bare: bool) -> Callable[..., Any] | None:
+        """The whole recipe as one function, for the common case of one call."""
+        spots = None if is_list else self._spots
+        if spots is None and not is_list:
+            return None
+        tail = None if self._tails is None else self._tails[0]
+        if self._rewrites is not None:
+            positional = sum(not a.kwarg_only for a in self._op._schema.arguments)
+            if spots != (0,) or self._rewrites[0] != 1 or positional != 2:
+                return None
+            tail = (self._rewrites[1][0],)
+        if self._written is not None:
+            if spots is None or tail is not None or self._written or self._target:
+                return None
+            return quick_write(self._call, spots, bare)
+        several = None
+        if not isinstance(self._shape, int):
+            if not self._shape or not all(isinstance(place, int) for place in self._shape):
+                return None
+            several = _returned_type(self._op)
+        alone = bare and tail is None
+        return quick_call(self._call, spots, alone, tail, self.outs, several, device, self._aliases)
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._notice:
+            tell_moves(self._op, self._moves, operands)
+        local: list[Locals] = [()] * len(operands)
+        written = self._written
+        for index, spec in self._moves:
+            local[index] = moved(operands[index], spec, fresh=index == written)
+        for index in self._staying:  # those that move may not be made real as they are
+            local[index] = operands[index]._locals
+        for index, spec, tables in self._windows:
+            local[index] = fetch_parts(self._op, spec, local[index], tables)
+        calls = [
+            [tensors[slot] for tensors, slot in zip(local, slots, strict=True)]
+            for slots in self._calls
+        ]
+        results = [self._one(index, own, args, kwargs) for index, own in enumerate(calls)]
+        if written is not None:
+            self._write_back(operands[written], local[written])
+            return args[self._target]
+        if self._orders is not False:
+            results = self._ordered(results)
+        return self._wrapped(results, operands)
+
+    def _one(
+        self, index: int, own: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._spots is not None:
+            given = list(args)
+            for spot, tensor in zip(self._spots, own, strict=True):
+                given[spot] = tensor
+        else:
+            given, kwargs = filled(args, kwargs, iter(own))
+        if self._tails is not None:
+            given[len(own) :] = self._tails[index]
+        if self._rewrites is not None:
+            given[self._rewrites[0]] = self._rewrites[1][index]
+        if self._local is not None:
+            return self._local(self._op, tuple(given), kwargs, self._sites[index])
+        return self._op._op(*given, **kwargs)
+
+    def _write_back(self, target: Any, local: Locals) -> None:
+        """The written operand holds the result; if it was moved, the result is moved back into
+        it."""
+        for index, spec in self._moves:
+            if index == self._written:
+                back = relaid(spec, target._spec, local)
+                for mine, new in zip(target._locals, back, strict=True):
+                    mine.copy_(new)
+                wrote_moved(target, spec, local)
+                return
+        wrote(target)
+
+    def _ordered(self, results: list[Any]) -> list[Any]:
+        """The results of local calls in memory order; says for the next calls if some were not."""
+        alone = isinstance(self._shape, int)
+        places = (self._shape,) if isinstance(self._shape, int) else self._shape or ()
+        each = [(made,) if alone else made for made in results]
+        specs = [self.outs[at] if isinstance(at, int) else None for at in places]
+        if self._orders is None:
+            self._orders = not all(
+                spec is None or local is None or is_in_memory_order(spec, local)
+                for made in each
+                for spec, local in zip(specs, made, strict=True)
+            )
+        if not self._orders:
+            return results
+        new = [
+            tuple(
+                local if spec is None or local is None else in_memory_order(spec, local)
+                for spec, local in zip(specs, made, strict=True)
+            )
+            for made in each
+        ]
+        return [made[0] for made in new] if alone else new
+
+    def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
+        cell = share_cell(operands[0]) if self._aliases else None
+        shape = self._shape
+        if isinstance(shape, int):
+            picks = self._picks[0]
+            return wrap(self.outs[0], tuple([results[i] for i in picks]), cell)
+        if shape is None:
+            return None
+        wrapped: list[Any] = []
+        for place in shape:
+            if not isinstance(place, int):
+                wrapped.append(place.value if isinstance(place, Fixed) else None)
+                continue
+            spec = self.outs[place]
+            at = len(wrapped)
+            local = tuple(results[i][at] for i in self._picks[place])
+            # A kernel may leave out a result that its meta kernel has: an LSTM without gradients.
+            wrapped.append(None if local and local[0] is None else wrap(spec, local, cell))
+        return _returned_type(self._op)(wrapped)
+
+
+def _returned_type(op: Any) -> type:
+    return list if op._schema.returns[0].type.kind() == "ListType" else tuple
+
+
+def _at_site(local: Local, op: Any, site: Site, *args: Any, **kwargs: Any) -> Any:
+    """A local call that depends on where it runs."""
+    return local(op, args, kwargs, site)
+
+
+def _shape_rewrites(
+    shape_arg: int | None, sites: Sequence[Site]
+) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    if shape_arg is None:
+        return None
+    return shape_arg, tuple(site.out_shapes[0] for site in sites)
+
+
+def _picks(topology: Topology, coords: Sequence[Coord], spec: DTensorSpec) -> tuple[int, ...]:
+    """Which call gives each local tensor of a result."""
+    if not topology.virtual:
+        return tuple(range(len(coords)))
+    where = {coord: index for index, coord in enumerate(coords)}
+    return tuple(where[coord] for coord in spec.slots)
+
+
+class FormPlan(Plan):
+    """A distributed form, a decomposition or another function of DTensors in place of the
+    operator."""
+
+    __slots__ = ("_form", "_op")
+
+    def __init__(self, op: Any, form: Callable[..., Any], tier: str = "form") -> None:
+        super().__init__(tier)
+        self._op = op
+        self._form = form
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if policy.current().silent:
+            return self._form(*args, **kwargs)
+        with policy.inside(self._op):
+            return self._form(*args, **kwargs)

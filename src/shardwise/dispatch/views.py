@@ -1,0 +1,397 @@
+"""Deferred views: views whose elements live on other ranks than their base's.
+
+`x[3]` of a sharded dim, or a `view` that regroups shards, cannot share memory with `x`. Such a view
+holds the memory of its base (spec, local tensors and version cell) and how it was made. It is made
+real when it is read, and again after the base was written; a write into it goes through to whoever
+holds the elements. So a write is never lost and a read is never stale. It does not hold the base
+itself, which may have other memory tomorrow (`x.data = y`) or another shape (`x.t_()`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload, in_one_memory, make_wrapper
+from ..comm import identity
+from ..errors import LayoutError
+from ..layout.geometry import contiguous_stride
+from ..layout.spec import DTensorSpec, default_placements
+from ..rules.pointwise import pointwise
+from ..storage.operands import moved, own_copy, stamp, wrote
+from ..storage.plain import full_local
+from ..storage.wrapper import Cell, Locals, Wrapper, share_cell, wrap
+from .plans import Plan
+
+__all__ = [
+    "DeferredPlan",
+    "DeferredView",
+    "bare",
+    "become",
+    "defer",
+    "is_conjugate",
+    "is_deferred",
+    "is_negative",
+    "lay_out",
+    "own_value",
+    "put_back",
+    "root_of",
+    "view_of_lazy",
+    "write_through",
+]
+
+_SAME_ORDER = frozenset(
+    [
+        "aten::view",
+        "aten::_unsafe_view",
+        "aten::reshape",
+        "aten::squeeze",
+        "aten::unsqueeze",
+        "aten::detach",
+        "aten::alias",
+        "aten::flatten",
+    ]
+)
+"""Views with the elements of their base in the order of their base."""
+_CONJ, _NEG = "aten::_conj", "aten::_neg_view"
+_AS_REAL = "aten::view_as_real"
+_OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
+
+
+class DeferredPlan(Plan):
+    """The plan of a view that must move its operand: running it gives the value, not an alias."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Plan) -> None:
+        super().__init__(value.tier)
+        self.value = value
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self.value.run(operands, args, kwargs)
+
+
+class _Read:
+    """What was last read of a deferred view, and the stamp of its root then."""
+
+    __slots__ = ("seen", "value")
+
+    def __init__(self) -> None:
+        self.seen: tuple[object, ...] | None = None
+        self.value: Locals = ()
+
+
+class DeferredView:
+    """Mixed into the public class: local tensors are made from the base when they are asked for.
+
+    `_of` is the memory of the base as a tensor that nobody else has.
+    """
+
+    _of: Any
+    _how: tuple[OpOverload, Plan, tuple[Any, ...], dict[str, Any], int | None]
+    _spec: DTensorSpec
+    _read: _Read
+
+    @property
+    def _locals(self) -> Locals:
+        read, now = self._read, stamp(root_of(self))
+        if read.seen != now:
+            _, plan, args, kwargs, place = self._how
+            # `view_as`, whole in inference mode, has a second operand.
+            others = [value for value in args if isinstance(value, torch.Tensor)]
+            made = plan.run((self._of, *others), (self._of, *args), kwargs)
+            made = made if place is None else made[place]
+            # Of a base that is reduced by now a form may make another layout than at first.
+            read.value, read.seen = moved(made, self._spec), now
+        return read.value
+
+
+def is_deferred(tensor: object) -> bool:
+    """Whether a tensor is a deferred view."""
+    return isinstance(tensor, DeferredView)
+
+
+def root_of(view: Any) -> Any:
+    """The tensor at the bottom of a chain of deferred views: the one that has memory."""
+    while isinstance(view, DeferredView):
+        view = view._of
+    return view
+
+
+def defer(
+    op: OpOverload, plan: Plan, base: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """A view of `base` that is made real when it is read."""
+    inner = plan.value if isinstance(plan, DeferredPlan) else plan
+    held = bare(base)
+    rest = tuple([bare(value) if isinstance(value, Wrapper) else value for value in args[1:]])
+    outs = inner.outs
+    if not outs:  # the layout is known only when the value is
+        value = inner.run((base,), args, kwargs)
+        made = _view(value._spec, held._cell)
+        made._read.seen, made._read.value = stamp(root_of(held)), value._locals
+        made._of, made._how = held, (op, inner, rest, kwargs, None)
+        return made
+    views = []
+    several = isinstance(inner._shape, tuple)  # type: ignore[attr-defined]
+    for place, spec in enumerate(outs):
+        made = _view(spec, held._cell)
+        made._of = held
+        made._how = (op, _Unaliased(inner), rest, kwargs, place if several else None)
+        views.append(made)
+    return views if several else views[0]
+
+
+def bare(tensor: Any) -> Any:
+    """The memory of a tensor as another one: without its history, which a view would hold, and
+    without what becomes of the tensor in place."""
+    if tensor._spec.sums and tensor._memo is None:  # what is reduced for one serves both
+        tensor._memo = {}
+    if isinstance(tensor, DeferredView):
+        made = _view(tensor._spec, tensor._cell)  # type: ignore[attr-defined]
+        made._of, made._how, made._read = tensor._of, tensor._how, tensor._read
+    else:
+        made = wrap(tensor._spec, tensor._locals, share_cell(tensor))
+    made._memo = tensor._memo
+    return made
+
+
+def lay_out(view: Any, spec: DTensorSpec) -> None:
+    """Let a deferred view have another layout: what is read of it is moved there."""
+    view._spec, view._read, view._memo = spec, _Read(), None
+
+
+_OWN = ("_spec", "_locals", "_cell", "_memo", "_of", "_how", "_read")
+"""The attributes that say what memory a tensor has and in which layout."""
+
+
+def become(tensor: Any, value: Any) -> None:
+    """Let a tensor have the memory and the layout of another: from now on both are one memory."""
+    for each in (tensor, value):
+        if not isinstance(each, DeferredView):
+            each._locals  # noqa: B018  # waits
+    same = bare(value)
+    for name in _OWN:
+        tensor.__dict__.pop(name, None)
+    tensor.__class__ = type(same)
+    tensor.__dict__.update(same.__dict__)
+
+
+def _made_by(view: Any) -> str:
+    """The name of the operator that made a deferred view."""
+    return view._how[0]._schema.name  # type: ignore[no-any-return]
+
+
+def _is_lazy(view: object) -> bool:
+    """Whether a view is the conjugate or the negative of its base."""
+    return isinstance(view, DeferredView) and _made_by(view) in (_CONJ, _NEG)
+
+
+def is_negative(view: object) -> bool:
+    """Whether a tensor is a view of negatives, as `torch.is_neg` says of a plain one."""
+    return isinstance(view, DeferredView) and _made_by(view) == _NEG
+
+
+def is_conjugate(view: object) -> bool:
+    """Whether a tensor is a view of conjugates, as `torch.is_conj` says of a plain one."""
+    inner = view._of if isinstance(view, DeferredView) and is_negative(view) else view
+    return isinstance(inner, DeferredView) and _made_by(inner) == _CONJ
+
+
+def view_of_lazy(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A view of conjugates as the conjugates of a view, negatives likewise; None if it is neither.
+
+    So what is lazy is always done last, and a write undoes it first. Of negatives of conjugates the
+    negation is last, and what is done twice is not done.
+    """
+    first, name = args[0], op._schema.name
+    if not _is_lazy(first) or op is torch.ops.aten.view.dtype:
+        return None
+    lazy, base = first._how[0], first._of
+    if name == lazy._schema.name:
+        return torch.ops.aten.alias.default(base)
+    if name == _NEG or (name == _AS_REAL and _made_by(first) == _CONJ):
+        return None
+    made = op(base, *args[1:], **kwargs)
+    if isinstance(made, (list, tuple)):
+        return type(made)([_lazily(lazy, each, base) for each in made])
+    return _lazily(lazy, made, base)
+
+
+def _lazily(lazy: OpOverload, made: Any, base: Any) -> Any:
+    """What is made of a base, lazily conjugated or negated; at once if it is a copy."""
+    is_view = made._cell is not None and made._cell is root_of(base)._cell
+    return lazy(made) if is_view else _physical(lazy._schema.name, made)
+
+
+def _physical(name: str, value: Any) -> Any:
+    return torch.conj_physical(value) if name == _CONJ else torch.neg(value)
+
+
+class _Unaliased(Plan):
+    """A plan run for its value: the result shares no version cell."""
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    @property
+    def is_local(self) -> bool:
+        return self._plan.is_local
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._plan.run(operands, args, kwargs)
+
+
+def _view(spec: DTensorSpec, cell: Cell) -> Any:
+    shape, stride, dtype = spec.meta
+    kind = Wrapper.deferred  # type: ignore[attr-defined]
+    device = torch.device(spec.topology.device_type)
+    made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
+    made._spec, made._cell, made._read = spec, cell, _Read()  # type: ignore[attr-defined]
+    return made
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def write_through(
+    op: OpOverload,
+    family: object,
+    writes: Sequence[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operator that writes into deferred views: their bases change, and the views see it
+    when they are next read. `writes` are the arguments that the operator writes into."""
+    first = args[0]
+    if is_deferred(first) and writes == (0,) and family is pointwise:
+        base = first._of
+        if _made_by(first) in _SAME_ORDER and base.dtype is first.dtype:
+            op(base, *[_as_base(value, first, base) for value in args[1:]], **kwargs)
+            return first
+    given = list(args)
+    views = {}
+    for place in writes:
+        if place < len(args) and is_deferred(args[place]):
+            given[place] = own_value(op, args[place])
+            views[id(given[place])] = args[place]
+    made = op(*given, **kwargs)
+    for place in writes:
+        if place < len(args) and is_deferred(args[place]):
+            put_back(args[place], given[place])
+    if isinstance(made, (list, tuple)):
+        return type(made)([views.get(id(value), value) for value in made])
+    return views.get(id(made), made)
+
+
+def own_value(op: OpOverload, view: Any) -> Any:
+    """A tensor of its own with the value of a view, or with none if the operator overwrites it."""
+    spec = view._spec
+    if spec.meta.overlaps:  # on one device several of its elements are the same memory
+        whole = spec.with_placements(default_placements(spec.topology))
+        return wrap(whole, (own_copy(full_local(view), spec.meta),))
+    if op._schema.name in _OVERWRITES:
+        shapes = [spec.local_shape(coord) for coord in spec.slots]
+        local = [torch.empty(shape, dtype=view.dtype, device=view.device) for shape in shapes]
+    else:
+        local = [part.clone() for part in view._locals]
+    return wrap(spec, tuple(local))
+
+
+def _as_base(value: Any, view: Any, base: Any) -> Any:
+    """An operand that broadcasts into the view, shaped so that it goes with the base."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    if value.numel() == 1:
+        return value.reshape(())
+    return value.expand(view.shape).reshape(base.shape)
+
+
+def put_back(view: Any, value: Any) -> None:
+    """Let a view have the elements of a tensor that `own_value` made, which were written since."""
+    if _is_lazy(view):
+        view._of.copy_(_physical(_made_by(view), value))
+    else:
+        _store(view, full_local(value))
+
+
+def _store(view: Any, value: torch.Tensor) -> None:
+    """Put the elements of a view where they live: every rank writes those in its box."""
+    root = root_of(view)
+    spec = root._spec.fine or root._spec
+    shape = spec.meta.shape
+    address, value = _elements(root, _addresses(view, root).to(value.device), value)
+    index: list[torch.Tensor] = []
+    for size, stride in zip(shape, contiguous_stride(shape), strict=True):
+        index.append((address // stride) % max(size, 1))
+    for coord, local in zip(spec.slots, root._locals, strict=True):
+        local = local.view(spec.local_shape(coord))
+        here = torch.ones_like(address, dtype=torch.bool)
+        places = []
+        for dim, (start, stop) in enumerate(spec.box(coord)):
+            here &= (index[dim] >= start) & (index[dim] < stop)
+            places.append(index[dim] - start)
+        new = value[here]
+        for axis in spec.sums:
+            kind = spec.placements[axis].reduce_op
+            if coord[axis] and kind != "avg":  # the average of equal values is the value
+                new = torch.full_like(new, identity(kind, new.dtype))
+        local[tuple(place[here] for place in places)] = new.to(local.dtype)
+    wrote(root)
+
+
+def _elements(
+    root: Any, address: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places and the values of the elements of the root that a value at these bytes changes.
+
+    A view as another dtype may have several of them in one of its own, or parts of them.
+    """
+    size, own = root.dtype.itemsize, value.dtype.itemsize
+    if value.dtype is root.dtype:
+        return address // size, value
+    if own >= size:
+        steps = torch.arange(own // size, device=address.device)
+        value = value.contiguous().unsqueeze(-1).view(root.dtype)
+        return (address // size).unsqueeze(-1) + steps, value
+    whole = full_local(root).clone(memory_format=torch.contiguous_format).view(-1)
+    whole.view(value.dtype)[address // own] = value
+    changed = (address // size).unique()
+    return changed, whole[changed]
+
+
+def _addresses(view: Any, root: Any) -> torch.Tensor:
+    """For each element of a view its first byte in the root, counted as in a contiguous tensor.
+
+    Views go by index, so it does not matter how the root really lies in memory; only `as_strided`
+    goes by memory, and needs a root that is contiguous.
+    """
+    chain: list[Any] = []
+    while is_deferred(view):
+        chain.append((view._how, _is_lazy(view)))
+        view = view._of
+    shape, stride, dtype = root._spec.meta
+    meta: Any = torch.empty(shape, dtype=dtype, device="meta")
+    for (op, _, args, kwargs, place), is_lazy in reversed(chain):
+        by_memory = op._schema.name == "aten::as_strided" and stride != contiguous_stride(shape)
+        before = meta
+        meta = op(meta, *args, **kwargs)
+        meta = meta if place is None else meta[place]
+        # Of conjugates as another dtype PyTorch makes no view; a copy would be none.
+        if by_memory or is_lazy or not in_one_memory(meta, before):
+            raise LayoutError(
+                f"a write into the result of {op} of {root._spec}, whose elements live on other "
+                "ranks, is not supported. Write into the tensor itself."
+            )
+    address = torch.full(tuple(meta.shape), meta.storage_offset())
+    for dim, (size, step) in enumerate(zip(meta.shape, meta.stride(), strict=True)):
+        ones = [1] * meta.ndim
+        ones[dim] = size
+        address = address + (torch.arange(size) * step).view(ones)
+    first_bytes: torch.Tensor = address * meta.dtype.itemsize
+    return first_bytes

@@ -1,0 +1,133 @@
+"""What communication costs: latency and bandwidth per axis, and prices that follow from them.
+
+Prices are whole femtoseconds: a pure function of sizes and links, the same answer on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import MeshError
+from .placement import Placement
+
+__all__ = [
+    "DEFAULT",
+    "LATENCY_BYTES",
+    "PRESETS",
+    "Link",
+    "LinkLike",
+    "debt",
+    "links_of",
+    "move_cost",
+    "recut_cost",
+]
+
+_SECOND = 10**15
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks along an axis: seconds to start a collective, bytes per second.
+
+    >>> Link(latency=1e-5, bandwidth=2e9)
+    Link(latency=1e-05, bandwidth=2000000000.0)
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency < 1e3 and 1 <= self.bandwidth < 1e15):
+            raise MeshError(
+                f"Link: latency={self.latency!r}, bandwidth={self.bandwidth!r}: the latency is in "
+                "seconds (0 or more), the bandwidth in bytes per second (1 or more)."
+            )
+
+    @cached_property
+    def start(self) -> int:
+        """The price of starting a collective."""
+        return round(self.latency * _SECOND)
+
+    @cached_property
+    def per_byte(self) -> int:
+        """The price of a byte."""
+        return max(1, round(_SECOND / self.bandwidth))
+
+    def price(self, nbytes: int) -> int:
+        """What one collective costs in which a rank receives `nbytes`."""
+        return self.start + nbytes * self.per_byte
+
+
+DEFAULT = Link(1e-5, 2e9)
+"""Where nothing is known: what matters is the ratio, one start for every 20,000 bytes."""
+PRESETS = {
+    "default": DEFAULT,
+    "nvlink": Link(1e-5, 2e11),
+    "pcie": Link(1.5e-5, 2e10),
+    "infiniband": Link(2e-5, 2e10),
+    "ethernet": Link(1e-4, 1e9),
+    "processes": Link(2e-4, 1e9),
+}
+"""Rough figures by name: what a rank of a collective sees, not what a data sheet says."""
+LATENCY_BYTES = DEFAULT.start // DEFAULT.per_byte
+"""What starting a collective costs, as the bytes that could be moved in that time."""
+
+LinkLike = Link | str
+
+
+def links_of(given: LinkLike | Sequence[LinkLike] | None, count: int) -> tuple[Link, ...]:
+    """A link for each of `count` axes, from one for all, one per axis, or names of presets.
+
+    >>> links_of(["ethernet", "nvlink"], 2)[1].latency
+    1e-05
+    """
+    if given is None or isinstance(given, (Link, str)):
+        return (_link(DEFAULT if given is None else given),) * count
+    links = tuple(map(_link, given))
+    if len(links) != count:
+        raise MeshError(
+            f"links: {len(links)} links were given for a mesh of {count} axes. Give one for all "
+            "axes, or one per axis."
+        )
+    return links
+
+
+def _link(given: LinkLike) -> Link:
+    if isinstance(given, Link):
+        return given
+    if given not in PRESETS:
+        raise MeshError(f"links: {given!r} is none of the presets {', '.join(PRESETS)}.")
+    return PRESETS[given]
+
+
+def move_cost(src: Placement, dst: Placement, count: int, nbytes: int, link: Link = DEFAULT) -> int:
+    """The price of moving a local tensor of `nbytes` from `src` to `dst` on `count` ranks."""
+    if src is dst or src.is_replicate() or count == 1:
+        return 0
+    if src.is_partial():
+        once = (count - 1) * nbytes // count
+        return link.price(once if dst.is_shard() else 2 * once)
+    if dst.is_shard():
+        return link.price((count - 1) * nbytes // count)
+    # A shard made partial moves nothing now, but it makes the tensor whole again, and the reduction
+    # that it puts off moves as much as a gather.
+    return link.price((count - 1) * nbytes)
+
+
+def debt(partial: bool, count: int, nbytes: int, link: Link = DEFAULT) -> int:
+    """What results that are left partial, or sharded, will cost whoever needs them whole.
+
+    `nbytes` are those of all of them together. A pending sum is often added to others before it is
+    reduced, so it owes half a start.
+    """
+    if not nbytes:
+        return 0
+    whole = link.price((count - 1) * nbytes // count)
+    return whole - link.price(0) // 2 if partial else whole
+
+
+def recut_cost(count: int, nbytes: int, link: Link = DEFAULT) -> int:
+    """The price of cutting a sharded dim in other places."""
+    return link.price((count - 1) * nbytes // count)

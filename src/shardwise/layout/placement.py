@@ -1,0 +1,159 @@
+"""Placements: what one mesh axis does to a tensor. They hold no tensors and no state."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ..errors import LayoutError
+
+__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard"]
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Placement:
+    """What one mesh axis does to a tensor: `Replicate()`, `Shard(dim)` or `Partial(op)`.
+
+    Placements are interned: equal placements are one object, so comparing and hashing are free.
+    """
+
+    __slots__ = ()
+
+    def is_replicate(self) -> bool:
+        """True for `Replicate()`."""
+        return False
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """True for a `Shard`, of `dim` if one is given."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """True for a `Partial`, of `reduce_op` if one is given."""
+        return False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{self!r} is immutable: make a new placement instead")
+
+
+class Replicate(Placement):
+    """Every rank of the axis holds the whole tensor.
+
+    >>> Replicate()
+    R
+    >>> Replicate() is Replicate()
+    True
+    """
+
+    __slots__ = ()
+    _one: ClassVar[Replicate | None] = None
+
+    def __new__(cls) -> Replicate:
+        if cls._one is None:
+            cls._one = super().__new__(cls)
+        return cls._one
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "R"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replicate, ()
+
+
+class Shard(Placement):
+    """The ranks of the axis hold consecutive pieces of tensor dimension `dim`.
+
+    With `split` the dim is seen as `split` equal blocks, and each rank holds its piece of every
+    block: what a view that merges a sharded dim with those before it leaves where it is.
+
+    >>> Shard(1)
+    S(1)
+    >>> Shard(0).is_shard(0), Shard(0).is_shard(1)
+    (True, False)
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.distribute_tensor(torch.arange(8).view(2, 4), mesh, [Shard(1)])
+    >>> x.view(8)
+    DTensor(int64[8] [S(0, split=2)] on (2), local=[[4], [4]])
+    >>> x.view(8).to_local().at((0,))
+    tensor([0, 1, 4, 5])
+    """
+
+    __slots__ = ("dim", "split")
+    dim: int
+    split: int
+    _all: ClassVar[dict[tuple[int, int], Shard]] = {}
+
+    def __new__(cls, dim: int, split: int = 1) -> Shard:
+        for name, value in (("dim", dim), ("split", split)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise LayoutError(f"Shard: the {name} must be an int, but got {value!r}.")
+        found = cls._all.get((dim, split))
+        if found is None:
+            if split < 1:
+                raise LayoutError(f"Shard: the split must be at least 1, but got {split}.")
+            found = super().__new__(cls)
+            object.__setattr__(found, "dim", dim)
+            object.__setattr__(found, "split", split)
+            found = cls._all.setdefault((dim, split), found)
+        return found
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def __repr__(self) -> str:
+        return f"S({self.dim})" if self.split == 1 else f"S({self.dim}, split={self.split})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (self.dim, self.split)
+
+
+class Partial(Placement):
+    """The value is the `reduce_op` of what the ranks of the axis hold: sum, avg, max, min, product.
+
+    >>> Partial(), Partial("max")
+    (P(sum), P(max))
+    >>> Partial("mean")
+    Traceback (most recent call last):
+    shardwise.errors.LayoutError: Partial: unknown reduce op 'mean'. Use one of 'sum', 'avg', \
+'max', 'min', 'product' (did you mean 'avg'?).
+    """
+
+    __slots__ = ("reduce_op",)
+    reduce_op: str
+    _all: ClassVar[dict[str, Partial]] = {}
+
+    def __new__(cls, reduce_op: str = "sum") -> Partial:
+        found = cls._all.get(reduce_op) if isinstance(reduce_op, str) else None
+        if found is None:
+            raise LayoutError(_unknown_reduce_op(reduce_op))
+        return found
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __repr__(self) -> str:
+        return f"P({self.reduce_op})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Partial, (self.reduce_op,)
+
+
+def _unknown_reduce_op(given: object) -> str:
+    near = {"mean": "avg", "average": "avg", "add": "sum", "mul": "product", "prod": "product"}
+    hint = near.get(str(given))
+    also = f" (did you mean {hint!r}?)" if hint else ""
+    ops = ", ".join(map(repr, REDUCE_OPS))
+    return f"Partial: unknown reduce op {given!r}. Use one of {ops}{also}."
+
+
+def _intern_partials() -> None:
+    for op in REDUCE_OPS:
+        one = object.__new__(Partial)
+        object.__setattr__(one, "reduce_op", op)
+        Partial._all[op] = one
+
+
+_intern_partials()

@@ -1,0 +1,530 @@
+"""`DTensorSpec`: the layout of a tensor on a mesh. Immutable, interned: identity is equality."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from ..errors import LayoutError
+from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
+from .lazy import lazy
+from .mesh import AnyMesh, Coord, Topology, described, described_mesh, topology
+from .placement import Partial, Placement, Replicate, Shard
+
+__all__ = [
+    "DTensorSpec",
+    "Groups",
+    "TensorMeta",
+    "checked_placements",
+    "default_placements",
+    "fine_meta",
+    "rebuild_spec",
+]
+
+Groups = tuple[tuple[int, ...], ...]
+"""For each dim the sizes it is the product of, outer first."""
+
+
+class TensorMeta(NamedTuple):
+    """Global shape, stride and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def repeated(self) -> list[int]:
+        """The dims of stride 0: every place along them is the same memory."""
+        pairs = enumerate(zip(self.shape, self.stride, strict=True))
+        return [dim for dim, (size, step) in pairs if step == 0 and size > 1]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two elements may be the same memory, as in an `expand` or in windows of `unfold`.
+
+        As in PyTorch some strides are taken to overlap that do not: to know is expensive.
+        """
+        if 0 in self.shape:
+            return False
+        span = 0
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1:
+                if step <= span:
+                    return True
+                span += step * (size - 1)
+        return False
+
+
+def default_placements(mesh: Topology) -> tuple[Placement, ...]:
+    """Replicate on every axis."""
+    return (Replicate(),) * mesh.ndim
+
+
+def checked_placements(
+    what: str, mesh: Topology, placements: object, ndim: int | None
+) -> tuple[Placement, ...]:
+    """`placements` as a tuple, negative dims made positive, or an error that says what is wrong."""
+    if isinstance(placements, Placement):
+        raise LayoutError(
+            f"{what}: placements must be a sequence with one placement per mesh axis, but got "
+            f"{placements!r}. Write [{placements!r}]."
+        )
+    if placements is None:
+        return default_placements(mesh)
+    if not isinstance(placements, (list, tuple, Iterable)):
+        raise LayoutError(f"{what}: placements must be a sequence, but got {placements!r}.")
+    given = tuple(placements)
+    for entry in given:
+        if not isinstance(entry, Placement):
+            theirs = type(entry).__module__.startswith("torch.") or "_C" in type(entry).__module__
+            hint = " It is PyTorch's class: import shardwise's own." if theirs else ""
+            raise LayoutError(
+                f"{what}: {entry!r} is not a placement. Use Replicate(), Shard(dim) or Partial(op)."
+                + hint
+            )
+    if len(given) != mesh.ndim:
+        raise LayoutError(
+            f"{what}: {len(given)} placements {list(given)} were given for the {mesh.ndim} axes of "
+            f"mesh {mesh}. Give one per axis."
+        )
+    if ndim is None:
+        return given
+    return tuple([_normal(what, entry, ndim) for entry in given])
+
+
+def _normal(what: str, placement: Placement, ndim: int) -> Placement:
+    if not isinstance(placement, Shard) or 0 <= placement.dim < ndim:
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        have = f"dims {-ndim} to {ndim - 1}" if ndim else "no dim to shard: use Replicate()"
+        raise LayoutError(f"{what}: {placement!r} of a tensor of {ndim} dims, which has {have}.")
+    return Shard(placement.dim % ndim, placement.split)
+
+
+class DTensorSpec:
+    """Mesh, one placement per axis, cuts, and the tensor's global shape, stride and dtype.
+
+    >>> from shardwise import Replicate, Shard, init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (2, 2))
+    >>> meta = TensorMeta((8, 6), (6, 1), torch.float32)
+    >>> spec = DTensorSpec(mesh, (Shard(0), Replicate()), meta)
+    >>> spec
+    float32[8, 6] [S(0), R] on (2x2)
+    >>> spec is DTensorSpec(mesh, (Shard(0), Replicate()), meta)
+    True
+    """
+
+    topology: Topology
+    placements: tuple[Placement, ...]
+    tensor_meta: TensorMeta | None
+    cuts: tuple[Cuts | None, ...] | None
+
+    _interned: WeakValueDictionary[tuple[Any, ...], DTensorSpec] = WeakValueDictionary()
+    _lock = threading.Lock()
+
+    def __new__(
+        cls,
+        mesh: AnyMesh | Topology,
+        placements: Sequence[Placement],
+        tensor_meta: TensorMeta | None = None,
+        *,
+        cuts: Sequence[Sequence[int] | None] | None = None,
+    ) -> DTensorSpec:
+        where = mesh if isinstance(mesh, Topology) else topology(mesh)
+        ndim = None if tensor_meta is None else len(tensor_meta.shape)
+        places = checked_placements("DTensorSpec", where, placements, ndim)
+        meta = None
+        if tensor_meta is not None:
+            shape, stride, dtype = tensor_meta
+            meta = TensorMeta(tuple(shape), tuple(stride), dtype)
+        normal = None
+        if meta is not None:
+            places, groups = _blocks(places, meta.shape)
+            if cuts is not None:
+                seen, sizes = _seen(places, groups) if groups else (places, meta.shape)
+                normal = _normal_cuts(where, seen, sizes, cuts)
+        return cls._intern(where, places, meta, normal)
+
+    @classmethod
+    def _intern(
+        cls,
+        where: Topology,
+        places: tuple[Placement, ...],
+        meta: TensorMeta | None,
+        cuts: tuple[Cuts | None, ...] | None,
+    ) -> DTensorSpec:
+        key = (where, places, meta, cuts)
+        found = cls._interned.get(key)
+        if found is not None:
+            return found
+        with cls._lock:
+            found = cls._interned.get(key)
+            if found is None:
+                found = object.__new__(cls)
+                found.topology = where
+                found.placements, found.tensor_meta, found.cuts = places, meta, cuts
+                cls._interned[key] = found
+        return found
+
+    @classmethod
+    def from_dim_map(
+        cls,
+        mesh: AnyMesh,
+        dim_map: Sequence[int],
+        sums: Sequence[int],
+        tensor_meta: TensorMeta | None = None,
+    ) -> DTensorSpec:
+        """The spec in which axis `dim_map[dim]` shards `dim` (-1: none) and `sums` are partial.
+
+        >>> from shardwise import init_device_mesh
+        >>> DTensorSpec.from_dim_map(init_device_mesh("cpu", (2, 2)), [-1, 0], [1]).placements
+        (S(1), P(sum))
+        """
+        where = topology(mesh)
+        places: list[Placement] = [Replicate()] * where.ndim
+        for axis in sums:
+            places[axis] = Partial()
+        for dim, axis in enumerate(dim_map):
+            if axis < 0:
+                continue
+            if places[axis] is not Replicate():
+                raise LayoutError(
+                    f"from_dim_map: axis {axis} is used twice in dim_map={list(dim_map)}, "
+                    f"sums={list(sums)}. An axis does one thing to a tensor."
+                )
+            places[axis] = Shard(dim)
+        return cls(where, places, tensor_meta)
+
+    # --- the global tensor -----------------------------------------------------------------
+
+    @lazy
+    def meta(self) -> TensorMeta:
+        """Shape, stride and dtype, for specs that have them."""
+        if self.tensor_meta is None:
+            raise LayoutError(
+                f"the spec {self!r} says nothing of the tensor: it has no tensor_meta."
+            )
+        return self.tensor_meta
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.meta.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.meta.shape)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.meta.stride
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.meta.dtype
+
+    # --- dims in blocks ----------------------------------------------------------------------
+
+    @lazy
+    def groups(self) -> Groups | None:
+        """For each dim the sizes it is the product of, if some axis shards the blocks of a dim."""
+        return _blocks(self.placements, self.meta.shape)[1]
+
+    @lazy
+    def fine(self) -> DTensorSpec | None:
+        """The same layout of the tensor with its dims taken apart as `groups` says: every rank
+        holds a box of that. None if every rank holds a box of the tensor itself."""
+        groups = self.groups
+        if groups is None:
+            return None
+        places, _ = _seen(self.placements, groups)
+        return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
+
+    @lazy
+    def straight(self) -> DTensorSpec:
+        """This layout, with consecutive pieces in place of pieces of every block."""
+        if self.groups is None:
+            return self
+        places = tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in self.placements)
+        return self._intern(self.topology, places, self.tensor_meta, None)
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh as the user knows it."""
+        return self.topology.mesh
+
+    # --- how it is laid out ----------------------------------------------------------------
+
+    @property
+    def dim_map(self) -> list[int]:
+        """For each tensor dim the axis that shards it, -1 if none does."""
+        dims = [-1] * self.ndim
+        for axis, place in enumerate(self.placements):
+            if isinstance(place, Shard):
+                if dims[place.dim] >= 0:
+                    raise LayoutError(f"dim_map: several axes shard dim {place.dim} of {self!r}.")
+                dims[place.dim] = axis
+        return dims
+
+    @property
+    def sums(self) -> list[int]:
+        """The axes on which a reduction is pending."""
+        return [axis for axis, place in enumerate(self.placements) if place.is_partial()]
+
+    @lazy
+    def reduced(self) -> DTensorSpec:
+        """The layout with nothing pending, and all else as it is."""
+        places = [Replicate() if place.is_partial() else place for place in self.placements]
+        return self.with_placements(places, self.cuts)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of pieces the tensor is cut into."""
+        return prod(
+            size
+            for size, place in zip(self.topology.shape, self.placements, strict=True)
+            if place.is_shard()
+        )
+
+    def is_sharded(self) -> bool:
+        """Whether some axis shards the tensor."""
+        return any(place.is_shard() for place in self.placements)
+
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return all(place.is_replicate() for place in self.placements)
+
+    @lazy
+    def dim_axes(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor dim the axes that shard it, outer first."""
+        axes: list[list[int]] = [[] for _ in range(self.ndim)]
+        for axis, place in enumerate(self.placements):
+            if isinstance(place, Shard):
+                axes[place.dim].append(axis)
+        return tuple(map(tuple, axes))
+
+    @lazy
+    def dim_cuts(self) -> tuple[Cuts, ...]:
+        """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
+        self._check_consecutive()
+        shape = self.topology.shape
+        every = self.cuts or (None,) * self.ndim
+        cuts = []
+        for size, axes, own in zip(self.meta.shape, self.dim_axes, every, strict=True):
+            counts = tuple([shape[axis] for axis in axes])
+            cuts.append(chunk_cuts(size, counts) if own is None else own)
+        return tuple(cuts)
+
+    def box(self, coord: Coord) -> Box:
+        """The region of the global tensor that the rank at `coord` holds.
+
+        A dim that is sharded block by block has no such interval: it is None.
+        """
+        if self.fine is not None:
+            pieces = iter(self.fine.box(coord))
+            found = [[next(pieces) for _ in group] for group in self.groups or ()]
+            return tuple([each[0] if len(each) == 1 else None for each in found])  # type: ignore
+        return tuple(
+            table[flat_index(coord, self.topology.shape, axes)]
+            for table, axes in zip(self._intervals, self.dim_axes, strict=True)
+        )
+
+    @lazy
+    def _intervals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return tuple(map(intervals, self.dim_cuts))
+
+    def pieces(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """The interval of a dim that each of its shards holds."""
+        return self._intervals[dim]
+
+    def _check_consecutive(self) -> None:
+        if self.groups is not None:
+            raise LayoutError(
+                f"the ranks hold pieces of every block of {self!r}, not consecutive ones. "
+                f"Redistribute to {list(self.straight.placements)} first."
+            )
+
+    def local_shape(self, coord: Coord) -> tuple[int, ...]:
+        """The shape of the local tensor at `coord`."""
+        if self.fine is not None:
+            sizes = iter(self.fine.local_shape(coord))
+            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
+        return box_shape(self.box(coord))
+
+    @lazy
+    def largest_shape(self) -> tuple[int, ...]:
+        """For each dim the size of its largest piece: what a rank may hold, whichever it is."""
+        if self.fine is not None:
+            sizes = iter(self.fine.largest_shape)
+            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
+        return tuple([max(cuts) for cuts in self.dim_cuts])
+
+    # --- which local tensors this process holds ----------------------------------------------
+
+    @lazy
+    def slot_axes(self) -> tuple[int, ...]:
+        """The axes over which the local tensor varies."""
+        return tuple(a for a, place in enumerate(self.placements) if not place.is_replicate())
+
+    @lazy
+    def slots(self) -> tuple[Coord, ...]:
+        """The coordinates of the local tensors held here, in the order in which they are stored."""
+        return self.topology.coords_here(self.slot_axes)
+
+    def slot(self, coord: Coord) -> int:
+        """Where the local tensor of `coord` is stored."""
+        if not self.topology.virtual:
+            return 0
+        return flat_index(coord, self.topology.shape, self.slot_axes)
+
+    # --- other layouts of the same tensor ------------------------------------------------------
+
+    def with_placements(
+        self,
+        placements: Sequence[Placement],
+        cuts: Sequence[Sequence[int] | None] | None = None,
+    ) -> DTensorSpec:
+        """The same tensor in another layout."""
+        return DTensorSpec(self.topology, placements, self.meta, cuts=cuts)
+
+    def with_meta(self, meta: TensorMeta) -> DTensorSpec:
+        """Another tensor of the same shape in the same layout: other strides or dtype."""
+        return self._intern(self.topology, self.placements, meta, self.cuts)
+
+    def layout_text(self) -> str:
+        """The placements, with the cuts of dims that are not cut as `torch.chunk` would."""
+        text = "[" + ", ".join(map(repr, self.placements)) + "]"
+        if self.cuts is None:
+            return text
+        names = [str(dim) for dim in range(self.ndim)]
+        if self.groups is not None:
+            pairs = enumerate(self.groups)
+            names = [f"{d}.{i}" if i else str(d) for d, each in pairs for i in range(len(each))]
+        for name, cuts in zip(names, self.cuts, strict=True):
+            if cuts is not None:
+                text += f" cuts({name})={list(cuts)}"
+        return text
+
+    def __repr__(self) -> str:
+        text = f"{self.layout_text()} on {self.topology}"
+        if self.tensor_meta is None:
+            return text
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.tensor_meta.shape)} {text}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorSpec:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        meta = None if self.tensor_meta is None else tuple(self.tensor_meta)
+        return rebuild_spec, (described(self.topology), self.placements, meta, self.cuts)
+
+
+def rebuild_spec(
+    mesh: tuple[Any, ...],
+    placements: tuple[Placement, ...],
+    meta: tuple[Any, ...] | None,
+    cuts: tuple[Cuts | None, ...] | None,
+) -> DTensorSpec:
+    """The spec of a pickle."""
+    if meta is not None:
+        _check_meta(*meta)
+    where = described_mesh(*mesh)
+    return DTensorSpec(where, placements, None if meta is None else TensorMeta(*meta), cuts=cuts)
+
+
+def _check_meta(shape: object, stride: object, dtype: object) -> None:
+    """An error if a pickle tells of a tensor that cannot be."""
+    tuples = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
+    if (
+        not tuples
+        or any(type(size) is not int or size < 0 for size in (*shape, *stride))  # type: ignore[misc]
+        or not isinstance(dtype, torch.dtype)
+    ):
+        raise LayoutError(
+            f"a pickle of a DTensor says that it has shape {shape}, stride {stride} and dtype "
+            f"{dtype}, which no tensor has: it is damaged."
+        )
+
+
+def _blocks(
+    places: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[tuple[Placement, ...], Groups | None]:
+    """The sizes that each dim is the product of, by the splits of the placements; None if nothing
+    is split. A dim without elements has no blocks: its placements lose their split."""
+    if all(not isinstance(place, Shard) or place.split == 1 for place in places):
+        return places, None
+    places = tuple(
+        Shard(place.dim) if isinstance(place, Shard) and not shape[place.dim] else place
+        for place in places
+    )
+    groups = []
+    for dim, size in enumerate(shape):
+        splits = {place.split for place in places if isinstance(place, Shard) and place.dim == dim}
+        ends = sorted({1, *splits})
+        if len(ends) > 1 and any(b % a or a == b for a, b in pairwise([*ends, size])):
+            raise LayoutError(
+                f"{list(places)} of a tensor of shape {list(shape)}: dim {dim} of size {size} "
+                f"cannot be seen as {' and as '.join(map(str, ends[1:]))} equal blocks of several "
+                "elements. A split must divide the size, and one split the next."
+            )
+        groups.append(tuple(b // a for a, b in pairwise([*ends, size])) or (size,))
+    return places, tuple(groups) if len(groups) < sum(map(len, groups)) else None
+
+
+def _seen(
+    places: tuple[Placement, ...], groups: Groups
+) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """Placements and shape of a tensor whose dims are taken apart."""
+    dims: dict[tuple[int, int], int] = {}
+    for dim, group in enumerate(groups):
+        before = 1
+        for size in group:
+            dims[dim, before] = len(dims)
+            before *= size
+    seen = [Shard(dims[p.dim, p.split]) if isinstance(p, Shard) else p for p in places]
+    return tuple(seen), tuple(size for group in groups for size in group)
+
+
+def fine_meta(meta: TensorMeta, groups: Groups) -> TensorMeta:
+    """What a tensor whose dims are taken apart is like."""
+    shape, stride = [], []
+    for group, step in zip(groups, meta.stride, strict=True):
+        inner = prod(group)
+        for size in group:
+            inner //= max(size, 1)
+            shape.append(size)
+            stride.append(step * inner)
+    return TensorMeta(tuple(shape), tuple(stride), meta.dtype)
+
+
+def _normal_cuts(
+    where: Topology,
+    places: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    cuts: Sequence[Sequence[int] | None],
+) -> tuple[Cuts | None, ...] | None:
+    """Cuts checked, and None where they are what `torch.chunk` gives: equal means `is`."""
+    if len(cuts) != len(shape):
+        raise LayoutError(f"cuts: {len(cuts)} entries were given for {len(shape)} dims.")
+    normal: list[Cuts | None] = []
+    for dim, (size, own) in enumerate(zip(shape, cuts, strict=True)):
+        counts = tuple(n for n, p in zip(where.shape, places, strict=True) if p.is_shard(dim))
+        if own is None or not counts:
+            normal.append(None)
+            continue
+        sizes = tuple(own)
+        if len(sizes) != prod(counts) or sum(sizes) != size or min(sizes) < 0:
+            raise LayoutError(
+                f"cuts: dim {dim} of size {size} is held in {prod(counts)} pieces by "
+                f"{list(places)} on {where}, but the cuts {list(sizes)} are {len(sizes)} sizes "
+                f"that add up to {sum(sizes)}. "
+                f"Give {prod(counts)} sizes >= 0 that add up to {size}."
+            )
+        normal.append(None if sizes == chunk_cuts(size, counts) else sizes)
+    return None if all(own is None for own in normal) else tuple(normal)

@@ -1,0 +1,216 @@
+"""The default process group of `torch.distributed`, for as long as it lives.
+
+Whatever this library keeps for a group is kept by its `World`, and goes with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from .._torch import call_at_destroy, shared_store, store_address
+from ..errors import CommunicationError, MeshError
+
+__all__ = ["World", "at_end", "at_start", "current_world", "known_world", "refuse_forked"]
+
+Callback = Callable[["World"], None]
+
+
+class World:
+    """What one default process group has: its rank and size, its store, and how to tell whether
+    another of its processes still runs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.number = next(_numbers)
+        self.group = weakref.ref(group)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.store: Any = shared_store()
+        self.lockstep = False  # whether ranks compare what they run, see comm/lockstep.py
+        self.prefix = f"shardwise/{self.number}"  # a store may outlive the group
+        self._doorbell = _listen(store_address(self.store))
+        self._addresses: dict[int, tuple[str, int]] = {}
+        if self._doorbell is not None:
+            host, port = self._doorbell.getsockname()[:2]
+            self.store.set(self.key("address", self.rank), f"{host} {port}")
+
+    def key(self, *parts: object) -> str:
+        """A key of the store that belongs to this group alone."""
+        return "/".join([self.prefix, *map(str, parts)])
+
+    def is_current(self) -> bool:
+        """Whether the group has not been destroyed."""
+        group = self.group()
+        return group is not None and group is dist.group.WORLD
+
+    def find_addresses(self, ranks: Sequence[int]) -> None:
+        """Read where these ranks can be reached, as far as they have said so."""
+        for rank in ranks:
+            key = self.key("address", rank)
+            if rank not in self._addresses and self.store.check([key]):
+                host, port = self.store.get(key).decode().split()
+                self._addresses[rank] = host, int(port)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended, or to have destroyed its group.
+
+        Each process listens on a port and never answers. The operating system takes connections
+        while the process lives, be it busy or stuck, and refuses them afterwards.
+        """
+        if rank not in self._addresses:
+            try:
+                self.find_addresses([rank])
+            except RuntimeError:
+                return False  # the store is gone
+        if rank not in self._addresses:
+            return False
+        try:
+            socket.create_connection(self._addresses[rank], timeout=1).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def send(self, rank: int, text: str) -> None:
+        """Leave a text with a rank, which reads it when the store is gone."""
+        if rank in self._addresses:
+            try:
+                with socket.create_connection(self._addresses[rank], timeout=1) as connection:
+                    connection.sendall(text.encode())
+            except OSError:
+                return  # it is gone
+
+    def received(self) -> str | None:
+        """The first text that another rank has left here."""
+        if self._doorbell is None:
+            return None
+        self._doorbell.setblocking(False)
+        while True:
+            try:
+                connection, _ = self._doorbell.accept()
+                with connection:
+                    connection.settimeout(1)
+                    text = connection.recv(1 << 16).decode()
+            except BlockingIOError:
+                return None
+            except OSError:
+                continue
+            if text:
+                return text
+
+    def close(self) -> None:
+        """Let go of the store, and stop listening: others take this process for gone."""
+        self.store = None
+        self.stop_listening()
+
+    def stop_listening(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None
+
+
+def _listen(host: str) -> socket.socket | None:
+    """A socket that listens where processes that use the store at `host` can reach it."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing, but chooses the interface
+            here = probe.getsockname()[0]
+        return socket.create_server((here, 0), backlog=128)
+    except OSError:
+        return None  # others will not know whether this process lives
+
+
+class _State:
+    """The world that there is now."""
+
+    world: World | None = None
+    parents: World | None = None  # that of the process which this one was forked from
+    watches_forks = False
+
+
+_numbers = count()
+_starts: list[Callback] = []
+_ends: list[Callback] = []
+
+
+def at_start(callback: Callback) -> Callback:
+    """Call `callback` with each new world, on the first mesh over its processes."""
+    _starts.append(callback)
+    return callback
+
+
+def at_end(callback: Callback) -> Callback:
+    """Call `callback` with each world whose group was destroyed."""
+    _ends.append(callback)
+    return callback
+
+
+def known_world() -> World | None:
+    """The world that a mesh was made in, if there is one."""
+    return _State.world
+
+
+def current_world() -> World:
+    """The world of the default process group; an error if there is none."""
+    refuse_forked()
+    world, group = _State.world, dist.group.WORLD if dist.is_available() else None
+    if world is not None and world.group() is group is not None:
+        return world
+    if world is not None:
+        _end(world.number)
+    if group is None:
+        raise MeshError(
+            "torch.distributed is not initialised, or its process group was destroyed. Make a mesh "
+            "with shardwise.init_device_mesh under torchrun."
+        )
+    world = _State.world = World(group)
+    call_at_destroy(partial(_end, world.number))
+    if not _State.watches_forks:
+        _State.watches_forks = True
+        os.register_at_fork(after_in_child=_after_fork)
+    for callback in _starts:
+        callback(world)
+    return world
+
+
+def _end(number: int) -> None:
+    """Forget a world whose group is being destroyed, or has been."""
+    world = _State.world
+    if world is None or world.number != number:
+        return
+    errors: list[CommunicationError] = []
+    for callback in _ends:
+        try:
+            callback(world)
+        except CommunicationError as error:  # the other callbacks have their own to let go of
+            errors.append(error)
+    _State.world = None
+    world.close()
+    if errors:
+        raise errors[0]
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and must not speak in its name."""
+    if _State.world is not None:
+        _State.parents, _State.world = _State.world, None
+        _State.parents.stop_listening()
+
+
+def refuse_forked() -> None:
+    """An error in a child of a process that has a mesh: nobody would answer it."""
+    parents = _State.parents
+    if parents is not None and parents.is_current():
+        raise CommunicationError(
+            f"this process was forked from rank {parents.rank}, as DataLoader workers are: it is "
+            "no rank of the mesh, so a DTensor cannot communicate here, and values that were under "
+            "way do not arrive. Take plain tensors before the fork, with x.full_tensor() or "
+            'x.to_local(), or start workers with multiprocessing_context="spawn".'
+        )

@@ -1,0 +1,1 @@
+"""Local tensors of a DTensor: versions, cached reductions, moves into another layout."""

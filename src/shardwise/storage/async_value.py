@@ -1,0 +1,63 @@
+"""Tensors whose values are still under way: they wait when their local tensors are first used."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from .._torch import make_wrapper
+from ..layout.spec import DTensorSpec
+from ..redistribute import Ready
+from .wrapper import Locals, Wrapper, wrap
+
+__all__ = ["PendingValue", "pending"]
+
+
+class _Once:
+    """A value that is waited for once, whichever thread asks first; an error is raised again."""
+
+    __slots__ = ("_lock", "_made", "_ready")
+
+    def __init__(self, ready: Ready) -> None:
+        self._ready: Ready | None = ready
+        self._made: Locals = ()
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Locals:
+        with self._lock:
+            if self._ready is not None:
+                self._made = self._ready()
+                self._ready = None
+            return self._made
+
+
+class PendingValue:
+    """Mixed into the public class. Once it has its value, the tensor is of the public class."""
+
+    _ready: Ready
+
+    @property
+    def _locals(self) -> Locals:
+        own = self.__dict__
+        ready = own.get("_ready")
+        if ready is not None:  # else another thread has the value since
+            own["_locals"] = ready()
+            self.__class__ = Wrapper.public  # type: ignore[assignment]  # it is no longer special
+            own.pop("_ready", None)
+        local: Locals = own["_locals"]
+        return local
+
+
+def pending(spec: DTensorSpec, ready: Ready) -> Any:
+    """A DTensor with the local tensors that `ready` gives, asked for when they are used."""
+    topology = spec.topology
+    if topology.virtual:
+        return wrap(spec, ready())  # nothing is under way
+    shape, stride, dtype = spec.meta
+    kind = Wrapper.pending  # type: ignore[attr-defined]
+    device = torch.device(topology.device_type)
+    made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
+    made._spec, made._ready = spec, _Once(ready)  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,236 @@
+"""Operands in other layouts, and the cached reductions of Partials: what makes them stale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..redistribute import Ready, Run, relaid, run_all, run_between, steps_between
+from . import policy
+from .wrapper import Locals
+
+Move = tuple[int, DTensorSpec]
+"""An operand, and the layout it goes to."""
+
+
+def stamp(tensor: Any) -> tuple[object, ...]:
+    """What changes when the tensor is written, through the dispatcher or through its local
+    tensors; a deferred view changes with what it is a view of.
+
+    No two stamps are equal of inference tensors that a user gave: writes into these are not
+    counted.
+    """
+    while tensor._of is not None:
+        tensor = tensor._of
+    cell, parts = tensor._cell, tensor._locals
+    if cell is None:
+        return 0, _versions(parts, False), ()
+    writes, handed = cell.writes, cell.handed
+    if handed is not None:
+        writes += sum([part._version for part in handed])
+    unsure = cell.exposed and handed is None
+    also = () if cell.parts is parts else _versions(cell.parts, unsure)
+    return writes, _versions(parts, unsure), also
+
+
+def _versions(parts: Locals, unsure: bool) -> tuple[object, ...]:
+    """Inference tensors have no versions: if a user holds them they may have changed."""
+    if len(parts) == 1 and not parts[0].is_inference():  # the common case, in half the time
+        return (parts[0]._version,)
+    return tuple(
+        [t._version if not t.is_inference() else object() if unsure else None for t in parts]
+    )
+
+
+def wrote(tensor: Any) -> None:
+    """Tell everyone who shares the tensor's memory that it was written."""
+    cell = tensor._cell
+    if cell is not None:
+        cell.writes += 1
+    if tensor._memo:
+        tensor._memo.clear()  # views of a pending sum have it too
+
+
+def wrote_moved(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+    """As `wrote`, where the tensor now has a value that was written in another layout."""
+    wrote(tensor)
+    if tensor._spec.sums:
+        keep(tensor, spec, value)
+
+
+def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """One place of each dim along which a tensor repeats itself: PyTorch refuses most writes into
+    all of them."""
+    for dim in meta.repeated:
+        part = part.narrow(dim, 0, min(1, part.shape[dim]))
+    return part
+
+
+def own_copy(whole: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A copy to write into. Elements that are one memory in the tensor are one in the copy."""
+    if not meta.overlaps:
+        return whole.clone()
+    if meta.repeated or whole.shape != meta.shape:
+        return once(whole, meta).clone().expand(whole.shape)
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=whole.dtype, device=whole.device)
+    return made.copy_(whole)
+
+
+def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
+    """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next
+    user."""
+    src = tensor._spec
+    if src is spec:
+        return tuple(own_copy(t, spec.meta) for t in tensor._locals) if fresh else tensor._locals
+    if not src.sums:
+        return relaid(src, spec, tensor._locals, fresh=fresh)
+    if fresh:  # it is about to be written: nothing is kept of it
+        base, local = _source(tensor, spec)
+        return relaid(base, spec, local, fresh=True)
+    memo, now = tensor._memo, stamp(tensor)
+    if memo is None:
+        memo = tensor._memo = {}
+    found = memo.get(spec)
+    if found is None or found[0] != now:
+        base, local = _source(tensor, spec)
+        found = memo[spec] = (now, relaid(base, spec, local))
+    made: Locals = found[1]
+    return made
+
+
+def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
+    """The layout and local tensors from which a tensor goes to `target`: a reduced value is not
+    reduced again."""
+    kept = _kept(tensor)
+    for spec, value in kept.items():
+        if not spec.sums:
+            return spec, value
+    own = {tensor._spec: tensor._locals, **kept}
+    best = min(own, key=lambda spec: _price(spec, target)) if kept else tensor._spec
+    return best, own[best]
+
+
+def _price(src: DTensorSpec, dst: DTensorSpec) -> int:
+    return sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst))
+
+
+def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
+    """The cached reduction of a Partial: its layout and local tensors; None if there is none."""
+    kept = _kept(tensor)
+    if not kept:
+        return None
+    whole: DTensorSpec = tensor._spec.reduced
+    best = whole if whole in kept else min(kept, key=lambda at: len(at.sums))
+    if any(step.kind != "slice" for step in steps_between(best, whole)):
+        return best, kept[best]
+    # Some call needed more of it on each rank than the tensor has: others need not.
+    made = relaid(best, whole, kept[best])
+    keep(tensor, whole, made)
+    return whole, made
+
+
+def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
+    """Layouts on the tensor's own mesh with less pending, in which its value is there."""
+    memo: dict[DTensorSpec, tuple[Any, Locals]] | None = tensor._memo
+    if not memo:
+        return {}
+    now, spec = stamp(tensor), tensor._spec
+    count, mesh = len(spec.sums), spec.topology
+    return {
+        at: value
+        for at, (seen, value) in memo.items()
+        if seen == now and len(at.sums) < count and at.topology is mesh
+    }
+
+
+def keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+    """Let a pending sum have its value in another layout, for the next user."""
+    memo = tensor._memo
+    if memo is None:
+        memo = tensor._memo = {}
+    memo[spec] = (stamp(tensor), value)
+
+
+def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
+    base, local = _source(tensor, spec)
+    return run_between(base, spec, local, fresh=fresh)
+
+
+def started(
+    tensors: Sequence[Any], specs: Sequence[DTensorSpec], async_op: bool = False
+) -> list[Ready]:
+    """New local tensors for many moves, in few collectives.
+
+    The last collective of each may still be under way. With `async_op` the tensors may be written
+    before the results are asked for.
+    """
+    runs = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        base, local = _source(tensor, spec)
+        runs.append(run_between(base, spec, local, fresh=True, async_op=async_op))
+    return run_all(runs)
+
+
+def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
+    """As `moved`, for many tensors, targets and whether to be fresh, in few collectives."""
+    found: dict[int, Locals] = {}
+    same: dict[tuple[int, DTensorSpec], int] = {}
+    runs: list[tuple[int, Run]] = []
+    for index, (tensor, spec, fresh) in enumerate(moves):
+        memo = tensor._memo
+        if tensor._spec is spec:
+            found[index] = moved(tensor, spec, fresh=fresh)
+        elif not fresh and (id(tensor), spec) in same:
+            continue
+        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor):
+            found[index] = memo[spec][1]
+        else:
+            if not fresh:
+                same[id(tensor), spec] = index
+            runs.append((index, _run(tensor, spec, fresh)))
+    made = run_all([run for _, run in runs])
+    for (index, _), ready in zip(runs, made, strict=True):
+        tensor, spec, fresh = moves[index]
+        found[index] = ready()
+        if not fresh and tensor._spec.sums:
+            keep(tensor, spec, found[index])
+    return [
+        found[index if index in found else same[id(tensor), spec]]
+        for index, (tensor, spec, _) in enumerate(moves)
+    ]
+
+
+def is_there(tensor: Any, spec: DTensorSpec) -> bool:
+    """Whether a tensor is in a layout already, or in one of which that is a part, because it was
+    reduced before."""
+    base, _ = _source(tensor, spec)
+    return all(step.is_local for step in steps_between(base, spec))
+
+
+def tell_moves(op: Any, moves: Sequence[Move], operands: Sequence[Any]) -> None:
+    """Announce the moves that a call is about to make, as the policy says."""
+    if policy.current().silent:
+        return
+    needed = [(index, spec) for index, spec in moves if not is_there(operands[index], spec)]
+    if texts := describe_moves(needed, [operand._spec for operand in operands]):
+        policy.on_moves(op, texts)
+
+
+def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:
+    """What each move does, for a notice."""
+    texts = []
+    for operand, dst in moves:
+        src = specs[operand]
+        steps = [step for step in steps_between(src, dst) if not step.is_local]
+        if steps:
+            kinds = ", ".join(
+                f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
+                for step in steps
+            )
+            texts.append(
+                f"operand {operand} from {src.layout_text()} to {dst.layout_text()} ({kinds})"
+            )
+    return texts

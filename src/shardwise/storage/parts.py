@@ -1,0 +1,127 @@
+"""What the ranks' local tensors are: their shapes, strides and dtypes, and whether they fit
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ..errors import LayoutError
+from ..layout.geometry import memory_order
+from ..layout.mesh import Coord, Topology
+from ..layout.placement import Shard
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from .operands import moved
+from .wrapper import wrap
+
+__all__ = ["DTYPES", "Part", "check_alike", "common_order", "told_by_all"]
+
+DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+"""Every dtype, in an order that is the same in every process."""
+
+_MOST_DIMS = 64
+
+
+class Part(NamedTuple):
+    """A local tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Part:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    def order(self) -> tuple[int, ...]:
+        """The dims in their order in memory, outermost first."""
+        dims = tuple(range(len(self.shape)))
+        return dims if self.fits(dims) else memory_order(self.stride)
+
+    def fits(self, order: tuple[int, ...]) -> bool:
+        """Whether the dims lie in memory in this order. Dims of one element, and expanded ones, lie
+        in any."""
+        if not prod(self.shape):
+            return True
+        strides = [self.stride[dim] for dim in order if self.shape[dim] > 1 and self.stride[dim]]
+        return all(a >= b for a, b in pairwise(strides))
+
+
+def told_by_all(mesh: Topology, own: Part) -> dict[Coord, Part]:
+    """The local tensor of every rank of a mesh over processes: one all-gather of records of a
+    fixed size, so that ranks which hold different things still agree on what they send."""
+    if len(own.shape) > _MOST_DIMS:
+        raise LayoutError(
+            f"from_local: a local tensor has {len(own.shape)} dims, and ranks compare at most "
+            f"{_MOST_DIMS}. Give shape= and stride=, which compares nothing."
+        )
+    rest = [0] * (_MOST_DIMS - len(own.shape))
+    record = [len(own.shape), DTYPES.index(own.dtype), int(own.requires_grad)]
+    record += [*own.shape, *rest, *own.stride, *rest]
+    ranks = len(mesh.ranks)
+    meta = TensorMeta((ranks * len(record),), (1,), torch.int64)
+    spec = DTensorSpec(mesh, [Shard(0)] * mesh.ndim, meta)
+    mine = torch.tensor(record, dtype=torch.int64, device=mesh.device_type)
+    every = moved(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
+    coords = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
+    rows = every.view(ranks, len(record)).tolist()
+    return {coord: _read(row) for coord, row in zip(coords, rows, strict=True)}
+
+
+def _read(record: list[int]) -> Part:
+    ndim, dtype, requires_grad, *sizes = record
+    strides = sizes[_MOST_DIMS:]
+    return Part(tuple(sizes[:ndim]), tuple(strides[:ndim]), DTYPES[dtype], bool(requires_grad))
+
+
+def check_alike(
+    mesh: Topology, parts: Mapping[Coord, Part], *, gradients: bool, order: bool
+) -> None:
+    """An error if the local tensors cannot be those of one tensor; all ranks see all of them, so
+    all raise it. `gradients` compares `requires_grad`, `order` the order of dims in memory."""
+    told: dict[str, Sequence[object]] = {
+        "different numbers of dims": [len(part.shape) for part in parts.values()],
+        "different dtypes": [part.dtype for part in parts.values()],
+    }
+    if gradients:
+        told["different requires_grad"] = [part.requires_grad for part in parts.values()]
+    for what, values in told.items():
+        if len(set(values)) > 1:
+            raise LayoutError(
+                f"from_local: the ranks hold tensors of {what}: {_by_rank(mesh, parts, values)}. "
+                "They must be alike on all ranks of the mesh."
+            )
+    if order and common_order(parts) is None:
+        strides = [part.stride for part in parts.values()]
+        raise LayoutError(
+            "from_local: the local tensors lie in memory in different orders of dims, with strides "
+            f"{_by_rank(mesh, parts, strides)}. Call contiguous() on every rank, or give shape= "
+            "and stride=."
+        )
+
+
+def common_order(parts: Mapping[Coord, Part]) -> tuple[int, ...] | None:
+    """An order of dims in memory that all local tensors have; None if there is none.
+
+    >>> columns = Part((3, 4), (1, 3), torch.float32, False)
+    >>> one_row = Part((1, 4), (1, 1), torch.float32, False)
+    >>> common_order({(0,): one_row, (1,): columns})
+    (1, 0)
+    """
+    different = list(dict.fromkeys(part[:2] for part in parts.values()))
+    every = [Part(shape, stride, torch.float32, False) for shape, stride in different]
+    orders = dict.fromkeys(part.order() for part in every)
+    return next((order for order in orders if all(part.fits(order) for part in every)), None)
+
+
+def _by_rank(mesh: Topology, parts: Mapping[Coord, Part], values: Sequence[object]) -> str:
+    """For each different value the first rank that has it."""
+    first: dict[object, int] = {}
+    for coord, value in zip(parts, values, strict=True):
+        first.setdefault(value, mesh.rank_of(coord))
+    return ", ".join(f"{value} on rank {rank}" for value, rank in first.items())

@@ -1,0 +1,144 @@
+"""Results whose size depends on values: pieces of unknown size, and how all ranks learn the sizes.
+
+Each rank finds its own piece. An exchange of counts makes the pieces one tensor with ragged cuts;
+by default it is then replicated, because a user who asks for `x[mask]` expects what one device
+gives and nothing that other operands have to be cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..config import current
+from ..errors import MeshError
+from ..layout.geometry import Cuts, contiguous_stride
+from ..layout.mesh import Topology
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from . import policy
+from .operands import describe_moves, moved
+from .plain import adopt
+from .wrapper import Wrapper, wrap
+
+__all__ = [
+    "as_dtensor",
+    "counted",
+    "divided",
+    "is_requested",
+    "joined",
+    "laid",
+    "requested",
+    "settled",
+    "whole",
+]
+
+
+def is_requested() -> bool:
+    """Whether the user asked for results with ragged cuts."""
+    return current().ragged
+
+
+def laid(op: object, x: Any, spec: DTensorSpec) -> Any:
+    """A DTensor in another layout, as the policy on implicit communication allows."""
+    if x._spec is spec:
+        return x
+    if policy.current().moves != "auto":
+        policy.on_moves(op, describe_moves([(0, spec)], [x._spec]))
+    return wrap(spec, moved(x, spec))
+
+
+def settled(op: object, x: Any) -> Any:
+    """A DTensor with nothing pending."""
+    spec = x._spec
+    if not spec.sums:
+        return x
+    places = [Replicate() if place.is_partial() else place for place in spec.placements]
+    return laid(op, x, spec.with_placements(places, spec.cuts))
+
+
+def whole(op: object, x: Any) -> torch.Tensor:
+    """A tensor as a plain one, the same on every rank."""
+    if not isinstance(x, Wrapper):
+        return x  # type: ignore[no-any-return]
+    spec = x._spec
+    made = laid(op, x, spec.with_placements(default_placements(spec.topology)))
+    local: torch.Tensor = made._locals[0]
+    return local
+
+
+def as_dtensor(value: Any, topology: Topology) -> Any:
+    """A plain tensor among DTensors as one of them."""
+    if isinstance(value, Wrapper):
+        return value
+    adopted = adopt(value, topology)
+    return wrap(adopted._spec, adopted._locals)
+
+
+def counted(op: object, topology: Topology, axes: Sequence[int], counts: Sequence[int]) -> Cuts:
+    """How many elements every shard over `axes` has; `counts` are those of the shards held here."""
+    total = 1
+    for axis in axes:
+        total *= topology.shape[axis]
+    places = [Shard(0) if axis in axes else Replicate() for axis in range(topology.ndim)]
+    spec = DTensorSpec(topology, places, TensorMeta((total,), (1,), torch.int64))
+    device = topology.device_type
+    local = tuple(torch.tensor([count], device=device) for count in counts)
+    return tuple(whole(op, wrap(spec, local)).tolist())
+
+
+def joined(
+    op: object,
+    topology: Topology,
+    places: Sequence[Placement],
+    parts: Sequence[torch.Tensor],
+    rest: Sequence[int] = (),
+    rest_cuts: Sequence[Cuts | None] | None = None,
+    cuts: Cuts | None = None,
+    stride: Callable[[int], Sequence[int]] | None = None,
+) -> Any:
+    """Pieces of unknown size as one DTensor, cut on dim 0 where they meet.
+
+    `places` shard dim 0, and maybe the dims after it, which have the global sizes `rest` and the
+    cuts `rest_cuts`. `parts` are the local tensors held here. `stride` gives the strides of the
+    whole from the size of dim 0, if it is not contiguous.
+    """
+    if not parts:
+        raise MeshError(f"{op}: this rank is not in mesh {topology}, so it cannot take part.")
+    axes = [axis for axis, place in enumerate(places) if place.is_shard(0)]
+    if cuts is None:
+        first = [axis for axis, place in enumerate(places) if place.is_shard()]
+        spots = topology.coords_here(first)
+        held = topology.coords_here(axes)
+        # Pieces that differ only in the dims after the first have the same size.
+        own = {tuple(c[a] for a in axes): p.shape[0] for c, p in zip(spots, parts, strict=True)}
+        counts = [own[tuple(coord[axis] for axis in axes)] for coord in held]
+        cuts = counted(op, topology, axes, counts)
+    shape = (sum(cuts), *rest)
+    steps = contiguous_stride(shape) if stride is None else tuple(stride(shape[0]))
+    meta = TensorMeta(shape, steps, parts[0].dtype)
+    own_cuts = [cuts, *(rest_cuts if rest_cuts is not None else [None] * len(rest))]
+    spec = DTensorSpec(topology, places, meta, cuts=own_cuts)
+    return wrap(spec, tuple(parts))
+
+
+def requested(op: object, x: Any) -> Any:
+    """A ragged result as it is if the user asked for it, else with dim 0 replicated."""
+    if current().ragged:
+        return x
+    spec = x._spec
+    places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
+    cuts = None if spec.cuts is None else [None, *spec.cuts[1:]]
+    return laid(op, x, spec.with_placements(places, cuts))
+
+
+def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
+    """A result that was put together on all ranks as it is, or if the user asked for it in shards
+    over `axes`."""
+    if not current().ragged:
+        return x
+    spec = x._spec
+    places = [Shard(dim) if axis in axes else place for axis, place in enumerate(spec.placements)]
+    return laid(op, x, spec.with_placements(places))

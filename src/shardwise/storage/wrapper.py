@@ -1,0 +1,131 @@
+"""The bare tensor: a wrapper with a global shape, a spec and local tensors, below autograd."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from .._torch import disabled_torch_function, make_wrapper
+from ..layout.spec import DTensorSpec
+
+__all__ = ["Plain", "Wrapper", "wrap"]
+
+Locals = tuple[torch.Tensor, ...]
+Memo = dict[DTensorSpec, tuple[Any, Locals]]
+"""What is there of a tensor in other layouts, each with the stamp of the tensor then."""
+
+
+class Cell:
+    """The version cell that aliases share.
+
+    `writes` counts the writes of the dispatcher. `parts` are the local tensors of the first alias:
+    their versions tell of other writes. `exposed` says whether a user holds any of them. Inference
+    tensors have no versions: `to_local` hands out tensors of the same memory that have, `handed`.
+    """
+
+    __slots__ = ("__weakref__", "exposed", "handed", "parts", "writes")
+
+    def __init__(self, parts: Locals) -> None:
+        self.writes = 0
+        self.parts = parts
+        self.exposed = False
+        self.handed: Locals | None = None
+
+
+class Wrapper(torch.Tensor):
+    """What the dispatcher knows of a DTensor.
+
+    `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is
+    the version cell that aliases share, made when the first alias is. `_memo` caches the reduced
+    value of a Partial, by layout. `_of` is what a deferred view is a view of.
+    """
+
+    _spec: DTensorSpec
+    _locals: Locals
+    _cell: Cell | None = None
+    _memo: Memo | None = None
+    _of: Any = None
+    public: ClassVar[type[Wrapper]]
+
+    __torch_function__ = disabled_torch_function
+
+
+def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
+    """A DTensor of these local tensors."""
+    shape, stride, dtype = spec.meta
+    made = make_wrapper(
+        Wrapper.public, shape, strides=stride, dtype=dtype, device=device_of(spec, local)
+    )
+    made._spec = spec  # type: ignore[attr-defined]
+    made._locals = local  # type: ignore[attr-defined]
+    if cell is not None:
+        made._cell = cell  # type: ignore[attr-defined]
+    return made
+
+
+def device_of(spec: DTensorSpec, local: Locals) -> torch.device:
+    """The device of the local tensors; of the mesh if this rank holds none."""
+    return local[0].device if local else torch.device(spec.topology.device_type)
+
+
+class Plain:
+    """A plain tensor among the operands: it counts as replicated."""
+
+    __slots__ = ("_cell", "_locals", "_memo", "_spec")
+
+    def __init__(self, spec: DTensorSpec, value: torch.Tensor) -> None:
+        self._spec = spec
+        self._locals = (value,)
+        self._cell = None
+        self._memo: dict[Any, Any] | None = None
+
+
+def exposed_locals(tensor: Wrapper) -> Locals:
+    """The local tensors for a user, who may write into them where nobody counts.
+
+    Those of an alias are made views of the first tensor's, so that they have its versions: what the
+    dispatcher makes of a local tensor has versions of its own.
+    """
+    cell, own = share_cell(tensor), tensor._locals
+    if not cell.exposed and _has_inference(cell.parts):
+        cell.handed = handed = tuple(map(_with_versions, cell.parts))
+        # One rank may look alone: what all have made of it must still be good on this one.
+        cell.writes -= sum([part._version for part in handed])
+    cell.exposed = True
+    bases = cell.parts if cell.handed is None else cell.handed
+    if bases is own or len(bases) != len(own):
+        return own
+    return tuple([_view_of(base, part) for base, part in zip(bases, own, strict=True)])
+
+
+def _with_versions(part: torch.Tensor) -> torch.Tensor:
+    """An inference tensor as one that has versions, in the same memory: a view would have none."""
+    if not part.is_inference():
+        return part
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(0, dtype=part.dtype, device=part.device)
+        memory = part.untyped_storage()
+        return made.set_(memory, part.storage_offset(), part.shape, part.stride())
+
+
+def _has_inference(parts: Locals) -> bool:
+    """Whether some are plain tensors in memory that have no versions."""
+    values = all(type(part) is torch.Tensor and not part.is_meta for part in parts)
+    return values and any(part.is_inference() for part in parts)
+
+
+def _view_of(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """`part` as a view of `base`, if it lies in its memory."""
+    memory = [t.untyped_storage().data_ptr() for t in (base, part)]
+    if base is part or base.dtype is not part.dtype or memory[0] != memory[1]:
+        return part
+    return base.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+def share_cell(base: Wrapper) -> Cell:
+    """The version cell of a tensor, made now if this is its first alias."""
+    cell = base._cell
+    if cell is None:
+        cell = base._cell = Cell(base._locals)
+    return cell

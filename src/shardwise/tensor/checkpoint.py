@@ -1,0 +1,186 @@
+"""What `torch.distributed.checkpoint` asks of a DTensor: which boxes of it are here, and where.
+
+A rank writes and reads one chunk for each box that it holds: one, several if it holds pieces of
+blocks, none if its shard is empty. Replicas name the same chunks, of which DCP writes each once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dispatch.views import DeferredView
+from ..errors import LayoutError, ShardwiseError
+from ..layout.geometry import Interval
+from ..layout.mesh import Coord
+from ..layout.spec import DTensorSpec
+from ..storage.operands import moved
+from ..storage.wrapper import Locals, Wrapper, exposed_locals
+
+__all__ = ["Chunk", "chunk_list", "chunks", "shard_at", "write_items"]
+
+
+class Chunk(NamedTuple):
+    """A box of the global tensor, and where it starts in a local tensor of this process."""
+
+    slot: int
+    offset: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def chunks(spec: DTensorSpec) -> list[Chunk]:
+    """The boxes that this process holds of a tensor, once what is pending is reduced.
+
+    >>> import torch, shardwise
+    >>> from shardwise import Shard
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.distribute_tensor(torch.arange(8), mesh, [Shard(0, split=2)])
+    >>> [(chunk.offset, chunk.size) for chunk in chunks(x._spec)]
+    [((0,), (2,)), ((4,), (2,)), ((2,), (2,)), ((6,), (2,))]
+    """
+    spec = spec.reduced
+    if not spec.slots:
+        return []  # this rank is not in the mesh
+    if not prod(spec.shape):  # without a chunk DCP would not know the tensor
+        zeros = (0,) * spec.ndim
+        return [Chunk(0, zeros, zeros, tuple(spec.shape))]
+    found = []
+    for slot, coord in enumerate(spec.slots):
+        for runs in product(*_runs(spec, coord)):
+            offset, local_offset, size = zip(*runs, strict=True) if runs else ((), (), ())
+            # Of an empty chunk DCP would keep its offset, which is also that of another one.
+            if prod(size):
+                found.append(Chunk(slot, offset, local_offset, size))
+    return found
+
+
+Run = tuple[int, int, int]
+"""Consecutive indices of a dim: the first of them, its place in the local tensor, their number."""
+
+
+def _runs(spec: DTensorSpec, coord: Coord) -> list[list[Run]]:
+    """For each dim the runs that the rank at `coord` holds."""
+    if spec.fine is None:
+        return [[(start, 0, stop - start)] for start, stop in spec.box(coord)]
+    pieces = iter(spec.fine.box(coord))
+    groups = spec.groups or ()
+    return [_runs_of_blocks(group, [next(pieces) for _ in group]) for group in groups]
+
+
+def _runs_of_blocks(group: Sequence[int], box: Sequence[Interval]) -> list[Run]:
+    """The runs of a dim that is the product of the sizes in `group`, of which a box is held.
+
+    >>> _runs_of_blocks((2, 4), [(0, 2), (1, 3)])
+    [(1, 0, 2), (5, 2, 2)]
+    >>> _runs_of_blocks((3, 4), [(1, 3), (0, 4)])
+    [(4, 0, 8)]
+    """
+    blocks = [0]
+    for size, (start, stop) in zip(group[:-1], box[:-1], strict=True):
+        blocks = [block * size + place for block in blocks for place in range(start, stop)]
+    start, stop = box[-1]
+    runs: list[Run] = []
+    for number, block in enumerate(blocks):
+        first, local = block * group[-1] + start, number * (stop - start)
+        if runs and sum(runs[-1][::2]) == first:
+            before, place, length = runs.pop()
+            runs.append((before, place, length + stop - start))
+        else:
+            runs.append((first, local, stop - start))
+    return runs
+
+
+def write_items(tensor: Any, fqn: str) -> list[Any]:
+    """What this process offers to write of a tensor. Every rank comes here: what is pending is
+    reduced now, and not when one of them writes."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    parts = _parts_to_write(tensor, fqn)
+    items = []
+    for chunk in chunks(tensor._spec):
+        offset = torch.Size(chunk.offset)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk.size)),
+            properties=TensorProperties.create_from_tensor(parts[chunk.slot]),
+            size=tensor.size(),
+        )
+        items.append(WriteItem(MetadataIndex(fqn, offset), WriteItemType.SHARD, tensor_data=data))
+    return items
+
+
+def _parts_to_write(tensor: Any, fqn: str) -> Locals:
+    moves = bool(tensor._spec.sums) or isinstance(tensor, DeferredView)
+    background = threading.current_thread() is not threading.main_thread()
+    # A copy that DCP has made to save it later has the attributes of such a tensor, not its class.
+    copied = not moves and not vars(tensor).keys().isdisjoint(("_of", "_ready"))
+    if copied or (moves and background):
+        raise LayoutError(
+            f"{fqn}: {tensor._spec} has to be reduced or moved before it is saved, which needs all "
+            "ranks and cannot be done in the background. Give async_save a tensor that holds its "
+            "value: x.redistribute(placements=...), or x.clone() of a view."
+        )
+    if not moves:
+        return tensor._locals  # type: ignore[no-any-return]
+    tensor._to_write = parts = moved(tensor, tensor._spec.reduced)
+    return parts
+
+
+def chunk_list(tensor: Any) -> list[Any]:
+    """The chunks that this process reads of a tensor. DCP writes into the local tensors."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    # DCP takes a ValueError for something else, so these are none.
+    if tensor._spec.sums:
+        raise ShardwiseError(
+            f"load: {tensor._spec} is a pending {tensor._spec.placements}, and a checkpoint has "
+            "whole values. Load into a tensor with Replicate() or Shard(dim) in its place."
+        )
+    if isinstance(tensor, DeferredView):
+        raise ShardwiseError(
+            f"load: {tensor._spec} is a view whose elements other ranks hold. Load into a tensor "
+            "of its own, and copy_ that into the view."
+        )
+    exposed_locals(tensor)
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=torch.Size(chunk.size))
+        for chunk in chunks(tensor._spec)
+    ]
+
+
+def shard_at(tensor: Any, index: Any) -> torch.Tensor:
+    """The part of a local tensor that a chunk is written from, or read into."""
+    found = chunks(tensor._spec)
+    if index.offset is not None:
+        found = [chunk for chunk in found if chunk.offset == tuple(index.offset)]
+    if len(found) != 1:
+        raise LayoutError(
+            f"{index.fqn}: this rank holds no chunk at {index.offset} of {tensor._spec}."
+        )
+    (chunk,) = found
+    part = _parts_here(tensor)[chunk.slot]
+    if not prod(chunk.size):
+        return part.new_empty(chunk.size)  # of the whole tensor, which has no elements
+    for dim, (start, size) in enumerate(zip(chunk.local_offset, chunk.size, strict=True)):
+        if size != part.shape[dim]:
+            part = part.narrow(dim, start, size)
+    return part
+
+
+def _parts_here(tensor: Wrapper) -> Locals:
+    """The local tensors; none of them moves, because only some ranks come here."""
+    to_write: Locals | None = vars(tensor).get("_to_write")
+    if to_write is not None:
+        return to_write
+    cell = tensor._cell
+    return exposed_locals(tensor) if cell is not None and cell.exposed else tensor._locals

@@ -1,0 +1,395 @@
+"""Whole tensors and local tensors made DTensors, and local tensors of DTensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch import PARAMETER, is_traced
+from ..comm import as_bytes, engine_of
+from ..errors import LayoutError, MeshError, PlainTensorError
+from ..layout.geometry import memory_order, stride_like
+from ..layout.mesh import AnyMesh, Coord, Topology, topology
+from ..layout.placement import Partial, Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from ..storage import policy
+from ..storage.operands import moved
+from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
+from ..storage.plain import check_dense, digest
+from ..storage.wrapper import Wrapper, exposed_locals, wrap
+from .autograd import FromLocal, Replaced, ToLocal, not_partial, refuse_recording
+from .per_rank import PerRank
+
+__all__ = ["distribute", "from_local", "laid_out_like", "to_local", "whole_local"]
+
+
+def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
+    refuse_recording("to_local", (tensor,))
+    spec = tensor._spec
+    if grad_placements is not None:
+        grad_spec = _given_grads("to_local", spec, grad_placements)
+    else:
+        grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
+        _say_assumption(tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        grad_spec = _with_slots(spec, grad_spec)
+        parts = ToLocal.apply(tensor, grad_spec)
+    else:
+        parts = exposed_locals(tensor)
+    if getattr(tensor, PARAMETER, False):
+        parts = tuple(map(_as_parameter, parts))
+    if spec.topology.virtual:
+        return PerRank(spec.topology, spec.slot_axes, parts)
+    # A rank that is not in the mesh holds nothing.
+    return parts[0] if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _as_parameter(part: torch.Tensor) -> torch.Tensor:
+    """A local tensor of an `nn.Parameter`, which is one to `isinstance` too."""
+    made = part if part.grad_fn is not None else part.view_as(part)
+    setattr(made, PARAMETER, True)
+    return made
+
+
+def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
+    """The local tensor of a replicated DTensor, whose gradient is laid out as `grad_placements`
+    say."""
+    spec = whole._spec
+    grad_spec = _given_grads("full_tensor", spec, grad_placements)
+    if spec.topology.virtual and not grad_spec.is_replicated():
+        raise LayoutError(
+            f"full_tensor: grad_placements {list(grad_spec.placements)} on a virtual mesh, where "
+            "one plain tensor stands for all ranks, and so does its gradient. Use "
+            "to_local(grad_placements=...), which has a tensor for each rank."
+        )
+    if not whole._locals:
+        raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
+    (part,) = ToLocal.apply(whole, grad_spec)
+    return part.clone()  # type: ignore[no-any-return]
+
+
+def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
+    """The layout that a user gives for the gradients of local tensors: those have the shapes of
+    the local tensors, and so must its shards."""
+    mesh = spec.topology
+    places = checked_placements(what, mesh, grad_placements, spec.ndim)
+    pairs = zip(spec.placements, places, strict=True)
+    alike = all(a is b or not (a.is_shard() or b.is_shard()) for a, b in pairs)
+    grad_spec = spec.with_placements(places, spec.cuts if alike else None)
+    every = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
+    if any(spec.local_shape(coord) != grad_spec.local_shape(coord) for coord in every):
+        raise LayoutError(
+            f"{what}: grad_placements {list(places)} for local tensors of {spec}: a gradient has "
+            "the shape of its local tensor, so it is sharded where the tensor is. Give the same "
+            "shards; on the other axes Replicate() or Partial()."
+        )
+    return grad_spec
+
+
+def _with_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorSpec:
+    if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
+        raise LayoutError(
+            f"to_local: grad_placements {list(grad_spec.placements)} vary over other axes than the "
+            f"placements {list(spec.placements)}, which a virtual mesh cannot follow. "
+            "Redistribute to a sharded or partial layout before to_local."
+        )
+    return grad_spec
+
+
+_said: set[str] = set()
+
+
+def _say_assumption(tensor: Any) -> None:
+    replicated = any(place.is_replicate() for place in tensor.placements)
+    if replicated and tensor.requires_grad and torch.is_grad_enabled() and "to_local" not in _said:
+        _said.add("to_local")
+        warnings.warn(
+            "to_local() of a replicated DTensor that requires grad: the gradient of its local "
+            "tensor is taken to be equal on all ranks. If each rank computes a part of it, say so "
+            "with "
+            "grad_placements=[Partial()]. This is said once.",
+            stacklevel=4,
+        )
+
+
+def from_local(
+    local: Any,
+    device_mesh: AnyMesh | None,
+    placements: Sequence[Placement] | None,
+    run_check: bool | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None = None,
+) -> Any:
+    mesh = topology(device_mesh)
+    if isinstance(local, Wrapper) or not isinstance(local, (torch.Tensor, PerRank)):
+        raise LayoutError(
+            f"from_local: a local tensor is needed, but got {type(local).__name__}. "
+            "To change the layout of a DTensor use redistribute."
+        )
+    if isinstance(local, PerRank) and local.mesh is not mesh:
+        raise MeshError(f"from_local: the local tensors are of mesh {local.mesh}, not {mesh}.")
+    sample = local.parts[0] if isinstance(local, PerRank) else local
+    check_dense("from_local", sample)
+    places = checked_placements("from_local", mesh, placements, sample.ndim)
+    _check_dtype(places, sample.dtype)
+    ask = run_check
+    if run_check is None:
+        ask = shape is None and any(place.is_shard() for place in places)
+    held = _held(local, mesh, bool(ask) and not is_traced(sample))
+    if held is not None:
+        check_alike(mesh, held, gradients=bool(run_check), order=stride is None)
+    spec = _inferred(mesh, places, held, sample, shape, stride)
+    parts = _place_local(local, spec, held)
+    if mesh.virtual and held is not None and run_check is False and shape is None:
+        _warn_of_sizes(sorted({part.shape for part in held.values()}))
+    if run_check and held is not None and not mesh.virtual:
+        parts = _same_replicas(spec, parts)
+    if grad_placements is None:
+        return FromLocal.apply(spec, None, *parts)
+    grad_spec = _given_grads("from_local", spec, grad_placements)
+    if mesh.virtual and not set(grad_spec.slot_axes) <= set(spec.slot_axes):
+        raise LayoutError(
+            f"from_local: grad_placements {list(grad_spec.placements)} vary over axes on which "
+            f"{list(places)} do not: a virtual mesh keeps one local tensor there, which has one "
+            "gradient. Give gradients that are replicated on these axes."
+        )
+    return FromLocal.apply(spec, grad_spec, *parts)
+
+
+def _warn_of_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Say that parts of different sizes, which are seen in one process, must be asked for in
+    many."""
+    if len(shapes) > 1:
+        warnings.warn(
+            "from_local: the local tensors have different shapes, among them "
+            f"{list(shapes[0])} and {list(shapes[-1])}. A virtual mesh sees that, but on processes "
+            "each rank takes all to have its own shape. Leave run_check=False out: the ranks then "
+            "compare their shapes.",
+            stacklevel=4,
+        )
+
+
+def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
+    for place in places:
+        if place.is_partial("avg") and not (dtype.is_floating_point or dtype.is_complex):
+            raise LayoutError(
+                f"from_local: {place!r} of {dtype}: the average of integers is no integer."
+            )
+
+
+def _place_local(
+    local: Any, spec: DTensorSpec, held: dict[Coord, Part] | None
+) -> tuple[torch.Tensor, ...]:
+    """The local tensors in the order of the spec's slots."""
+    parts = []
+    for coord in spec.slots:
+        part = local.at(coord) if isinstance(local, PerRank) else local
+        parts.append(part.resolve_conj().resolve_neg())
+    shapes = {coord: tuple(p.shape) for coord, p in zip(spec.slots, parts, strict=True)}
+    if held is not None:  # all ranks look at all of them, so that all raise
+        shapes = {coord: part.shape for coord, part in held.items()}
+    for coord, shape in shapes.items():
+        if shape != spec.local_shape(coord):
+            raise LayoutError(
+                f"from_local: the rank at {coord} holds {list(shape)}, but {spec} gives it "
+                f"{list(spec.local_shape(coord))}. Leave shape= out to infer it from all ranks "
+                "(run_check=True does so too), or give shape= and stride= that fit."
+            )
+    if spec.topology.virtual and not isinstance(local, PerRank) and len(parts) > 1:
+        parts = [part.clone() for part in parts]  # ranks do not share memory
+    return tuple(parts)
+
+
+def _held(local: Any, mesh: Topology, ask: bool) -> dict[Coord, Part] | None:
+    """The local tensor of every rank, if it is known here or shall be asked for."""
+    every = mesh.coords_here(range(mesh.ndim))
+    if isinstance(local, PerRank):
+        return {coord: Part.of(local.at(coord)) for coord in every}
+    own = Part.of(local)
+    if mesh.virtual:
+        return dict.fromkeys(every, own)
+    return told_by_all(mesh, own) if ask and mesh.coordinate is not None else None
+
+
+def _inferred(
+    mesh: Topology,
+    places: tuple[Placement, ...],
+    held: dict[Coord, Part] | None,
+    sample: torch.Tensor,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> DTensorSpec:
+    """The spec of these local tensors."""
+    sizes: list[int] = []
+    cuts: list[tuple[int, ...] | None] = []
+    for dim in range(sample.ndim):
+        axes = [axis for axis, place in enumerate(places) if place.is_shard(dim)]
+        count = prod(mesh.shape[axis] for axis in axes)
+        if held is None:
+            pieces = (sample.shape[dim],) * count
+        else:
+            pieces = _pieces(mesh, places, held, dim, axes)
+        sizes.append(sum(pieces))
+        cuts += _part_cuts(places, dim, pieces)
+    if shape is not None:
+        if held is None or tuple(shape) != tuple(sizes):
+            cuts = []
+        sizes = list(shape)
+    if len(sizes) != sample.ndim:
+        raise LayoutError(
+            f"from_local: shape {sizes} is given for a local tensor of {sample.ndim} dims."
+        )
+    if stride is None:
+        order = common_order({(): Part.of(sample)} if held is None else held)
+        stride = stride_like(sizes, order or memory_order(sample.stride()))
+    meta = TensorMeta(tuple(sizes), tuple(stride), sample.dtype)
+    return DTensorSpec(mesh, places, meta, cuts=cuts or None)
+
+
+def _part_cuts(
+    places: Sequence[Placement], dim: int, pieces: tuple[int, ...]
+) -> list[tuple[int, ...] | None]:
+    """The cuts of a dim held in these pieces; of its blocks and of what is inside of them, if it is
+    sharded block by block. Pieces of blocks in blocks are as `torch.chunk` would cut them."""
+    splits = {place.split for place in places if isinstance(place, Shard) and place.dim == dim}
+    if not splits or not sum(pieces):
+        return [None]
+    if splits == {1}:
+        return [pieces]
+    split = max(splits)
+    if len(splits) > 1 or any(size % split for size in pieces):
+        return [None] * len(splits | {1})
+    return [None, tuple(size // split for size in pieces)]
+
+
+def _pieces(
+    mesh: Topology,
+    places: tuple[Placement, ...],
+    held: dict[Coord, Part],
+    dim: int,
+    axes: list[int],
+) -> tuple[int, ...]:
+    pieces = []
+    for coord in mesh.group_coords((0,) * mesh.ndim, axes):
+        others = [axis for axis in range(mesh.ndim) if axis not in axes]
+        found = {held[member].shape[dim] for member in mesh.group_coords(coord, others)}
+        if len(found) > 1:
+            raise LayoutError(
+                f"from_local: the ranks disagree on the size of dim {dim}: {sorted(found)}, but "
+                f"{list(places)} on {mesh} means that they hold the same. "
+                f"If each holds a part of the dim, use Shard({dim})."
+            )
+        pieces.append(found.pop())
+    return tuple(pieces)
+
+
+def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """On axes where the ranks shall hold the same, all take the value of the axis's first rank."""
+    axes = [axis for axis, place in enumerate(spec.placements) if place.is_replicate()]
+    if not axes or not parts:
+        return parts
+    places = [Partial("sum") if axis in axes else p for axis, p in enumerate(spec.placements)]
+    first = all(spec.slots[0][axis] == 0 for axis in axes)
+    mine = parts[0].detach() if first else torch.zeros_like(parts[0])
+    as_sum = wrap(DTensorSpec(spec.topology, places, spec.meta, cuts=spec.cuts), (mine,))
+    whole = moved(as_sum, spec)[0]
+    return (Replaced.apply(parts[0], whole),)
+
+
+def distribute(
+    tensor: torch.Tensor,
+    device_mesh: AnyMesh | None,
+    placements: Sequence[Placement] | None,
+    cuts: Sequence[Sequence[int] | None] | None,
+    source: int | None,
+) -> Any:
+    """A whole tensor laid out on a mesh; all ranks take the value of rank `source` of the mesh."""
+    if isinstance(tensor, Wrapper):
+        raise LayoutError(
+            f"distribute_tensor: the tensor is a DTensor already: {tensor._spec}. Use redistribute."
+        )
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(
+            f"distribute_tensor: a tensor is needed, but got {type(tensor).__name__}. "
+            "Make one with torch.tensor(...)."
+        )
+    refuse_recording("distribute_tensor", (tensor,))
+    check_dense("distribute_tensor", tensor)
+    mesh = topology(device_mesh)
+    places = checked_placements("distribute_tensor", mesh, placements, tensor.ndim)
+    value = tensor.detach().resolve_conj().resolve_neg().to(mesh.device_type)
+    stride = stride_like(value.shape, memory_order(value.stride()))
+    meta = TensorMeta(tuple(value.shape), stride, value.dtype)
+    whole = DTensorSpec(mesh, default_placements(mesh), meta)
+    target = DTensorSpec(mesh, places, meta, cuts=cuts)
+    parts: tuple[torch.Tensor, ...] = (value,) if whole.slots else ()
+    if source is not None and not mesh.virtual:
+        parts = _from_source(whole, parts, source)
+    local = moved(wrap(whole, parts), target, fresh=True)
+    made: Any = wrap(target, local)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def laid_out_like(value: torch.Tensor, like: DTensorSpec) -> Any:
+    """A plain tensor, which counts as replicated, in the layout of another: its shards where the
+    dims allow them, its cuts if it has the same shape."""
+    mesh = like.topology
+    check_dense("data", value)
+    policy.on_plain("data", tuple(value.shape))
+    if not mesh.virtual and policy.current().plain in ("check", "check_always"):
+        plain = value.detach().resolve_conj().resolve_neg()
+        if not engine_of(mesh).check_equal(mesh, digest(plain)):
+            raise PlainTensorError(
+                f"data: a plain tensor of shape {list(value.shape)} counts as replicated, but it "
+                "is not equal on all ranks. Use distribute_tensor, which takes the first rank's."
+            )
+    places = [place if _fits(place, value) else Replicate() for place in like.placements]
+    cuts = like.cuts if tuple(value.shape) == tuple(like.shape) else None
+    return distribute(value.detach(), like.mesh, places, cuts, None)
+
+
+def _fits(place: Placement, value: torch.Tensor) -> bool:
+    if not isinstance(place, Shard) or place.dim >= value.ndim:
+        return False
+    size = value.shape[place.dim]
+    return place.split == 1 or (size > place.split and size % place.split == 0)
+
+
+def _from_source(
+    whole: DTensorSpec, parts: tuple[torch.Tensor, ...], source: int
+) -> tuple[torch.Tensor, ...]:
+    """The value of one rank on every rank of the mesh."""
+    mesh = whole.topology
+    if not 0 <= source < len(mesh.ranks):
+        raise LayoutError(
+            f"distribute_tensor: src_data_rank={source}, but mesh {mesh} has "
+            f"{len(mesh.ranks)} ranks."
+        )
+    if not parts:
+        return parts
+    shape_digest = digest(
+        torch.tensor([parts[0].ndim, *parts[0].shape, DTYPES.index(parts[0].dtype)])
+    )
+    if not engine_of(mesh).check_equal(mesh, shape_digest):
+        raise LayoutError(
+            f"distribute_tensor: the ranks give tensors of different shape or dtype; this rank "
+            f"gives {parts[0].dtype}{list(parts[0].shape)}. All must give the same shape and "
+            "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
+        )
+    assert mesh.coordinate is not None
+    value = parts[0].contiguous().clone()
+    raw = as_bytes(value)
+    coords = list(mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim)))
+    origin = coords[source]
+    for axis in range(mesh.ndim):
+        group = mesh.mesh.get_group(axis)
+        from_coord = (*mesh.coordinate[:axis], origin[axis], *mesh.coordinate[axis + 1 :])
+        if all(mesh.coordinate[later] == origin[later] for later in range(axis + 1, mesh.ndim)):
+            dist.broadcast(raw, mesh.rank_of(from_coord), group=group)
+    return (value,)

@@ -1,0 +1,565 @@
+"""`DTensor`: a tensor on a mesh, and the ways in and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from secrets import token_hex
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from .._torch import is_tracing, memory_of, mode_of_fakes, untraced
+from ..dispatch.dispatch import dispatch
+from ..dispatch.views import DeferredView, root_of
+from ..errors import LayoutError, MeshError
+from ..layout.mesh import AnyMesh, topology
+from ..layout.placement import Placement
+from ..layout.spec import DTensorSpec, checked_placements, default_placements
+from ..storage.async_value import PendingValue
+from ..storage.wrapper import Cell, Wrapper, share_cell, wrap
+from .autograd import (
+    Redistribute,
+    RedistributeIn,
+    WholeLocal,
+    not_partial,
+    redistributed,
+    take_data,
+    watch_leaf,
+)
+from .autograd import data as autograd_data
+from .autograd import requires_grad as autograd_requires_grad
+from .checkpoint import chunk_list, chunks, shard_at, write_items
+from .conversion import distribute, from_local, laid_out_like, to_local, whole_local
+from .inplace_views import as_strided, in_place
+from .per_rank import PerRank
+from .saving import plain_attributes, saved
+
+__all__ = ["DTensor", "distribute_tensor", "redistribute_all"]
+
+
+class DTensor(Wrapper):
+    """A tensor laid out on a device mesh; every PyTorch operation on it gives the single-device
+    answer.
+
+    Make one with `distribute_tensor`, `DTensor.from_local` or a factory such as `shardwise.zeros`.
+
+    >>> import torch, shardwise
+    >>> from shardwise import Shard
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    >>> (x * 2).sum().item()
+    30.0
+    """
+
+    __torch_dispatch__: Any = classmethod(dispatch)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise TypeError(
+            "DTensor() cannot be called. Use distribute_tensor(tensor, mesh, placements) for a "
+            "whole tensor or DTensor.from_local(local, mesh, placements) for the parts."
+        )
+
+    # --- the layout ------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> AnyMesh:
+        """The mesh the tensor is on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.placements
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...] | None, ...]:
+        """For each dim the sizes of its pieces, None if it is cut as `torch.chunk` would.
+
+        A dim that is sharded block by block has several entries: one for the blocks, and one for
+        the pieces of a block.
+        """
+        return self._spec.cuts or (None,) * self.ndim
+
+    # --- ways in and out ---------------------------------------------------------------------
+
+    @staticmethod
+    @untraced
+    def from_local(
+        local_tensor: torch.Tensor | PerRank,
+        device_mesh: AnyMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool | None = None,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """A DTensor of local tensors: the one of this rank, or a `PerRank` in a virtual mesh.
+
+        If the tensor is sharded and no `shape` is given, the ranks tell each other what they hold,
+        in one small all-gather, and the global shape follows, also from unequal parts.
+
+        - `run_check=True` always asks. It makes replicas equal to the first rank's, and compares
+          dtypes, the order of dims in memory, and `requires_grad`.
+        - `run_check=False` never asks: all ranks are taken to hold tensors of this one's size.
+        - `shape` and `stride` are the global ones; nothing is asked then.
+
+        Without `device_mesh` it is the mesh of the innermost `with mesh:`.
+
+        `grad_placements` says how the gradients of the local tensors make up the global one; by
+        default as the tensors do, and the gradient of a partial tensor is replicated.
+
+        >>> import torch, shardwise
+        >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+        >>> local = shardwise.per_rank(mesh, lambda coord: torch.ones(2 + coord[0]))
+        >>> DTensor.from_local(local, mesh, [shardwise.Shard(0)])
+        DTensor(float32[5] [S(0)] cuts(0)=[2, 3] on (2), local=[[2], [3]])
+        """
+        made: DTensor = from_local(
+            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
+        )
+        return made
+
+    @untraced
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
+        """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
+
+        `grad_placements` says how the gradients of the local tensors make up the global one. By
+        default it is the tensor's own layout: the gradient of a replicated tensor is taken to be
+        the same on all ranks, that of a partial one to be replicated.
+        """
+        if is_tracing():
+            # The result would be memory of this tensor, into which a user may write unseen.
+            raise NotImplementedError(
+                "DTensor.to_local cannot be compiled: it runs between the graphs of "
+                "torch.compile. With fullgraph=True call it outside."
+            )
+        return to_local(self, grad_placements)
+
+    @untraced
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole value as a plain tensor, on every rank.
+
+        Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
+        with `grad_placements=[Partial()]`.
+        """
+        if grad_placements is None:
+            return WholeLocal.apply(self)  # type: ignore[no-any-return]
+        whole = self.redistribute(placements=default_placements(self._spec.topology))
+        return whole_local(whole, grad_placements)
+
+    @untraced
+    def redistribute(
+        self,
+        device_mesh: AnyMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        cuts: Sequence[Sequence[int] | None] | None = None,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor in another layout.
+
+        `cuts` gives for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s.
+        `device_mesh` may be another mesh, of other ranks too: all ranks of both must make the call.
+        With `async_op` it overlaps with what follows; the result waits when it is first used.
+        `forward_dtype` is the dtype in which the tensor is moved, and that of the result;
+        `backward_dtype` is the one in which its gradient is moved. The gradient that arrives has
+        the dtype of the tensor.
+        The result has memory of its own: writes into it do not change this tensor. In the layout
+        that the tensor has already it is an alias, as `view_as` gives.
+
+        >>> import torch, shardwise
+        >>> from shardwise import Replicate, Shard
+        >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+        >>> x = shardwise.distribute_tensor(torch.arange(5), mesh, [Replicate()])
+        >>> x.redistribute(placements=[Shard(0)], cuts=[(1, 4)]).to_local().parts
+        (tensor([0]), tensor([1, 2, 3, 4]))
+        """
+        target = _target(self, device_mesh, placements, cuts)
+        if {forward_dtype, backward_dtype} - {None, self.dtype}:
+            made: DTensor = RedistributeIn.apply(
+                self, target, forward_dtype, backward_dtype, async_op
+            )
+            return made
+        if target is self._spec:
+            return _alias(self)
+        return redistributed(self, target, async_op)  # type: ignore[no-any-return]
+
+    # --- values ------------------------------------------------------------------------------
+
+    @untraced
+    def tolist(self) -> Any:
+        """The global value as nested lists."""
+        return self.full_tensor().tolist()
+
+    @untraced
+    def numpy(self, *, force: bool = False) -> Any:
+        """The global value as a NumPy array that cannot be written: write into the tensor itself.
+
+        A plain tensor shares its memory with its array; what is written into the array of a tensor
+        on a mesh would be lost.
+        """
+        array = self.full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    @untraced
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        if dtype is not None:
+            array = array.astype(dtype, copy=False)
+        return array.copy() if copy else array
+
+    def share_memory_(self) -> DTensor:
+        """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
+        raise LayoutError(_no_memory("share_memory_", self))
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
+        raise LayoutError(_no_memory("__dlpack__", self))
+
+    def apply_(self, callable: Any) -> DTensor:
+        """An error: PyTorch would read and write memory that a tensor on a mesh does not have."""
+        raise LayoutError(
+            f"apply_: a function of Python numbers cannot be run on a DTensor {self._spec!r}. "
+            "Write it with operators of torch, or use x.copy_(x.full_tensor().clone().apply_(f)), "
+            "in which every rank runs it on all elements."
+        )
+
+    def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
+        """A plain tensor of given data, of this tensor's dtype and device if no other is given."""
+        # PyTorch's own looks for the backend among the dispatch keys, and finds that of DTensors.
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **options)
+
+    def new(self, *args: Any, **options: Any) -> Any:
+        """A plain tensor, as `torch.Tensor.new` makes it."""
+        like: Any = torch.empty(0, dtype=self.dtype, device=self.device)
+        return like.new(*args, **options)
+
+    def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
+        """PyTorch's own goes by the offset in memory, which a view of a DTensor does not have."""
+        if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):
+            return super().fill_diagonal_(fill_value, wrap)  # type: ignore[return-value]
+        rows, columns = self.shape[0], self.shape[1]
+        for start in range(0, rows, columns + 1 if wrap and self.ndim == 2 else max(rows, 1)):
+            part: torch.Tensor = self[start:]
+            while part.ndim > 1:
+                part = part.diagonal()
+            part.fill_(fill_value)
+        return self
+
+    t_ = in_place(torch.Tensor.t)
+    transpose_ = in_place(torch.Tensor.transpose)
+    swapaxes_ = in_place(torch.Tensor.swapaxes)
+    swapdims_ = in_place(torch.Tensor.swapdims)
+    squeeze_ = in_place(torch.Tensor.squeeze)
+    unsqueeze_ = in_place(torch.Tensor.unsqueeze)
+    as_strided_ = in_place(as_strided)
+
+    @untraced
+    def __format__(self, spec: str) -> str:
+        if self.ndim == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    @untraced
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Layout and local part; nothing is communicated. `full_tensor()` shows the values."""
+        text = f"DTensor({self._spec!r}"
+        if isinstance(self, DeferredView):
+            local = "a view not read yet"
+        elif isinstance(self, PendingValue):
+            local = "still under way"
+        elif self._spec.topology.virtual:
+            shapes = [list(part.shape) for part in self._locals]
+            local = f"local={shapes}"
+        else:
+            local = f"local={self._locals[0]!r}" if self._locals else "not on this rank"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{text}, {local}{grad})"
+
+    # --- gradients of leaves -------------------------------------------------------------------
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        super().requires_grad_(requires_grad)
+        watch_leaf(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(autograd_requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        autograd_requires_grad.__set__(self, value)
+        watch_leaf(self)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history; assigning to it gives the tensor other values.
+
+        A plain tensor that is assigned counts as replicated. It is copied into the layout of this
+        one: sharded by the same axes where it has the dims for it, else replicated.
+        """
+        return autograd_data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            value = laid_out_like(value, self._spec)
+        take_data(self, value)
+
+    # --- copies ------------------------------------------------------------------------------
+
+    @untraced
+    def __copy__(self) -> DTensor:
+        """The same memory, as of a plain tensor: writes into one are known to the other."""
+        made: DTensor = self.detach()  # type: ignore[assignment]
+        made.__dict__.update(plain_attributes(self))
+        return made.requires_grad_() if self.requires_grad else made
+
+    @untraced
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        found = memo.get(id(self))
+        if found is None:
+            if not self.is_leaf:
+                raise RuntimeError("Only leaf DTensors can be deep-copied: detach() it first.")
+            found = wrap(self._spec, tuple(part.clone() for part in self._locals))
+            memo[id(self)] = found
+            found.__dict__.update(plain_attributes(self))
+            if self.requires_grad:
+                found.requires_grad_()
+            if self.grad is not None:
+                found.grad = self.grad.__deepcopy__(memo)
+        return found  # type: ignore[no-any-return]
+
+    @untraced
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return saved(self)
+
+    # --- torch.distributed.checkpoint ----------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return shard_at(self, index)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape, as newer versions of `torch.distributed.checkpoint` ask for it."""
+        return tuple(self.shape)
+
+    @property
+    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where the boxes that this process holds start in the tensor."""
+        return tuple([chunk.offset for chunk in chunks(self._spec)])
+
+    @property
+    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where the boxes that this process holds start in its local tensor."""
+        return tuple([chunk.local_offset for chunk in chunks(self._spec)])
+
+    @property
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the boxes that this process holds."""
+        return tuple([chunk.size for chunk in chunks(self._spec)])
+
+    # --- torch.compile asks these by name ------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The names of the local tensors, and the layout. Guards ask for the layout, on each rank
+        in its own order, so nothing is read here that might have to be communicated."""
+        return [f"_local{index}" for index in range(len(self._spec.slots))], self._spec
+
+    def __getattr__(self, name: str) -> Any:
+        """The local tensors by their names in `__tensor_flatten__`."""
+        index = name.removeprefix("_local")
+        if index is name or not index.isdecimal():
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with mode_of_fakes(root_of(self)):
+            part = self._locals[int(index)]
+        if type(part) is torch.Tensor:
+            _cells[memory_of(part)] = cell = share_cell(root_of(self))
+            cell.writes += 1  # a compiled program may write into it, where nobody counts
+        return part
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
+        parts = tuple(inner.values())
+        kept = type(parts[0]) is torch.Tensor if parts else False
+        return wrap(spec, parts, _cells.get(memory_of(parts[0])) if kept else None)
+
+    # --- torch.compile asks these by name ------------------------------------------------------
+
+    @untraced
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """The layout in which a compiled backward takes the gradient: no gradient is partial."""
+        return self.redistribute(placements=not_partial(self._spec))
+
+    @untraced
+    def __coerce_same_metadata_as_tangent__(self, spec: Any, kind: Any = None) -> Any:
+        """A gradient in the layout for which a backward was compiled; None if that takes no
+        DTensor."""
+        if not isinstance(spec, DTensorSpec):
+            return None
+        return _in_layout_of(self, spec)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: DTensorSpec, given: DTensorSpec) -> bool:
+        """Whether a graph that was compiled for one layout serves another: only the same."""
+        return compiled is given
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key of a graph in the cache of the compiler.
+
+        Graphs differ by rank, and depend on rules that a program registers, which have no name that
+        would be the same in another run: so the key is good in this process only.
+        """
+        parts = [(part.shape, part.stride(), part.dtype, part.device) for part in self._locals]
+        mesh = self._spec.topology
+        where = mesh.device_type, mesh.shape, mesh.ranks, mesh.coordinate, id(mesh)
+        text = repr((_PROCESS, where, self._spec, self._spec.stride, self.cuts, parts))
+        return sha256(f"{text}{self.requires_grad}".encode()).hexdigest()
+
+
+_PROCESS = token_hex()
+
+_cells: WeakValueDictionary[int, Cell] = WeakValueDictionary()
+"""Of tensors that compiled programs were given, by their memory: a result in the same memory is an
+alias, and what is written into one is known to the other."""
+
+
+def _in_layout_of(tensor: DTensor, spec: DTensorSpec) -> DTensor:
+    target = DTensorSpec._intern(spec.topology, spec.placements, tensor._spec.meta, spec.cuts)
+    return _alias(tensor) if target is tensor._spec else redistributed(tensor, target)
+
+
+def _no_memory(what: str, tensor: DTensor) -> str:
+    return (
+        f"{what}: a DTensor {tensor._spec!r} has no memory of its own. Use to_local(), the "
+        "part of this rank, or full_tensor(), the whole value."
+    )
+
+
+class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is made on demand
+    """A DTensor that is a deferred view."""
+
+
+class _Pending(PendingValue, DTensor):  # type: ignore[override]  # _locals waits
+    """A DTensor that is still under way."""
+
+
+Wrapper.public = DTensor
+Wrapper.pending = _Pending  # type: ignore[attr-defined]
+Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
+
+
+def _target(
+    tensor: DTensor,
+    device_mesh: AnyMesh | None,
+    placements: Sequence[Placement] | None,
+    cuts: Sequence[Sequence[int] | None] | None = None,
+) -> DTensorSpec:
+    """The layout that a redistribution is asked for."""
+    spec = tensor._spec
+    where = spec.topology if device_mesh is None else topology(device_mesh)
+    if where.virtual is not spec.topology.virtual or where.device_type != spec.topology.device_type:
+        raise MeshError(
+            f"redistribute: from mesh {spec.topology} ({spec.topology.device_type}, "
+            f"{_served(spec.topology.virtual)}) to mesh {where} ({where.device_type}, "
+            f"{_served(where.virtual)}): both must be of one device type, and both virtual or both "
+            "over processes."
+        )
+    places = checked_placements("redistribute", where, placements, tensor.ndim)
+    return DTensorSpec(where, places, spec.meta, cuts=cuts)
+
+
+def _served(virtual: bool) -> str:
+    return "virtual" if virtual else "over processes"
+
+
+@untraced
+def redistribute_all(
+    tensors: Sequence[DTensor],
+    placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    *,
+    device_mesh: AnyMesh | None = None,
+    async_op: bool = False,
+) -> list[DTensor]:
+    """Many tensors in other layouts, in few collectives: those that are alike go out as one.
+
+    `placements` are for all tensors, or one list for each. All ranks must give the tensors in the
+    same order. With `async_op` they overlap with what follows; each result waits when it is first
+    used.
+
+    >>> import torch, shardwise
+    >>> from shardwise import Replicate, Shard
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> pair = [shardwise.distribute_tensor(torch.ones(n, 4), mesh, [Shard(0)]) for n in (2, 6)]
+    >>> [x.placements for x in redistribute_all(pair, [Shard(1)])]
+    [(S(1),), (S(1),)]
+    """
+    for each in tensors:
+        if not isinstance(each, DTensor):
+            raise LayoutError(
+                f"redistribute_all: DTensors are needed, but got {type(each).__name__}. "
+                "Use distribute_tensor for plain tensors."
+            )
+    one_for_all = all(isinstance(place, Placement) for place in placements)
+    if not one_for_all and len(placements) != len(tensors):
+        raise LayoutError(
+            f"redistribute_all: {len(placements)} lists of placements were given for "
+            f"{len(tensors)} tensors. Give one for each, or placements for all."
+        )
+    each_own: Any = [placements] * len(tensors) if one_for_all else placements
+    targets = [
+        _target(tensor, device_mesh, own) for tensor, own in zip(tensors, each_own, strict=True)
+    ]
+    pairs = list(zip(tensors, targets, strict=True))
+    moving = [(tensor, spec) for tensor, spec in pairs if tensor._spec is not spec]
+    sources, goals = [tensor for tensor, _ in moving], [spec for _, spec in moving]
+    made: Any = iter(Redistribute.apply(goals, async_op, *sources) if moving else ())
+    stay = {i: _alias(t) for i, (t, spec) in enumerate(pairs) if t._spec is spec}
+    return [stay[i] if i in stay else next(made) for i in range(len(pairs))]
+
+
+def _alias(tensor: DTensor) -> DTensor:
+    """The same tensor as a view that autograd knows of.
+
+    `view` would do but for dims of size 1, which it makes whole: they may be gone in its result.
+    """
+    made: DTensor = torch.ops.aten.alias.default(tensor)
+    return made
+
+
+@untraced
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    cuts: Sequence[Sequence[int] | None] | None = None,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """A whole tensor laid out on a mesh: a leaf, with the input's `requires_grad`.
+
+    All ranks take the value of `src_data_rank`, counted in the mesh; with None each rank's own
+    tensor is taken to be the whole value already, and nothing is communicated. `cuts` gives
+    for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s. Without
+    `device_mesh` it is the mesh of the innermost `with mesh:`.
+
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> shardwise.distribute_tensor(torch.zeros(5, 2), mesh, [shardwise.Shard(0)])
+    DTensor(float32[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    """
+    made: DTensor = distribute(tensor, device_mesh, placements, cuts, src_data_rank)
+    return made

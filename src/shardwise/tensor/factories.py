@@ -1,0 +1,249 @@
+"""Factories: tensors made on a mesh, as `torch.zeros` and its like make them on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from ..layout.geometry import contiguous_stride
+from ..layout.mesh import AnyMesh, Topology, topology
+from ..layout.placement import Placement
+from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from ..random import permuted
+from ..storage.wrapper import wrap
+from .dtensor import DTensor, distribute_tensor
+
+__all__ = [
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+]
+
+
+class _Where(TypedDict, total=False):
+    """What every factory takes by name: where to make the tensor, and what kind of tensor."""
+
+    device_mesh: AnyMesh
+    placements: Sequence[Placement] | None
+    dtype: torch.dtype | None
+    requires_grad: bool
+
+
+Fill = Callable[[tuple[int, ...], torch.dtype, str], torch.Tensor]
+
+
+def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+
+
+def _mesh(where: _Where) -> Topology:
+    return topology(where.get("device_mesh"))
+
+
+def _made(name: str, shape: tuple[int, ...], where: _Where, fill: Fill) -> DTensor:
+    """A tensor of which each rank makes what it holds; a partial one is made whole first."""
+    mesh = _mesh(where)
+    kind = where.get("dtype") or torch.get_default_dtype()
+    meta = TensorMeta(shape, contiguous_stride(shape), kind)
+    places = checked_placements(name, mesh, where.get("placements"), len(shape))
+    target = DTensorSpec(mesh, places, meta)
+    spec = DTensorSpec(mesh, default_placements(mesh), meta) if target.sums else target
+    local = tuple(fill(spec.local_shape(c), kind, mesh.device_type) for c in spec.slots)
+    made: DTensor = wrap(spec, local)
+    if spec is not target:
+        made = made.redistribute(placements=places)
+    return made.requires_grad_(where.get("requires_grad", False))
+
+
+def zeros(*size: Any, **where: Unpack[_Where]) -> DTensor:
+    """Zeros on a mesh; each rank makes only what it holds.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> zeros(5, 2, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    DTensor(float32[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    """
+    return _made("zeros", _sizes(size), where, _filled(0))
+
+
+def ones(*size: Any, **where: Unpack[_Where]) -> DTensor:
+    """Ones on a mesh; each rank makes only what it holds."""
+    return _made("ones", _sizes(size), where, _filled(1))
+
+
+def _filled(value: Any) -> Fill:
+    return lambda shape, dtype, device: torch.full(shape, value, dtype=dtype, device=device)
+
+
+def full(size: Sequence[int], fill_value: Any, **where: Unpack[_Where]) -> DTensor:
+    """One value everywhere, on a mesh; the dtype is the value's, as in `torch.full`.
+
+    >>> import shardwise
+    >>> full((2,), 7, device_mesh=shardwise.init_device_mesh("cpu", (2,))).dtype
+    torch.int64
+    """
+    where["dtype"] = where.get("dtype") or torch.full((), fill_value).dtype
+    return _made("full", tuple(size), where, _filled(fill_value))
+
+
+def empty(*size: Any, **where: Unpack[_Where]) -> DTensor:
+    """Memory on a mesh, not set to anything."""
+    return _made(
+        "empty",
+        _sizes(size),
+        where,
+        lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device),
+    )
+
+
+Generator = torch.Generator | None
+
+
+def _random(
+    name: str, fill: str, numbers: Sequence[Any], size: Any, generator: Generator, where: _Where
+) -> DTensor:
+    _mesh(where)
+    requires_grad = where.pop("requires_grad", False)
+    made = empty(size, **where)
+    getattr(made, fill)(*numbers, generator=generator)
+    return made.requires_grad_(requires_grad)
+
+
+def rand(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """Uniform random numbers on a mesh: those of `torch.rand` with the same seed, in any layout.
+
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> _ = torch.manual_seed(0); x = rand(4, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    >>> _ = torch.manual_seed(0); torch.equal(x.full_tensor(), torch.rand(4))
+    True
+    """
+    return _random("rand", "uniform_", (), _sizes(size), generator, where)
+
+
+def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """Normal random numbers on a mesh: those of `torch.randn` with the same seed, in any layout."""
+    return _random("randn", "normal_", (), _sizes(size), generator, where)
+
+
+def normal(
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    *,
+    generator: Generator = None,
+    **where: Unpack[_Where],
+) -> DTensor:
+    """Normal random numbers on a mesh, as `torch.normal(mean, std, size)` gives them."""
+    return _random("normal", "normal_", (mean, std), tuple(size), generator, where)
+
+
+def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """Random integers on a mesh: `randint(high, size)` or `randint(low, high, size)`.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> randint(3, 9, (5, 2), device_mesh=mesh, placements=[shardwise.Shard(0)])
+    DTensor(int64[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    """
+    *limits, size = bounds
+    low, high = (0, *limits) if len(limits) == 1 else limits
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _random("randint", "random_", (low, high), tuple(size), generator, where)
+
+
+def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """The numbers below `n` in random order, on a mesh.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> randperm(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).sort()[0].tolist()
+    [0, 1, 2, 3, 4]
+    """
+    mesh = _mesh(where)
+    places = checked_placements("randperm", mesh, where.get("placements"), 1)
+    target = DTensorSpec(mesh, places, TensorMeta((n,), (1,), where.get("dtype") or torch.int64))
+    spec = target.with_placements(default_placements(mesh)) if target.sums else target
+    made: DTensor = wrap(spec, permuted(spec, generator))
+    if spec is not target:
+        made = made.redistribute(placements=places)
+    return made.requires_grad_(where.get("requires_grad", False))
+
+
+def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) -> DTensor:
+    """Numbers in steps, on a mesh: those of `torch.arange`, of which each rank keeps its part.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> arange(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    first, last = (0, start) if end is None else (start, end)
+    return _kept("arange", where, torch.arange, first, last, step)
+
+
+def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTensor:
+    """Numbers at equal distances, on a mesh: those of `torch.linspace`.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> linspace(0, 1, 5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    return _kept("linspace", where, torch.linspace, start, end, steps)
+
+
+def logspace(
+    start: Any, end: Any, steps: int, base: float = 10.0, **where: Unpack[_Where]
+) -> DTensor:
+    """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
+    return _kept("logspace", where, torch.logspace, start, end, steps, base)
+
+
+def tril_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
+    """The places of a lower triangle, on a mesh: those of `torch.tril_indices`."""
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _kept("tril_indices", where, torch.tril_indices, row, col, offset)
+
+
+def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
+    """The places of an upper triangle, on a mesh: those of `torch.triu_indices`."""
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _kept("triu_indices", where, torch.triu_indices, row, col, offset)
+
+
+def _kept(name: str, where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
+    """A tensor that every rank makes whole, to keep its part."""
+    _mesh(where)
+    whole = make(*args, dtype=where.get("dtype"))
+    placements = where.get("placements")
+    made = distribute_tensor(whole, where["device_mesh"], placements, src_data_rank=None)
+    return made.requires_grad_(where.get("requires_grad", False))
+
+
+def eye(n: int, m: int | None = None, **where: Unpack[_Where]) -> DTensor:
+    """Ones on the diagonal, on a mesh; each rank makes only what it holds.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> eye(3, device_mesh=mesh, placements=[shardwise.Shard(0)]).sum().item()
+    3.0
+    """
+    requires_grad = where.pop("requires_grad", False)
+    made = zeros(n, n if m is None else m, **where)
+    made.diagonal().fill_(1)
+    return made.requires_grad_(requires_grad)

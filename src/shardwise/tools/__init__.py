@@ -1,0 +1,1 @@
+"""Tools to look at layouts and communication, and to check rules."""

@@ -1,0 +1,104 @@
+"""`shardwise calibrate`: measure the links of a mesh, and keep them where new meshes find them.
+
+    torchrun --nproc-per-node 4 -m shardwise calibrate --mesh 2,2
+
+Each axis is measured alone, all its groups at once, as they are when a program runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MeshError
+from ..layout.cost import DEFAULT, Link
+from ..layout.links import write_links
+from ..layout.mesh import init_device_mesh, topology
+from ..layout.placement import Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..redistribute import plan, run_steps
+
+__all__ = ["calibrate", "measure"]
+
+_SMALL = 1024
+_TURNS = 9
+
+
+def calibrate(
+    device_type: str, mesh_shape: Sequence[int], *, large: int = 16 << 20, file: Path | None = None
+) -> tuple[Link, ...]:
+    """Measure the links of a mesh over these processes; the first rank writes them to the file."""
+    links = measure(device_type, mesh_shape, large)
+    if dist.get_rank() == 0:
+        write_links(device_type, mesh_shape, links, file)
+    dist.barrier()
+    return links
+
+
+def measure(device_type: str, mesh_shape: Sequence[int], large: int) -> tuple[Link, ...]:
+    """For each axis the time to start an exchange, and the bytes that a rank receives per second.
+
+    All ranks give the same answer: that of the slowest.
+    """
+    mesh = init_device_mesh(device_type, mesh_shape, links=DEFAULT)
+    where = topology(mesh)
+    if where.virtual:
+        raise MeshError(
+            "calibrate: there are no processes to measure. Start them with torchrun: "
+            "torchrun --nproc-per-node 4 -m shardwise calibrate --mesh 2,2"
+        )
+    return tuple(_link(mesh_shape, device_type, axis, large) for axis in range(where.ndim))
+
+
+def _link(mesh_shape: Sequence[int], device_type: str, axis: int, large: int) -> Link:
+    if mesh_shape[axis] == 1:
+        return DEFAULT  # nobody to talk to
+    few, many = (_exchange(mesh_shape, device_type, axis, size) for size in (_SMALL, large))
+    extra = max(many[1] - few[1], 1)
+    bandwidth = extra / max(many[0] - few[0], 1e-9)
+    return Link(latency=_rough(few[0]), bandwidth=max(1.0, _rough(bandwidth)))
+
+
+def _rough(value: float) -> float:
+    """Two digits: no measurement is truer than that, and axes that are alike shall be equal."""
+    return float(f"{value:.1e}")
+
+
+def _exchange(
+    mesh_shape: Sequence[int], device_type: str, axis: int, nbytes: int
+) -> tuple[float, int]:
+    """Seconds that an exchange along `axis` of shards of `nbytes` takes, and bytes received."""
+    mesh = init_device_mesh(device_type, mesh_shape)
+    count = mesh_shape[axis]
+    rows = max(count, int((nbytes * count / 4) ** 0.5) // count * count)
+    meta = TensorMeta((rows, rows), (rows, 1), torch.float32)
+    sides = []
+    for dim in (0, 1):
+        places = [Shard(dim) if other == axis else Replicate() for other in range(mesh.ndim)]
+        sides.append(DTensorSpec(mesh, places, meta))
+    steps = plan(*sides)
+    local = [
+        torch.ones(sides[0].local_shape(coord), device=device_type) for coord in sides[0].slots
+    ]
+    taken = _median(lambda: run_steps(steps, local, meta.stride), device_type)
+    return taken, steps[0].elements_received * 4
+
+
+def _median(run: Callable[[], object], device_type: str) -> float:
+    """The median time of a run on the slowest rank, after one that is not counted."""
+    times = []
+    for _ in range(_TURNS + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        if device_type != "cpu":
+            torch.get_device_module(device_type).synchronize()
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(times[1:])], device=device_type)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.item())

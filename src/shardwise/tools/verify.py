@@ -1,0 +1,342 @@
+"""The checker of rules: every row by brute force.
+
+The inputs are sharded as a row says, the operator runs on every rank, the results are put together
+as the row says, and all is compared with the operator on the whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from operator import mul
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload
+from ..comm.reduction import check_reducible, reduce_list
+from ..dispatch.decide import spec_for
+from ..dispatch.infer import infer
+from ..dispatch.operator import Entry
+from ..dispatch.plans import CallPlan, filled
+from ..dispatch.random_ops import is_random, is_without_dropout
+from ..errors import LayoutError, RuleError
+from ..layout.geometry import Cuts, chunk_cuts
+from ..layout.mesh import Topology, VirtualMesh, topology
+from ..layout.placement import Partial, Placement, Shard
+from ..layout.spec import DTensorSpec, Groups, TensorMeta, default_placements
+from ..rules import Call, Dims, Operand, Row, Rule
+from ..rules.call import has_fractions
+from ..storage.wrapper import wrap
+
+__all__ = ["CheckedRow", "Report", "Trial", "verify"]
+
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """A row of a rule, in how many settings it was tried, and the first thing that was wrong."""
+
+    row: Row
+    trials: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found: one entry per row of the rule."""
+
+    op: OpOverload
+    rule: Rule
+    rows: tuple[CheckedRow, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row gives the answer of one device."""
+        return all(checked.problem is None for checked in self.rows)
+
+    @property
+    def trials(self) -> int:
+        """How many times the operator ran sharded."""
+        return sum(checked.trials for checked in self.rows)
+
+    def raise_if_wrong(self) -> None:
+        """Raise a `RuleError` that says what is wrong, if anything is."""
+        if not self.ok:
+            raise RuleError(str(self))
+
+    def __str__(self) -> str:
+        width = max((len(repr(checked.row)) for checked in self.rows), default=0)
+        lines = [f"{self.op}: {self.rule}"]
+        for checked in self.rows:
+            said = "ok" if checked.problem is None else f"WRONG: {checked.problem}"
+            lines.append(f"  {checked.row!r:{width}}  {said}")
+        return "\n".join(lines)
+
+
+def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> Report:
+    """Check every row of the rule of `op` for a call with plain tensors, on axes of `ranks` ranks.
+
+    Sharded dims are cut evenly and raggedly, with empty pieces; pending values are split at random.
+
+    >>> import torch
+    >>> print(verify(torch.ops.aten.mm, torch.randn(5, 4), torch.randn(4, 3)))
+    aten.mm.default: m k, k n -> m n  linear=0|1
+      S(0), R -> S(0)         ok
+      S(1), S(0) -> P(sum)    ok
+      R, S(1) -> S(1)         ok
+      R, R -> R               ok
+      P(sum), R -> P(sum)     ok
+      P(avg), R -> P(avg)     ok
+      R, P(sum) -> P(sum)     ok
+      R, P(avg) -> P(avg)     ok
+    """
+    entry = Entry(op if isinstance(op, OpOverload) else _default(op))
+    if entry.family is None or entry.outs or entry.is_list or _draws(entry.op, args, kwargs):
+        raise RuleError(f"verify: calls of {entry.op} are not decided by a rule of its own.")
+    trial = Trial(entry, args, kwargs)
+    found: dict[Row, list[str | None]] = {}
+    for count in ranks:
+        rule = trial.rule(count)
+        for row in trial.rows(rule):
+            settings = list(_settings(rule, row, count))
+            problems = [trial.problem(rule, row, count, cuts) for cuts in settings]
+            found.setdefault(row, []).extend(problems)
+    rows = (
+        CheckedRow(row, len(problems), next(filter(None, problems), None))
+        for row, problems in found.items()
+    )
+    return Report(entry.op, rule, tuple(rows))
+
+
+def _default(packet: Any) -> Any:
+    if isinstance(packet, torch.library.CustomOpDef):  # type: ignore[attr-defined]
+        return packet._opoverload
+    overloads = packet.overloads()
+    if "default" not in overloads and len(overloads) > 1:
+        raise RuleError(f"verify: {packet} has the overloads {', '.join(overloads)}: give one.")
+    return getattr(packet, "default" if "default" in overloads else overloads[0])
+
+
+def _draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return is_random(op) and not is_without_dropout(op, args, kwargs)
+
+
+def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
+    """The cuts of the row's factor to try: even, all on the last rank, and one with holes."""
+    if row.factor is None:
+        yield from [()] * (3 if any(place.is_partial() for place in row.inputs) else 1)
+        return
+    size = rule.sizes[row.factor]
+    last, few = (0,) * (count - 1) + (size,), min(1, size)
+    holes = (few, *[0] * (count - 2), size - few)
+    yield from dict.fromkeys((chunk_cuts(size, (count,)), last, holes))
+
+
+class Trial:
+    """One call, tried in many layouts."""
+
+    def __init__(self, entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.entry, self.args, self.kwargs = entry, args, kwargs
+        self.draw = torch.Generator().manual_seed(0)
+        self.tensors = _tensors([*args, *kwargs.values()])
+        self.metas = [TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in self.tensors]
+        copies = [t.clone() for t in self.tensors]
+        given, named = filled(args, kwargs, iter(copies))
+        self.expected = _tensors([entry.op(*given, **named)])
+        self.shares = bool(set(map(_memory, copies)) & set(map(_memory, self.expected)))
+        self.has_values = "empty" not in entry.op._schema.name
+        before = args[: entry.written] if entry.written is not None else ()
+        self.written = None if entry.written is None else len(_tensors(before))
+
+    def rule(self, count: int) -> Rule:
+        """The rule for the call on an axis of `count` ranks."""
+        where = _axis(count)
+        specs = [DTensorSpec(where, default_placements(where), meta) for meta in self.metas]
+        self.results, self.structure = infer(self.entry.op, self.args, self.kwargs, specs)
+        given = filled(self.args, self.kwargs, iter(map(Operand, range(len(specs)))))
+        assert self.entry.family is not None
+        call = Call(self.entry.op, *given, specs, self.results, self.structure)
+        return self.entry.family(call)
+
+    def rows(self, rule: Rule) -> list[Row]:
+        """The rows that calls can meet: of those that write, the ones that keep the layout."""
+        kept = self.written
+        rows = [r for r in rule.rows if kept is None or r.inputs[kept] is r.outputs[0]]
+        return [row for row in rows if self._can_be(row)]
+
+    def _can_be(self, row: Row) -> bool:
+        for place, meta in zip(row.inputs, self.metas, strict=True):
+            if isinstance(place, Partial):
+                try:
+                    check_reducible(place.reduce_op, meta.dtype)
+                except LayoutError:
+                    return False
+        return True
+
+    def problem(self, rule: Rule, row: Row, count: int, cuts: Cuts) -> str | None:
+        """What is wrong when the call runs in this layout; None if nothing is."""
+        where = _axis(count)
+        factors: dict[str, tuple[Cuts, tuple[int, ...]]] = {}
+        if row.factor is not None:
+            factors[row.factor] = (cuts, (count,))
+
+        def specs(
+            places: Sequence[Placement],
+            dims: Sequence[Dims],
+            metas: Sequence[TensorMeta],
+            apart: Sequence[Groups | None],
+        ) -> list[DTensorSpec]:
+            every = zip(places, dims, metas, apart, strict=True)
+            return [spec_for(where, [p], own, meta, factors, each) for p, own, meta, each in every]
+
+        none: tuple[None, ...] = (None,)
+        ins, outs = rule.apart or (none * len(self.metas), none * len(self.results))
+        try:
+            inputs = specs(row.inputs, rule.inputs, self.metas, ins)
+            outputs = specs(row.outputs, rule.outputs, self.results, outs)
+            wrong = self._run(rule, inputs, outputs)
+        except _FAILURES as error:
+            wrong = f"{type(error).__name__}: {error}"
+        setting = f" with cuts {list(cuts)}" if row.factor is not None else ""
+        return None if wrong is None else f"on {count} ranks{setting}, {wrong}"
+
+    def _run(self, rule: Rule, inputs: list[DTensorSpec], outputs: list[DTensorSpec]) -> str | None:
+        plan = CallPlan(
+            self.entry.op,
+            inputs,
+            inputs,
+            outputs,
+            spots=None,
+            structure=self.structure,
+            written=self.written,
+            target=self.entry.written or 0,
+            local=rule.local,
+            unless=rule.unless,
+            shape_arg=rule.shape_arg,
+            tail=rule.tail,
+            windows=rule.windows,
+        )
+        operands = [
+            wrap(spec, tuple(_parts(tensor, spec, self.draw)))
+            for spec, tensor in zip(inputs, self.tensors, strict=True)
+        ]
+        given, named = filled(self.args, self.kwargs, iter(operands))
+        made = _tensors([plan.run(operands, given, named)])
+        if len(made) != len(self.expected):
+            return f"{len(made)} results, not {len(self.expected)}"
+        for index, (got, want) in enumerate(zip(made, self.expected, strict=True)):
+            wrong = self._aliased(got, operands) or _difference(got, want, self.has_values)
+            if wrong is not None:
+                return f"result {index}: {wrong}"
+        return None
+
+    def _aliased(self, got: Any, operands: Sequence[Any]) -> str | None:
+        """A result shares memory with an operand only if it does so on one device."""
+        if self.shares:
+            return None
+        mine = {_memory(local) for local in got._locals}
+        for index, operand in enumerate(operands):
+            if mine & {_memory(local) for local in operand._locals if local.numel()}:
+                return f"it shares memory with operand {index}"
+        return None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@cache
+def _axis(count: int) -> Topology:
+    return topology(VirtualMesh("cpu", range(count)))
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _parts(
+    tensor: torch.Tensor, spec: DTensorSpec, draw: torch.Generator
+) -> Iterator[torch.Tensor]:
+    """The local tensors of a whole tensor laid out as `spec`, which has one axis."""
+    (place,) = spec.placements
+    if isinstance(place, Partial):
+        for part in _split(tensor, place.reduce_op, len(spec.slots), draw):
+            yield torch.empty_like(tensor).copy_(part)  # in the tensor's order of dims
+        return
+    fine = spec.fine or spec
+    seen = tensor.view(fine.shape)
+    for coord in spec.slots:
+        part = seen[tuple(slice(*piece) for piece in fine.box(coord))].clone()
+        yield part.reshape(spec.local_shape(coord))
+
+
+def _split(whole: torch.Tensor, op: str, count: int, draw: torch.Generator) -> list[torch.Tensor]:
+    """Tensors that reduce to `whole`, which none of them needs to resemble."""
+    dtype = whole.dtype
+    noise = [torch.randint(-3, 4, whole.shape, generator=draw).to(dtype) for _ in range(count)]
+    if dtype is torch.bool:
+        op = {"sum": "max", "product": "min"}.get(op, op)
+    if op in ("max", "min"):
+        owner = torch.randint(count, whole.shape, generator=draw)
+        beyond = torch.minimum if op == "max" else torch.maximum
+        return [
+            torch.where(owner == rank, whole, beyond(whole, other))
+            for rank, other in enumerate(noise)
+        ]
+    exact = has_fractions(dtype)
+    if op == "product":
+        signs = [torch.where(other.real > 0, 2 if exact else 1, -1).to(dtype) for other in noise]
+        rest = reduce(mul, signs[1:])
+        return [whole / rest if exact else whole * rest, *signs[1:]]
+    rest = sum(noise[1:], torch.zeros_like(whole))
+    if op == "sum":
+        return [whole - rest, *noise[1:]]
+    # The average of integers drops what is over: whole values must not depend on it.
+    over = 0 if exact else (count - 1) * torch.where(whole < 0, -1, 1).to(dtype)
+    return [whole * count - rest + over, *noise[1:]]
+
+
+def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
+    spec = got._spec
+    if spec.meta.shape != tuple(want.shape) or spec.dtype is not want.dtype:
+        return f"it is {spec.dtype} {list(spec.shape)}, not {want.dtype} {list(want.shape)}"
+    if values and want.numel() and spec.meta.stride != want.stride():
+        return f"its strides are {list(spec.meta.stride)}, not {list(want.stride())}"
+    for coord, local in zip(spec.slots, got._locals, strict=True):
+        if tuple(local.shape) != spec.local_shape(coord) or local.dtype is not want.dtype:
+            return (
+                f"rank {coord[0]} has {local.dtype} {list(local.shape)}, not "
+                f"{want.dtype} {list(spec.local_shape(coord))}"
+            )
+    if not values:
+        return None
+    whole = _joined(spec, got._locals)
+    # Sums in another order differ in the last digits, and more where large parts cancel.
+    close = torch.finfo(want.dtype).eps ** 0.5 if has_fractions(want.dtype) else 0
+    if torch.equal(whole, want):  # much faster than to look for what is close
+        return None
+    try:
+        torch.testing.assert_close(whole, want, rtol=close, atol=close, equal_nan=True)
+    except AssertionError as error:
+        return "values differ: " + "; ".join(filter(None, str(error).splitlines()[1:]))
+    return None
+
+
+def _joined(spec: DTensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    fine = spec.fine or spec
+    (place,) = fine.placements
+    if isinstance(place, Shard):
+        seen = [
+            part.reshape(fine.local_shape(at)) for at, part in zip(fine.slots, parts, strict=True)
+        ]
+        return torch.cat(seen, place.dim).reshape(spec.shape)
+    return reduce_list(parts, place.reduce_op) if isinstance(place, Partial) else parts[0]
