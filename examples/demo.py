@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.layout.mesh import VirtualMesh
 from shardwise import Replicate, Shard
+from shardwise.layout.mesh import VirtualMesh
 
 TOKENS, WIDTH, HIDDEN, CLASSES, BATCH, LENGTH = 60, 16, 36, 5, 31, 9
 STEPS, SHOWN = 60, 10

@@ -14,8 +14,8 @@ from torch import nn
 import shardwise as sw
 from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, per_rank
 from shardwise.errors import LayoutError
-from shardwise.layout.split_dims import coarse, common, refined
-from shardwise.redistribute import relaid
+from shardwise.layout.split_dims import common, merge_dims, split_dims
+from shardwise.redistribute import redistribute_locals
 
 from .compare import assert_same, check, numbers, spread, virtual
 from .layouts import assert_holds, by_coord, scatter, spec_of, stored, whole_numbers
@@ -299,11 +299,11 @@ def test_finer_and_coarser_shapes() -> None:
     assert common(((4, 16),), ((2, 32),)) == ((2, 2, 16),)
     assert common(((4, 6),), ((6, 4),)) is None
     spec = spec_of(virtual(2, 2), [S0, Shard(0, 4)], (64,))
-    fine = refined(spec, ((4, 4, 4),))
+    fine = split_dims(spec, ((4, 4, 4),))
     assert fine is not None
     assert fine.placements == (S0, S1)
-    assert coarse(fine, ((4, 4, 4),), spec.meta) is spec
-    assert refined(spec, ((8, 8),)) is None
+    assert merge_dims(fine, ((4, 4, 4),), spec.meta) is spec
+    assert split_dims(spec, ((8, 8),)) is None
     x = spread(torch.arange(64), virtual(2, 2), (P, Shard(0, 4)))
     assert torch.equal(x.full_tensor(), torch.arange(64))
 
@@ -390,7 +390,9 @@ def test_fewer_blocks_than_ranks_move_only_what_a_rank_lacks(shape: tuple[int, .
         told = sw.explain_redistribute(src, dst)
         assert told.received <= 12 * 3 * 4
         held = stored(src, scatter(src, full.view(96, 3)))
-        assert_holds(dst, by_coord(dst, relaid(src, dst, tuple(held))), full.view(96, 3))
+        assert_holds(
+            dst, by_coord(dst, redistribute_locals(src, dst, tuple(held))), full.view(96, 3)
+        )
 
 
 # --- memory ---------------------------------------------------------------------------------------

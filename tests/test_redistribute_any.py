@@ -19,7 +19,7 @@ from shardwise.layout.geometry import stride_like
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import relaid, run_all, run_between
+from shardwise.redistribute import redistribute_locals, run_all, run_between
 
 from .layouts import assert_holds, by_coord, equal, scatter, spec_of, stored, whole_numbers
 
@@ -108,7 +108,7 @@ def check(src: DTensorSpec, dst: DTensorSpec, seed: int) -> None:
     full = value_of(src, seed)
     before = held(src, full, seed)
     kept = [part.clone() for part in before]
-    after = relaid(src, dst, tuple(before), fresh=True)
+    after = redistribute_locals(src, dst, tuple(before), fresh=True)
     assert_holds(dst, by_coord(dst, after), full, f"from {src}")
     assert all(map(equal, before, kept)), f"from {src} to {dst}: the source was changed"
     for part in after:

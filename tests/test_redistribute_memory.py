@@ -18,7 +18,7 @@ from shardwise.layout.geometry import stride_like
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import Explanation, plan, relaid
+from shardwise.redistribute import Explanation, plan, redistribute_locals
 from shardwise.redistribute.blocks import Stretch
 from shardwise.redistribute.portions import portions
 
@@ -52,7 +52,12 @@ def assert_moves(src: DTensorSpec, dst: DTensorSpec, room: int) -> None:
     local = tuple(stored(src, scatter(src, full)))
     with sw.exchange_buffer(room):
         assert_bounded(sw.explain_redistribute(src, dst), room)
-        assert_holds(dst, by_coord(dst, relaid(src, dst, local)), full, f"from {src} in {room} B")
+        assert_holds(
+            dst,
+            by_coord(dst, redistribute_locals(src, dst, local)),
+            full,
+            f"from {src} in {room} B",
+        )
 
 
 def random_layout(rng: random.Random, mesh: VirtualMesh, size: Sequence[int]) -> DTensorSpec:

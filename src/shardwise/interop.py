@@ -51,7 +51,7 @@ def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
     if isinstance(mesh, VirtualMesh):
         raise MeshError("to_torch: PyTorch's DTensor needs real processes; this mesh is virtual.")
     if tensor._spec.cuts is not None or tensor._spec.groups is not None:
-        tensor = tensor.redistribute(placements=tensor._spec.straight.placements)
+        tensor = tensor.redistribute(placements=tensor._spec.consecutive.placements)
     places: list[torch_dtensor.Placement] = []
     for place in tensor.placements:
         if isinstance(place, Shard):

@@ -19,7 +19,7 @@ import torch
 
 import shardwise
 from shardwise import DTensor, DTensorSpec, Partial, Replicate, Shard, TensorMeta
-from shardwise.dispatch.operator import Entry
+from shardwise.dispatch.operator import Operator
 from shardwise.errors import ShardwiseError
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.redistribute import plan
@@ -73,7 +73,7 @@ def rules() -> Iterator[str]:
 
 
 def _rule(sample: Sample) -> str:
-    rule = Trial(Entry(sample.op), sample.args, sample.kwargs).rule(2)
+    rule = Trial(Operator(sample.op), sample.args, sample.kwargs).rule(2)
     return f"{sample}: {rule}"
 
 

@@ -25,7 +25,7 @@ from shardwise.comm import all_to_all
 from shardwise.errors import CommunicationError
 from shardwise.layout.mesh import AnyMesh, DeviceMesh
 from shardwise.redistribute import run_all, run_between
-from shardwise.storage.async_value import PendingValue
+from shardwise.storage.async_value import AsyncValue
 
 from ..layouts import whole_numbers
 from .harness import ProcessPool
@@ -67,7 +67,7 @@ def called_alone() -> list[str]:
         made = call()
         if dist.get_rank() == 0:
             store.set(keys[0], "called")  # it came back although nobody else has called
-        if not all(isinstance(each, PendingValue) for each in made):
+        if not all(isinstance(each, AsyncValue) for each in made):
             wrong.append(f"{name}: it is there at once")
         with sw.CommDebugMode() as comm:
             for each in made:
@@ -176,7 +176,7 @@ def gradients() -> list[bool]:
     with sw.exchange_buffer(256):
         y = x.redistribute(placements=[S1], async_op=True)
         z = sw.redistribute_all([y, x], [[R], [S1]], async_op=True)
-    facts = [isinstance(each, PendingValue) for each in z]
+    facts = [isinstance(each, AsyncValue) for each in z]
     first = torch.autograd.grad((z[0] * z[1] * y).sum(), x, create_graph=True)[0]
     expected = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)[0]
     facts.append(torch.equal(first.full_tensor(), expected))

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh
 from shardwise.layout.placement import Placement
-from shardwise.redistribute import relaid, run_all, run_between
+from shardwise.redistribute import redistribute_locals, run_all, run_between
 
 from ..layouts import all_coords, assert_holds, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool
@@ -69,11 +69,13 @@ def peaks(moves: Sequence[Move], dtype: torch.dtype) -> list[tuple[torch.Tensor,
         held = []
         with sw.exchange_buffer(room):
             told = sw.explain_redistribute(src, dst)
-            relaid(src, dst, local, fresh=True)  # nothing is cached in what is measured
+            redistribute_locals(
+                src, dst, local, fresh=True
+            )  # nothing is cached in what is measured
             for _ in range(3):
                 made: tuple[torch.Tensor, ...] = ()
                 with Peak() as peak:
-                    made = relaid(src, dst, local, fresh=True)
+                    made = redistribute_locals(src, dst, local, fresh=True)
                 held.append(peak.most - made[0].nbytes)
         most = max(step.held[dist.get_rank()] for step in told.steps)
         found.append((made[0], held, most - local[0].nbytes - made[0].nbytes))

@@ -27,7 +27,7 @@ from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
 from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import run_all, run_between
-from shardwise.storage.async_value import PendingValue
+from shardwise.storage.async_value import AsyncValue
 from shardwise.tools.calibrate import calibrate
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
@@ -259,15 +259,15 @@ def overlap() -> list[bool]:
     full = torch.arange(40.0).view(8, 5)
     x = sw.distribute_tensor(full, mesh, [S0]).requires_grad_()
     y = x.redistribute(placements=[S1], async_op=True)
-    waits = isinstance(y, PendingValue) and "under way" in repr(y)
-    waits &= isinstance(y, PendingValue)  # printing is no use of it
+    waits = isinstance(y, AsyncValue) and "under way" in repr(y)
+    waits &= isinstance(y, AsyncValue)  # printing is no use of it
     facts = [waits, y.placements == (S1,), y.requires_grad]
     z = y * 2
     facts += [type(y) is sw.DTensor, torch.equal(z.full_tensor(), full * 2)]
     z.sum().backward()
     facts.append(torch.equal(x.grad.full_tensor(), torch.full_like(full, 2)))
     many = sw.redistribute_all([x.detach(), z.detach()], [[R], [S0]], async_op=True)
-    facts += [isinstance(each, PendingValue) for each in many]
+    facts += [isinstance(each, AsyncValue) for each in many]
     facts.append(torch.equal(many[1].full_tensor(), full * 2))
     facts.append(torch.equal(many[0].to_local(), full))
     written = x.detach().clone()

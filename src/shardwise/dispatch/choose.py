@@ -18,14 +18,14 @@ from ..rules import Call, Operand, Site
 from ..rules.pointwise import pointwise
 from ..storage import policy
 from ..storage.match_meta import conforming
-from ..storage.operands import known
+from ..storage.operands import cached_reduction
 from ..storage.plain import bring_grads_back, full_local
-from ..storage.ragged import laid
+from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper, wrap
 from .decide import Decision, decide
 from .fallback import as_form, fallback_form, into_plain_form, written_in
 from .infer import Unknown, infer
-from .operator import Entry
+from .operator import Operator
 from .out_variants import out_form, reshape_form
 from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
 from .random_ops import is_random, is_without_dropout, random_form
@@ -78,7 +78,7 @@ class CachedFirst(Plan):
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        found = {i: known(operands[i]) for i in self._pending if operands[i]._memo}
+        found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
         if not any(found.values()):
             return passing(operands, args, kwargs)
         values: list[Any] = list(tensors_in(args, kwargs))
@@ -90,7 +90,7 @@ class CachedFirst(Plan):
 
 
 def build(
-    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
     made = _checked(entry, operands, args, kwargs)
@@ -101,7 +101,7 @@ def build(
 
 
 def _checked(
-    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     written = [args[place] for place in entry.writes if place < len(args)]
     if entry.family is pointwise and not is_random(entry.op):
@@ -113,7 +113,7 @@ def _checked(
 
 
 def _build(
-    entry: Entry, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     op = entry.op
     specs = tuple(operand._spec for operand in operands)
@@ -141,7 +141,7 @@ def _build(
         if entry.composite:  # only below autograd: elsewhere its parts arrive
             return FormPlan(entry.op, as_form(op, partial(run_composite, op)), "decomposition")
         return FormPlan(entry.op, random_form(op), "random")
-    if entry.mixed:
+    if entry.writes_and_returns:
         return FormPlan(entry.op, fallback_form(op), "fallback")
     if len(entry.writes) == 1 and not isinstance(args[entry.writes[0]], Wrapper):
         return FormPlan(entry.op, into_plain_form(op))
@@ -155,7 +155,7 @@ def _build(
     return _by_rule(entry, specs, args, kwargs)
 
 
-def _writes_repeated(entry: Entry, plan: Plan, written: Sequence[Any]) -> bool:
+def _writes_repeated(entry: Operator, plan: Plan, written: Sequence[Any]) -> bool:
     """Whether a plan would write into a tensor of which several elements are one memory, and not
     into one memory on every rank.
 
@@ -171,17 +171,17 @@ def _writes_repeated(entry: Entry, plan: Plan, written: Sequence[Any]) -> bool:
     return apart or unseen or not (isinstance(plan, CallPlan) and plan.is_local)
 
 
-def _takes_blocks(entry: Entry) -> bool:
+def _takes_blocks(entry: Operator) -> bool:
     """Whether operands may be sharded block by block: rows are chosen so that it does not matter,
     and numbers are drawn for whatever places a rank holds."""
     by_form = entry.form is not None and entry.form.always
     by_user = entry.user is not None and entry.user.decide is not None
-    if by_form or by_user or entry.mixed:
+    if by_form or by_user or entry.writes_and_returns:
         return False
     return entry.family is not None or is_random(entry.op)
 
 
-def _in_pieces(entry: Entry) -> Plan:
+def _in_pieces(entry: Operator) -> Plan:
     """The operator on consecutive pieces of tensors that are sharded block by block: forms and
     users' strategies go by these."""
     op = entry.op
@@ -211,7 +211,7 @@ _RUNNING = ("running_mean", "running_var")
 def _consecutive(op: OpOverload, tensor: Any) -> Any:
     if not isinstance(tensor, Wrapper):
         return tensor
-    return laid(op, tensor, tensor._spec.straight)
+    return move_to(op, tensor, tensor._spec.consecutive)
 
 
 def _home(operands: Sequence[Any]) -> Topology | None:
@@ -254,21 +254,21 @@ def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
     return run
 
 
-def _spots(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
+def _operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
     """The positions of the operands, if all are arguments by themselves."""
     if any(isinstance(v, (torch.Tensor, list, tuple)) for v in kwargs.values()):
         return None
-    spots = []
+    operand_positions = []
     for index, value in enumerate(args):
         if isinstance(value, torch.Tensor):
-            spots.append(index)
+            operand_positions.append(index)
         elif isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
             return None
-    return spots
+    return operand_positions
 
 
 def _replicated(
-    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Operator, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """Everything is replicated: the call is the operator's own."""
     try:
@@ -295,7 +295,7 @@ def _by_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], s
 
 
 def _call_plan(
-    entry: Entry,
+    entry: Operator,
     specs: tuple[DTensorSpec, ...],
     decision: Decision,
     args: Sequence[Any],
@@ -304,20 +304,22 @@ def _call_plan(
     **local: Any,
 ) -> CallPlan:
     fits = decision.fits(specs)
-    spots = _spots(args, kwargs)
+    operand_positions = _operand_positions(args, kwargs)
     return CallPlan(
         entry.op,
         specs,
         decision.inputs,
         decision.outputs,
-        spots=spots,
+        operand_positions=operand_positions,
         structure=structure,
         written=None if entry.written is None else _operand_at(args, entry.written),
         target=entry.written or 0,
         aliases=entry.is_view and fits,
         device=_device(args, kwargs),
         is_list=_is_list(args, specs),
-        bare=spots is not None and len(spots) == len(args) and not kwargs,
+        operands_only=operand_positions is not None
+        and len(operand_positions) == len(args)
+        and not kwargs,
         **local,
     )
 
@@ -347,7 +349,7 @@ def _operand_at(args: Sequence[Any], position: int) -> int:
 
 
 def _by_rule(
-    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Operator, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     try:
         metas, structure = infer(entry.op, args, kwargs, specs)
@@ -393,7 +395,7 @@ def _is_free(specs: tuple[DTensorSpec, ...], decision: Decision) -> bool:
 
 
 def _decided(
-    entry: Entry, call: Call, written: int | None, structure: Any
+    entry: Operator, call: Call, written: int | None, structure: Any
 ) -> tuple[Decision, dict[str, Any]]:
     """The layouts of a call, and what its rule says of the local call."""
     user = entry.user
@@ -430,7 +432,7 @@ _noticed: set[object] = set()
 
 
 def _without_rule(
-    entry: Entry, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Operator, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
     found = decomposition(entry.op)

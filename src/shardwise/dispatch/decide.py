@@ -15,7 +15,7 @@ from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, Groups, TensorMeta, fine_meta
-from ..layout.split_dims import assumed, coarse, refined
+from ..layout.split_dims import assumed, merge_dims, split_dims
 from ..rules import Along, Call, Dims, Row, Rule, split_factors, stored
 
 __all__ = ["Decision", "decide", "spec_for"]
@@ -86,7 +86,7 @@ def _taken_apart(rule: Rule, call: Call) -> tuple[Rule, tuple[DTensorSpec, ...],
     if rule.apart is None:
         unfit = (i for i, spec in enumerate(call.laid) if spec.groups is not None)
         return rule, call.specs, frozenset(unfit)
-    found = [refined(spec, each) for spec, each in zip(call.laid, rule.apart[0], strict=True)]
+    found = [split_dims(spec, each) for spec, each in zip(call.laid, rule.apart[0], strict=True)]
     specs = tuple(
         assumed(spec, each) if fine is None else fine
         for fine, spec, each in zip(found, call.specs, rule.apart[0], strict=True)
@@ -312,7 +312,7 @@ def spec_for(
     like this."""
     if groups is not None:
         fine = spec_for(topology, places, dims, fine_meta(meta, groups), cuts)
-        return coarse(fine, groups, meta)
+        return merge_dims(fine, groups, meta)
     own: list[Cuts | None] = [None] * len(dims)
     for place in places:
         if isinstance(place, Shard):

@@ -31,19 +31,19 @@ from ..errors import LayoutError
 from ..layout.world import World, at_end
 from ..rules.call import LEAST, MOST, has_fractions
 from ..storage import policy
-from ..storage.async_value import PendingValue
+from ..storage.async_value import AsyncValue
 from ..storage.plain import adopt, check_plain
 from ..storage.wrapper import Plain, Wrapper
 from .cache import kept, plan_bytes
 from .choose import build
-from .operator import Entry
+from .operator import Operator
 from .plans import Plan, tensors_in
 from .views import root_of
 
 __all__ = ["clear", "dispatch", "stats"]
 
 _NUMBERS = frozenset((int, float, bool, complex))
-_entries: dict[int, Entry] = {}
+_entries: dict[int, Operator] = {}
 """By the id of the operator, which its entry keeps alive: hashing an operator is a Python call."""
 _lock = threading.Lock()
 _counts = {"hits": 0, "misses": 0}
@@ -84,10 +84,10 @@ def _refuse_collective(op: OpOverload) -> None:
         )
 
 
-def _entry(op: OpOverload) -> Entry:
+def _entry(op: OpOverload) -> Operator:
     _refuse_collective(op)
     with _lock:
-        return _entries.setdefault(id(op), Entry(op))
+        return _entries.setdefault(id(op), Operator(op))
 
 
 @untraced
@@ -113,17 +113,17 @@ def dispatch(
     operands: list[Any] = []
     key: list[Any] = []
     plain = False
-    for value, by_type in zip(args, entry.by_type):  # noqa: B905  # trailing defaults are left out
+    for value, keyed_by_type in zip(args, entry.keyed_by_type):  # noqa: B905  # trailing defaults are left out
         kind = type(value)
         if kind is public:
             operands.append(value)
             key.append(value._spec)
-        elif by_type is None:
+        elif keyed_by_type is None:
             key.append(tuple(value) if kind is list else value)
         elif kind is list:
             plain |= _add_list(value, operands, key)
         else:
-            plain |= _add(value, by_type, operands, key)
+            plain |= _add(value, keyed_by_type, operands, key)
     if kwargs:
         plain |= _add_named(entry, kwargs, operands, key)
     else:
@@ -138,7 +138,9 @@ def dispatch(
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
         # While tracing there is nothing to compare: the next call checks.
         checks = not is_tracing()
-        found.plain_checked = checks and check_plain(entry.op, entry.own, operands, args, kwargs)
+        found.plain_checked = checks and check_plain(
+            entry.op, entry.write_only_args, operands, args, kwargs
+        )
     try:
         if found.is_complex:
             with reading_lazy_bits():
@@ -192,7 +194,7 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _run(
-    entry: Entry, plan: Plan, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Operator, plan: Plan, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     if plan.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
         return plan.quick(operands, args, kwargs)
@@ -209,15 +211,15 @@ def _resolved(made: Any) -> Any:
     return made
 
 
-def _add(value: Any, by_type: bool, operands: list[Any], key: list[Any]) -> bool:
+def _add(value: Any, keyed_by_type: bool, operands: list[Any], key: list[Any]) -> bool:
     """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
     kind = type(value)
     if kind in _NUMBERS:
         # 0, infinity, what may be so in single precision, and the sign are special; 1, 1.0 and True
         # are equal, but not the same; no NaN is equal to another, so that one stands for all
-        if by_type and kind is not complex and LEAST < value < MOST:
+        if keyed_by_type and kind is not complex and LEAST < value < MOST:
             key.append(kind)
-        elif by_type and LEAST < abs(value) < MOST:
+        elif keyed_by_type and LEAST < abs(value) < MOST:
             key.append((kind, None))
         else:
             key.append((kind, value if value == value else nan))
@@ -232,7 +234,7 @@ def _add(value: Any, by_type: bool, operands: list[Any], key: list[Any]) -> bool
 
 def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
     """Add an operand that is a deferred view, still under way, or plain; say if it is plain."""
-    if isinstance(value, PendingValue):
+    if isinstance(value, AsyncValue):
         value._locals  # noqa: B018  # this is the first use: it waits, and is ordinary from now on
     operands.append(value)
     if isinstance(value, Wrapper):
@@ -255,19 +257,21 @@ def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> boo
     return plain
 
 
-def _add_named(entry: Entry, kwargs: dict[str, Any], operands: list[Any], key: list[Any]) -> bool:
+def _add_named(
+    entry: Operator, kwargs: dict[str, Any], operands: list[Any], key: list[Any]
+) -> bool:
     plain = False
     for name, value in kwargs.items():
         key.append(name)
-        by_type = entry.kw_by_type[name]
-        if by_type is None:
+        keyed_by_type = entry.named_keyed_by_type[name]
+        if keyed_by_type is None:
             key.append(tuple(value) if type(value) is list else value)
         else:
-            plain |= _add(value, by_type, operands, key)
+            plain |= _add(value, keyed_by_type, operands, key)
     return plain
 
 
-def _adopted(entry: Entry, operands: list[Any], key: list[Any]) -> list[Any]:
+def _adopted(entry: Operator, operands: list[Any], key: list[Any]) -> list[Any]:
     """Plain tensors made operands: they count as replicated on the mesh of the others."""
     mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
     for operand in operands:
@@ -279,7 +283,7 @@ def _adopted(entry: Entry, operands: list[Any], key: list[Any]) -> list[Any]:
 
 
 def _build(
-    entry: Entry,
+    entry: Operator,
     key: tuple[Any, ...],
     operands: list[Any],
     args: Sequence[Any],

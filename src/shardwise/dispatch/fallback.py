@@ -11,9 +11,9 @@ from .._torch import OpOverload
 from ..errors import MeshError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, default_placements
-from ..redistribute import relaid
+from ..redistribute import redistribute_locals
 from ..storage import policy
-from ..storage.operands import describe_moves, once, own_copy, wrote
+from ..storage.operands import describe_moves, mark_written, once, own_copy
 from ..storage.plain import full_local
 from ..storage.wrapper import Wrapper, wrap
 from .infer import meta_of
@@ -57,17 +57,17 @@ def laid_out(value: torch.Tensor, mesh: Topology, like: DTensorSpec | None = Non
         return wrap(whole, (value,))
     places = [p if p.is_shard() else whole.placements[0] for p in like.placements]
     spec = DTensorSpec(mesh, places, meta, cuts=like.cuts)
-    return wrap(spec, relaid(whole, spec, (value,), fresh=True))
+    return wrap(spec, redistribute_locals(whole, spec, (value,), fresh=True))
 
 
 def store(target: Any, whole: torch.Tensor) -> None:
     """Write a whole value into a DTensor, which keeps its layout."""
     spec = target._spec
     src = DTensorSpec._intern(spec.topology, default_placements(spec.topology), spec.meta, None)
-    parts = relaid(src, spec, (whole,))
+    parts = redistribute_locals(src, spec, (whole,))
     for mine, new in zip(target._locals, parts, strict=True):
         once(mine, spec.meta).copy_(once(new, spec.meta))
-    wrote(target)
+    mark_written(target)
 
 
 def returned(op: OpOverload, written: Sequence[Any], made: Any) -> Any:

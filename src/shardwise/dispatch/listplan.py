@@ -8,7 +8,13 @@ from typing import Any
 from ..layout.mesh import Coord
 from ..layout.spec import DTensorSpec
 from ..redistribute import run_all, run_between
-from ..storage.operands import describe_moves, moved_all, tell_moves, wrote, wrote_moved
+from ..storage.operands import (
+    all_in_layout,
+    announce_moves,
+    describe_moves,
+    mark_written,
+    mark_written_in_layout,
+)
 from ..storage.wrapper import Locals, wrap
 from .plans import Plan
 
@@ -93,11 +99,11 @@ class ListPlan(Plan):
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
             moves = [move for element in self._elements for move in element.moves]
-            tell_moves(self._op, moves, operands)
+            announce_moves(self._op, moves, operands)
         local = [operand._locals for operand in operands]
         moves = [move for element in self._elements for move in element.moves]
         if moves:
-            found = moved_all([(operands[i], spec, i in self.written) for i, spec in moves])
+            found = all_in_layout([(operands[i], spec, i in self.written) for i, spec in moves])
             for (index, _), made in zip(moves, found, strict=True):
                 local[index] = made
         results: list[list[Any]] = [[] for _ in self._elements]
@@ -134,6 +140,6 @@ class ListPlan(Plan):
         came = dict(moves)
         for index in self.written:
             if index in came:
-                wrote_moved(operands[index], came[index], local[index])
+                mark_written_in_layout(operands[index], came[index], local[index])
             else:
-                wrote(operands[index])
+                mark_written(operands[index])

@@ -330,7 +330,7 @@ def _run_on(
         found = _build(entry, mesh, listing, operands, args, kwargs)
         kept.put(entry.plans, key, found, plan_bytes(operands))
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
-        found.plain_checked = check_plain(entry.op, entry.own, operands, args, kwargs)
+        found.plain_checked = check_plain(entry.op, entry.write_only_args, operands, args, kwargs)
     try:
         return found.run(operands, args, kwargs)
     except BaseException as error:

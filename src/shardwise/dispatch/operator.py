@@ -22,8 +22,8 @@ from .views import DeferredPlan, defer, is_deferred, view_of_lazy, write_through
 
 __all__ = [
     "FORMS",
-    "Entry",
     "Form",
+    "Operator",
     "register_composite",
     "register_differentiable",
     "register_form",
@@ -119,12 +119,10 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
     return Form(run, form.always, form.when, form.blocks, form.first)
 
 
-class Entry:
+class Operator:
     """What is known of an operator before it is called, and the plans of its calls."""
 
     __slots__ = (
-        "altered",
-        "by_type",
         "composite",
         "copies",
         "family",
@@ -132,16 +130,18 @@ class Entry:
         "has_views",
         "is_list",
         "is_view",
-        "kw_by_type",
-        "mixed",
+        "keyed_by_type",
+        "named_keyed_by_type",
         "op",
         "outs",
-        "own",
         "plans",
         "reshapes",
         "user",
+        "write_only_args",
         "writes",
+        "writes_and_returns",
         "written",
+        "written_names",
     )
 
     def __init__(self, op: OpOverload) -> None:
@@ -152,19 +152,23 @@ class Entry:
         self.composite = user is None and is_composite(op)
         self.family = family_of(op) if user is None else user.family
         self.form = _form_of(op) if user is None else None
-        self.by_type = tuple([_by_type(a, user) for a in arguments])
-        self.kw_by_type = dict(zip([a.name for a in arguments], self.by_type, strict=True))
+        self.keyed_by_type = tuple([_by_type(a, user) for a in arguments])
+        self.named_keyed_by_type = dict(
+            zip([a.name for a in arguments], self.keyed_by_type, strict=True)
+        )
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.altered = frozenset(a.name for a in writes)
+        self.written_names = frozenset(a.name for a in writes)
         self.outs = tuple(a.name for a in writes if a.is_out)
         self.writes = tuple(i for i, a in enumerate(arguments) if a in writes and not a.is_out)
         self.written = self.writes[0] if self.writes else None
         returns = op._schema.returns
         # An operator that writes into an operand and returns something else, as batch norm does.
-        self.mixed = self.written is not None and any(r.alias_info is None for r in returns)
-        alone = len(self.writes) == 1 and not self.mixed
+        self.writes_and_returns = self.written is not None and any(
+            r.alias_info is None for r in returns
+        )
+        alone = len(self.writes) == 1 and not self.writes_and_returns
         # A plain tensor here is its rank's own: no DTensor is made of what was in it.
-        self.own = frozenset(a.name for a in writes if a.is_out or alone)
+        self.write_only_args = frozenset(a.name for a in writes if a.is_out or alone)
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
         ) or op._schema.name in ("aten::_unsafe_view", "aten::contiguous", "aten::reshape")

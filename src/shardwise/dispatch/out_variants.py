@@ -11,7 +11,7 @@ from .._torch import OpOverload
 from ..errors import LayoutError
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..storage.operands import wrote
+from ..storage.operands import mark_written
 from ..storage.plain import full_local
 from ..storage.wrapper import wrap
 from .random_ops import draw_permutation
@@ -141,7 +141,7 @@ def reshape_form(op: OpOverload) -> Callable[..., Any]:
         target.data = view_op(target, *args, **kwargs)
         if alone and not is_deferred(target):
             target._cell = None  # the view that it became is nobody's
-        wrote(target)
+        mark_written(target)
         return target
 
     return run

@@ -11,12 +11,18 @@ import torch
 from .._torch import make_wrapper
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute import relaid
+from ..redistribute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
 from ..storage.halo import fetch_parts
 from ..storage.match_meta import in_memory_order, is_in_memory_order
-from ..storage.operands import describe_moves, moved, tell_moves, wrote, wrote_moved
+from ..storage.operands import (
+    announce_moves,
+    describe_moves,
+    in_layout,
+    mark_written,
+    mark_written_in_layout,
+)
 from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
 
 __all__ = [
@@ -96,52 +102,54 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Te
             yield from (v for v in value if isinstance(v, torch.Tensor))
 
 
-def with_operands(spots: Sequence[int], operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The arguments of one local call, with the operands at `spots`."""
+def with_operands(
+    operand_positions: Sequence[int], operands: Sequence[Any], args: Sequence[Any]
+) -> list[Any]:
+    """The arguments of one local call, with the operands at `operand_positions`."""
     given = [*args]
-    for spot, operand in zip(spots, operands, strict=True):
+    for spot, operand in zip(operand_positions, operands, strict=True):
         given[spot] = operand._locals[0]
     return given
 
 
 def quick_call(
     call: Callable[..., Any],
-    spots: tuple[int, ...] | None,
-    bare: bool,
+    operand_positions: tuple[int, ...] | None,
+    operands_only: bool,
     tail: tuple[Any, ...] | None,
     specs: Sequence[DTensorSpec],
     several: type | None,
     device: torch.device,
     aliases: bool,
 ) -> Callable[..., Any]:
-    """A recipe for one local call whose operands stand at `spots`; with None they are the list that
-    is the first argument.
+    """One local call as a function of its operands, which stand at `operand_positions`.
 
-    `bare` says that there are no other arguments; `tail`, if given, stands for those after the
-    operands. `several` is the type in which several results are returned.
+    With None they are the list that is the first argument. `operands_only` says that there are no
+    other arguments; `tail` stands for those after the operands. `several` is the type in which
+    several results are returned.
     """
     public = Wrapper.public
     results = tuple([(spec, *spec.meta) for spec in specs])
     first, shape, stride, dtype = results[0]
-    count = 0 if spots is None else len(spots)
+    count = 0 if operand_positions is None else len(operand_positions)
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         base = operands[0]
-        if bare:  # the common counts are written out: it is much faster
+        if operands_only:  # the common counts are written out: it is much faster
             if count == 2:
                 local = call(base._locals[0], operands[1]._locals[0])
             elif count == 1:
                 local = call(base._locals[0])
             else:
                 local = call(*[operand._locals[0] for operand in operands])
-        elif spots == (0,):
+        elif operand_positions == (0,):
             rest = args[1:] if tail is None else tail
             local = call(base._locals[0], *rest, **kwargs)
-        elif spots is None:
+        elif operand_positions is None:
             local = call([operand._locals[0] for operand in operands], *args[1:], **kwargs)
         else:
             given = args if tail is None else (*args[:count], *tail)
-            local = call(*with_operands(spots, operands, given), **kwargs)
+            local = call(*with_operands(operand_positions, operands, given), **kwargs)
         cell = (base._cell or share_cell(base)) if aliases else None
         if several is None:
             made: Any = make_wrapper(public, shape, stride, dtype, device)
@@ -166,17 +174,19 @@ def quick_call(
     return run
 
 
-def quick_write(call: Callable[..., Any], spots: tuple[int, ...], bare: bool) -> Callable[..., Any]:
+def quick_write(
+    call: Callable[..., Any], operand_positions: tuple[int, ...], operands_only: bool
+) -> Callable[..., Any]:
     """A recipe for one local call that writes into its first operand."""
-    pair = bare and len(spots) == 2
+    pair = operands_only and len(operand_positions) == 2
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target = operands[0]
         if pair:
             call(target._locals[0], operands[1]._locals[0])
         else:
-            call(*with_operands(spots, operands, args), **kwargs)
-        wrote(target)
+            call(*with_operands(operand_positions, operands, args), **kwargs)
+        mark_written(target)
         return args[0]
 
     return run
@@ -193,12 +203,12 @@ class CallPlan(Plan):
         "_moves",
         "_notice",
         "_op",
+        "_operand_positions",
         "_orders",
         "_picks",
         "_rewrites",
         "_shape",
         "_sites",
-        "_spots",
         "_staying",
         "_tails",
         "_target",
@@ -214,7 +224,7 @@ class CallPlan(Plan):
         inputs: Sequence[DTensorSpec],
         outputs: Sequence[DTensorSpec],
         *,
-        spots: Sequence[int] | None,
+        operand_positions: Sequence[int] | None,
         structure: Sequence[int | Fixed | None] | int | None,
         written: int | None = None,
         target: int = 0,
@@ -226,12 +236,12 @@ class CallPlan(Plan):
         windows: Windows | None = None,
         device: torch.device | None = None,
         is_list: bool = False,
-        bare: bool = False,
+        operands_only: bool = False,
     ) -> None:
         super().__init__()
         self._op = op
         self._call: Callable[..., Any] = op._op
-        self._spots = None if spots is None else tuple(spots)
+        self._operand_positions = None if operand_positions is None else tuple(operand_positions)
         self._shape = structure
         self._written = written
         self._target = target
@@ -266,7 +276,7 @@ class CallPlan(Plan):
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
-            self.quick = self._quick(device, is_list, bare)
+            self.quick = self._quick(device, is_list, operands_only)
             if self._orders is None and self.quick is not None:
                 self.quick = self._first(self.quick)
 
@@ -285,36 +295,40 @@ class CallPlan(Plan):
     def is_local(self) -> bool:
         return not (self._moves or self._windows)
 
-    def _quick(self, device: torch.device, is_list: bool, bare: bool) -> Callable[..., Any] | None:
+    def _quick(
+        self, device: torch.device, is_list: bool, operands_only: bool
+    ) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
-        spots = None if is_list else self._spots
-        if spots is None and not is_list:
+        operand_positions = None if is_list else self._operand_positions
+        if operand_positions is None and not is_list:
             return None
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
             positional = sum(not a.kwarg_only for a in self._op._schema.arguments)
-            if spots != (0,) or self._rewrites[0] != 1 or positional != 2:
+            if operand_positions != (0,) or self._rewrites[0] != 1 or positional != 2:
                 return None
             tail = (self._rewrites[1][0],)
         if self._written is not None:
-            if spots is None or tail is not None or self._written or self._target:
+            if operand_positions is None or tail is not None or self._written or self._target:
                 return None
-            return quick_write(self._call, spots, bare)
+            return quick_write(self._call, operand_positions, operands_only)
         several = None
         if not isinstance(self._shape, int):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
-        alone = bare and tail is None
-        return quick_call(self._call, spots, alone, tail, self.outs, several, device, self._aliases)
+        alone = operands_only and tail is None
+        return quick_call(
+            self._call, operand_positions, alone, tail, self.outs, several, device, self._aliases
+        )
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
-            tell_moves(self._op, self._moves, operands)
+            announce_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
         written = self._written
         for index, spec in self._moves:
-            local[index] = moved(operands[index], spec, fresh=index == written)
+            local[index] = in_layout(operands[index], spec, fresh=index == written)
         for index in self._staying:  # those that move may not be made real as they are
             local[index] = operands[index]._locals
         for index, spec, tables in self._windows:
@@ -334,9 +348,9 @@ class CallPlan(Plan):
     def _one(
         self, index: int, own: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        if self._spots is not None:
+        if self._operand_positions is not None:
             given = list(args)
-            for spot, tensor in zip(self._spots, own, strict=True):
+            for spot, tensor in zip(self._operand_positions, own, strict=True):
                 given[spot] = tensor
         else:
             given, kwargs = filled(args, kwargs, iter(own))
@@ -353,12 +367,12 @@ class CallPlan(Plan):
         it."""
         for index, spec in self._moves:
             if index == self._written:
-                back = relaid(spec, target._spec, local)
+                back = redistribute_locals(spec, target._spec, local)
                 for mine, new in zip(target._locals, back, strict=True):
                     mine.copy_(new)
-                wrote_moved(target, spec, local)
+                mark_written_in_layout(target, spec, local)
                 return
-        wrote(target)
+        mark_written(target)
 
     def _ordered(self, results: list[Any]) -> list[Any]:
         """The results of local calls in memory order; says for the next calls if some were not."""

@@ -20,7 +20,7 @@ from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
 from ..layout.spec import DTensorSpec, default_placements
 from ..rules.pointwise import pointwise
-from ..storage.operands import moved, own_copy, stamp, wrote
+from ..storage.operands import in_layout, mark_written, own_copy, version_stamp
 from ..storage.plain import full_local
 from ..storage.wrapper import Cell, Locals, Wrapper, share_cell, wrap
 from .plans import Plan
@@ -96,7 +96,7 @@ class DeferredView:
 
     @property
     def _locals(self) -> Locals:
-        read, now = self._read, stamp(root_of(self))
+        read, now = self._read, version_stamp(root_of(self))
         if read.seen != now:
             _, plan, args, kwargs, place = self._how
             # `view_as`, whole in inference mode, has a second operand.
@@ -104,7 +104,7 @@ class DeferredView:
             made = plan.run((self._of, *others), (self._of, *args), kwargs)
             made = made if place is None else made[place]
             # Of a base that is reduced by now a form may make another layout than at first.
-            read.value, read.seen = moved(made, self._spec), now
+            read.value, read.seen = in_layout(made, self._spec), now
         return read.value
 
 
@@ -131,7 +131,7 @@ def defer(
     if not outs:  # the layout is known only when the value is
         value = inner.run((base,), args, kwargs)
         made = _view(value._spec, held._cell)
-        made._read.seen, made._read.value = stamp(root_of(held)), value._locals
+        made._read.seen, made._read.value = version_stamp(root_of(held)), value._locals
         made._of, made._how = held, (op, inner, rest, kwargs, None)
         return made
     views = []
@@ -342,7 +342,7 @@ def _store(view: Any, value: torch.Tensor) -> None:
             if coord[axis] and kind != "avg":  # the average of equal values is the value
                 new = torch.full_like(new, identity(kind, new.dtype))
         local[tuple(place[here] for place in places)] = new.to(local.dtype)
-    wrote(root)
+    mark_written(root)
 
 
 def _elements(

@@ -13,7 +13,7 @@ from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
-from ..storage.ragged import as_dtensor, counted, laid, settled
+from ..storage.ragged import as_dtensor, counted, move_to, reduce_partial
 
 __all__ = ["Aligned", "align", "axes_within", "has_few", "in_boxes"]
 
@@ -95,14 +95,14 @@ def align(op: object, mesh: Topology, x: Any, mask: Any) -> Aligned | None:
     If another dim than the first is cut, the dims of the mask become one, and pieces of it change
     owner: those of one row are on many ranks, and the next row goes on after them.
     """
-    x, mask = as_dtensor(x, mesh), settled(op, as_dtensor(mask, mesh))
+    x, mask = as_dtensor(x, mesh), reduce_partial(op, as_dtensor(mask, mesh))
     shape, ndim = tuple(mask.shape), mask.ndim
     if tuple(x.shape[:ndim]) != shape:
         return None
     held, axes = _leads(x, mask)
     if not axes:
         return None
-    x = settled(op, x)
+    x = reduce_partial(op, x)
     held = mask if held is mask else x
     flat, last = None, x._spec
     if held._spec.dim_axes[0] == axes:
@@ -119,8 +119,8 @@ def align(op: object, mesh: Topology, x: Any, mask: Any) -> Aligned | None:
     rest = (last.cuts or (None,) * last.ndim)[gone + 1 :]
     own = [None] * (mask.ndim - 1)
     return Aligned(
-        laid(op, x, _first(x._spec, places, axes, [cuts, *rest])),
-        laid(op, mask, _first(mask._spec, [Replicate()] * mesh.ndim, axes, [cuts, *own])),
+        move_to(op, x, _first(x._spec, places, axes, [cuts, *rest])),
+        move_to(op, mask, _first(mask._spec, [Replicate()] * mesh.ndim, axes, [cuts, *own])),
         axes,
         flat,
     )

@@ -15,7 +15,7 @@ from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules.indexing import within
 from ..rules.reductions import wide
 from ..storage.halo import fetch_parts
-from ..storage.ragged import as_dtensor, laid, settled, whole
+from ..storage.ragged import as_dtensor, gather_plain, move_to, reduce_partial
 from ..storage.wrapper import Wrapper, wrap
 from .indexing import divided, frequencies, no_sparse_gradient
 from .shards import shard_of, told
@@ -43,7 +43,7 @@ def embedding_bag(
     in its box, whichever is less to move."""
     mesh = mesh_of(op, [weight, indices, offsets, per_sample_weights])
     weight, *others = (
-        None if t is None else settled(op, as_dtensor(t, mesh))
+        None if t is None else reduce_partial(op, as_dtensor(t, mesh))
         for t in (weight, indices, offsets, per_sample_weights)
     )
     options: tuple[Any, ...] = (scale_grad_by_freq, mode, sparse)
@@ -51,13 +51,13 @@ def embedding_bag(
     found = in_bags(op, weight, given, options, include_last_offset, padding_idx)
     if found is not None:
         return found
-    indices, offsets, own = (None if t is None else whole(op, t) for t in others)
+    indices, offsets, own = (None if t is None else gather_plain(op, t) for t in others)
     spec = weight._spec
     options = (*options, own, include_last_offset, padding_idx)
     if spec.dim_axes[0] and mode == _MAX:
         places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
         cuts = None if spec.cuts is None else (None, spec.cuts[1])
-        weight = laid(op, weight, spec.with_placements(places, cuts))
+        weight = move_to(op, weight, spec.with_placements(places, cuts))
         spec = weight._spec
     if not spec.dim_axes[0]:
         parts = [op(part, indices, offsets, *options) for part in weight._locals]
@@ -133,7 +133,7 @@ def _bags_of(indices: Any, offsets: Any, known: Any) -> Any:
     """The bag of each index, which the kernel that adds up quickly does not tell."""
     if known.numel() == indices.numel():
         return known
-    offsets = whole(aten._embedding_bag_backward.default, offsets)
+    offsets = gather_plain(aten._embedding_bag_backward.default, offsets)
     every = torch.arange(indices.numel(), dtype=offsets.dtype, device=indices.device)
     return (torch.searchsorted(offsets, every, right=True) - 1).to(indices.dtype)
 
@@ -205,7 +205,7 @@ def backward(
         op = aten._embedding_bag_dense_backward.default
         given = [each for each in (indices, offsets, per_sample_weights) if each is not None]
         mesh = mesh_of(op, [grad, *given])
-        grad, *given = (settled(op, as_dtensor(each, mesh)) for each in (grad, *given))
+        grad, *given = (reduce_partial(op, as_dtensor(each, mesh)) for each in (grad, *given))
         full = grad.to(wide(grad.dtype)) if scale_grad_by_freq else grad
         found = bag_gradient(op, full, given, num_weights, mode, padding_idx)
         if found is not None and scale_grad_by_freq:
@@ -241,7 +241,9 @@ def weights_backward(
     op = aten._embedding_bag_per_sample_weights_backward.default
     tensors = [grad, weight, indices, offsets]
     mesh = mesh_of(op, tensors)
-    grad, weight, indices, offsets = (settled(op, as_dtensor(each, mesh)) for each in tensors)
+    grad, weight, indices, offsets = (
+        reduce_partial(op, as_dtensor(each, mesh)) for each in tensors
+    )
     found = factor_gradient(op, grad, weight, indices, offsets, padding_idx)
     if found is not None:
         return found

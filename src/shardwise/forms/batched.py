@@ -93,7 +93,7 @@ class Batch:
     def of(held: Sequence[tuple[Any, int]]) -> Batch:
         """The batch of tensors that have it at these dims, the input first."""
         (x, dim), *_ = held
-        specs = [(value._spec.straight, at) for value, at in held]
+        specs = [(value._spec.consecutive, at) for value, at in held]
         # Time and channels are needed whole: their shards go to the batch, if it has enough.
         axes = tuple(
             axis

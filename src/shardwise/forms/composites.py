@@ -11,7 +11,7 @@ from .._torch import run_composite
 from ..dispatch.operator import register_composite
 from ..dispatch.out_variants import out_form
 from ..dispatch.views import is_conjugate, is_negative
-from ..storage.ragged import settled
+from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Wrapper
 
 __all__ = ["imag", "one_hot", "real", "resolve_conj", "resolve_neg", "tensor_split", "vander"]
@@ -32,7 +32,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     if isinstance(x, Wrapper):
         if x.dtype is not torch.int64:
             raise RuntimeError(f"one_hot: classes must be of torch.int64, but got {x.dtype}")
-        x = settled(aten.one_hot.default, x)
+        x = reduce_partial(aten.one_hot.default, x)
         for part in x._locals:
             if part.numel() and part.min() < 0:
                 raise RuntimeError("Class values must be non-negative.")

@@ -12,7 +12,15 @@ from ..dispatch.fallback import fallback_form, mesh_of
 from ..dispatch.operator import register_form
 from ..layout.placement import Partial, Placement, Replicate
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..storage.ragged import as_dtensor, divided, joined, laid, requested, settled, whole
+from ..storage.ragged import (
+    as_dtensor,
+    divided,
+    gather_plain,
+    joined,
+    move_to,
+    reduce_partial,
+    requested,
+)
 from ..storage.wrapper import wrap
 
 __all__ = ["bincount", "histc", "histogram", "repeat_interleave"]
@@ -40,15 +48,16 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The largest value tells the size of the result; then each rank counts."""
     op = aten.bincount.default
     mesh = mesh_of(op, [x, weights])
-    x = settled(op, as_dtensor(x, mesh))
+    x = reduce_partial(op, as_dtensor(x, mesh))
     fits = x.ndim == 1 and x.numel() and (weights is None or weights.shape == x.shape)
     if not fits or minlength < 0 or int(x.min()) < 0:
         return fallback_form(op)(x, weights, minlength)  # nothing to count, or PyTorch's error
     if weights is not None:
-        weights = settled(op, as_dtensor(weights, mesh))
+        weights = reduce_partial(op, as_dtensor(weights, mesh))
         like = weights._spec if x._spec.is_replicated() else x._spec
         x, weights = (
-            laid(op, t, t._spec.with_placements(like.placements, like.cuts)) for t in (x, weights)
+            move_to(op, t, t._spec.with_placements(like.placements, like.cuts))
+            for t in (x, weights)
         )
     size = max(int(x.max()) + 1, minlength)
     if weights is None:
@@ -66,7 +75,7 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
 def histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     """The range is that of all values, if none is given; then each rank counts."""
     op = aten.histc.default
-    x = settled(op, x)
+    x = reduce_partial(op, x)
     if min == max and x.numel():
         min, max = x.min().item(), x.max().item()
     if min == max:
@@ -77,12 +86,12 @@ def histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 def _weighed(op: object, x: Any, weight: Any) -> tuple[Any, list[Any]]:
     """Points and their weights, cut alike; points have one dim more or as many."""
     mesh = mesh_of(op, [x, weight])
-    x = settled(op, as_dtensor(x, mesh))
+    x = reduce_partial(op, as_dtensor(x, mesh))
     if weight is None:
         return x, []
     weight = as_dtensor(weight, mesh)
     cuts = None if x._spec.cuts is None else x._spec.cuts[: weight.ndim]
-    return x, [laid(op, weight, weight._spec.with_placements(x._spec.placements, cuts))]
+    return x, [move_to(op, weight, weight._spec.with_placements(x._spec.placements, cuts))]
 
 
 def _density(counts: Any, edges: Sequence[torch.Tensor]) -> Any:
@@ -115,7 +124,7 @@ def histogram_of_bins(
     op = aten.histogram.bins_tensor
     mesh = mesh_of(op, [x, bins, weight])
     x, weights = _weighed(op, as_dtensor(x, mesh), weight)
-    edges = whole(op, as_dtensor(bins, mesh)).clone()
+    edges = gather_plain(op, as_dtensor(bins, mesh)).clone()
     return _histogram(x, weights, edges, partial(op, bins=edges), density)
 
 
@@ -146,7 +155,7 @@ def bin_edges(
 ) -> list[Any]:
     """The edges follow from the range of all points."""
     op = aten._histogramdd_bin_edges.default
-    x = settled(op, as_dtensor(x, mesh_of(op, [x, weight])))
+    x = reduce_partial(op, as_dtensor(x, mesh_of(op, [x, weight])))
     none = x._locals[0].new_empty(0, x.shape[-1])
     return [as_dtensor(e, x._spec.topology) for e in op(none, bins, range=_spread(x, range))]
 
@@ -179,7 +188,7 @@ def histogramdd_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool 
     if _splits_points(x):
         return fallback_form(op)(x, bins, weight=weight, density=density)
     x, weights = _weighed(op, x, weight)
-    edges = [whole(op, as_dtensor(each, mesh)) for each in bins]
+    edges = [gather_plain(op, as_dtensor(each, mesh)) for each in bins]
     counts = _summed(x, lambda part, own=None: op(part, edges, weight=own), *weights)
     return _density(counts, edges) if density else counts
 
@@ -191,7 +200,7 @@ def histogramdd_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool 
 def repeat_interleave(repeats: Any, *, output_size: int | None = None) -> Any:
     """Each rank repeats the places of its shard."""
     op = aten.repeat_interleave.Tensor
-    repeats = settled(op, repeats)
+    repeats = reduce_partial(op, repeats)
     spec = repeats._spec
     if spec.is_replicated() or repeats.ndim != 1:
         return fallback_form(op)(repeats, output_size=output_size)

@@ -18,7 +18,7 @@ from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..rules import Call, Operand
 from ..rules.indexing import of_two_shapes
 from ..rules.reductions import wide
-from ..storage.ragged import as_dtensor, laid, settled, whole
+from ..storage.ragged import as_dtensor, gather_plain, move_to, reduce_partial
 from ..storage.wrapper import Wrapper, wrap
 from .posting import asks, picked, sends, written
 
@@ -83,7 +83,7 @@ def _scatter_copy(copy: Any, write: Any, x: Any, *given: Any, **named: Any) -> A
     if how in (["amax"], ["amin"]):
         # The backward asks what equals the result: what is pending is reduced once, as a whole,
         # for two reductions in other orders may differ in the last bit.
-        x, *args = [settled(write, v) if isinstance(v, Wrapper) else v for v in (x, *args)]
+        x, *args = [reduce_partial(write, v) if isinstance(v, Wrapper) else v for v in (x, *args)]
     return scatter(write, aten.clone.default(as_dtensor(x, mesh)), *args, **named)
 
 
@@ -159,12 +159,12 @@ def frequencies(op: Any, rows: Any, index: Any) -> Any:
     spec = rows._spec
     ours = as_dtensor(index, spec.topology).reshape(-1)
     if not spec.dim_axes[0] and ours.numel() * ours.dtype.itemsize < 2 * 4 * rows.shape[0]:
-        ours = as_dtensor(whole(op, ours), spec.topology)
+        ours = as_dtensor(gather_plain(op, ours), spec.topology)
     ones = torch.ones_like(ours, dtype=torch.int32)
     counts = aten.index_add.default(ones.new_zeros(rows.shape[0]), 0, ours, ones)
     places = [place if place.is_shard(0) else Replicate() for place in spec.placements]
     cuts = [spec.dim_cuts[0] if spec.dim_axes[0] else None]
-    return laid(op, counts, counts._spec.with_placements(places, cuts))
+    return move_to(op, counts, counts._spec.with_placements(places, cuts))
 
 
 def divided(rows: Any, counts: Any) -> Any:

@@ -13,7 +13,7 @@ from ..dispatch.infer import infer, meta_of
 from ..dispatch.lists import by_mesh, register_list_form
 from ..layout.placement import Partial, Placement, Replicate
 from ..layout.spec import DTensorSpec
-from ..storage.operands import moved
+from ..storage.operands import in_layout
 from ..storage.plain import full_local
 from ..storage.wrapper import Wrapper, wrap
 
@@ -60,7 +60,7 @@ def _without_pending(tensor: Any) -> tuple[DTensorSpec, tuple[torch.Tensor, ...]
         return spec, tensor._locals
     places = [Replicate() if place.is_partial() else place for place in spec.placements]
     known = spec.with_placements(places, spec.cuts)
-    return known, moved(tensor, known)
+    return known, in_layout(tensor, known)
 
 
 def _each(op: Any, tensors: Sequence[Any], args: tuple[Any, ...], on_mesh: Any) -> list[Any]:

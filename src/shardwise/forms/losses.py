@@ -15,7 +15,7 @@ from ..dispatch.operator import register_form
 from ..layout.geometry import contiguous_stride
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..rules import Call
-from ..storage.ragged import as_dtensor, settled
+from ..storage.ragged import as_dtensor, reduce_partial
 from .elements import pick, write
 from .places import Given, by_rule, layouts_of, moving
 from .shards import relaid
@@ -163,7 +163,7 @@ def _nll_backward(
     """The gradient of each target goes to the owner of its class."""
     grad, x, target, weight = _on_mesh(op, grad, x, target, weight)
     counts, place = _named(target, ignored)
-    scale = settled(op, grad) / total if reduction == _MEAN else settled(op, grad)
+    scale = reduce_partial(op, grad) / total if reduction == _MEAN else reduce_partial(op, grad)
     if weight is not None and _is_apart(x._spec, weight._spec):
         own = torch.where(counts, weight[place], 0)
         return op(own * scale, x, target, None, _NONE, ignored, total)

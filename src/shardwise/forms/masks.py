@@ -18,16 +18,16 @@ from ..layout.mesh import Topology
 from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec, default_placements
 from ..rules.indexing import has_mask
-from ..storage.operands import wrote
+from ..storage.operands import mark_written
 from ..storage.ragged import (
     as_dtensor,
     counted,
+    gather_plain,
     is_requested,
     joined,
-    laid,
+    move_to,
+    reduce_partial,
     requested,
-    settled,
-    whole,
 )
 from ..storage.wrapper import Wrapper, wrap
 from .aligned import Aligned, align, axes_within, has_few, in_boxes
@@ -53,7 +53,7 @@ def nonzero(x: Any) -> Any:
     """The places that each rank finds in its box, in the order of one device."""
     op = aten.nonzero.default
     mesh = mesh_of(op, [x])
-    true = settled(op, x) != 0
+    true = reduce_partial(op, x) != 0
     spec, shape = true._spec, x.shape
     axes = axes_within(spec, x.ndim)
     if not axes:
@@ -62,7 +62,7 @@ def nonzero(x: Any) -> Any:
     in_order = spec.dim_axes[0] == axes
     if is_requested() and not in_order:
         flat = true.flatten()
-        true = laid(op, flat, flat._spec.with_placements(places))
+        true = move_to(op, flat, flat._spec.with_placements(places))
     parts = _places(op, true)
     cuts = counted(op, mesh, axes, [part.numel() for part in parts])
     if is_requested():
@@ -70,7 +70,7 @@ def nonzero(x: Any) -> Any:
         return joined(op, mesh, places, rows, [x.ndim], cuts=cuts, stride=lambda count: (1, count))
     if true.numel() < sum(cuts) * parts[0].dtype.itemsize:
         return op(_uncut(op, true))  # what is true of each place is less than to name so many
-    found = whole(op, joined(op, mesh, places, parts, cuts=cuts))
+    found = gather_plain(op, joined(op, mesh, places, parts, cuts=cuts))
     return as_dtensor(_unravelled(found if in_order else found.sort().values, shape), mesh)
 
 
@@ -179,7 +179,7 @@ def _as_pending(op: object, made: Any, x: Any) -> Any:
         Replicate() if place.is_partial() and axis not in had else place
         for axis, place in enumerate(spec.placements)
     ]
-    return laid(op, made, spec.with_placements(places, spec.cuts))
+    return move_to(op, made, spec.with_placements(places, spec.cuts))
 
 
 def _is_cut(x: Any, ndim: int) -> bool:
@@ -189,7 +189,7 @@ def _is_cut(x: Any, ndim: int) -> bool:
 
 def _uncut(op: object, x: Any) -> Any:
     """A DTensor with nothing in shards."""
-    return laid(op, x, x._spec.with_placements(default_placements(x._spec.topology)))
+    return move_to(op, x, x._spec.with_placements(default_placements(x._spec.topology)))
 
 
 @register_form("masked_select")
@@ -255,7 +255,7 @@ def _put_pieces(op: Any, x: Any, both: Aligned, values: Any, accumulate: bool) -
     cuts, rest = both.counts(op), spec.shape[both.mask.ndim :]
     values = as_dtensor(values, spec.topology).expand(sum(cuts), *rest)
     goal = DTensorSpec(spec.topology, both.pieces, values._spec.meta, cuts=[cuts, *both.rest_cuts])
-    values = laid(op, settled(op, values), goal)
+    values = move_to(op, reduce_partial(op, values), goal)
     in_place = op._schema.is_mutable
     local = op if both.x is x else aten.index_put.default
     made = [
@@ -263,11 +263,11 @@ def _put_pieces(op: Any, x: Any, both: Aligned, values: Any, accumulate: bool) -
         for coord, part, mask in zip(spec.slots, both.x._locals, both.masks(), strict=True)
     ]
     if both.x is x and in_place:
-        wrote(x)
+        mark_written(x)
         return x
     new = wrap(spec, tuple(made))
     if both.flat is not None:  # back to where `x` is
-        new = laid(op, new, both.flat._spec).view(x.shape)
+        new = move_to(op, new, both.flat._spec).view(x.shape)
     return x.copy_(new) if in_place else new
 
 
@@ -322,5 +322,5 @@ def masked_scatter_backward(grad: Any, mask: Any, sizes: Sequence[int]) -> Any:
         count = prod(spec.topology.shape[axis] for axis in axes)
         places = [Shard(0) if axis in axes else Replicate() for axis in range(spec.topology.ndim)]
         goal = spec.with_placements(places, [in_boxes(sizes, count)])
-        made = laid(aten.masked_scatter_backward.default, made, goal)
+        made = move_to(aten.masked_scatter_backward.default, made, goal)
     return made.view(sizes)

@@ -15,7 +15,7 @@ import torch
 from .._torch import disabled_torch_function, make_wrapper
 from ..dispatch.operator import register_form
 from ..errors import LayoutError
-from ..storage.ragged import as_dtensor, whole
+from ..storage.ragged import as_dtensor, gather_plain
 from ..storage.wrapper import Wrapper
 
 __all__ = ["is_left_aligned", "nested_from_mask"]
@@ -63,7 +63,7 @@ def _layer(x: _Sequences, *args: Any, **kwargs: Any) -> Any:
 
 def _padded(x: _Sequences, padding: float, output_size: Any = None) -> Any:
     shape = list(x.shape if output_size is None else output_size)
-    lengths = whole(aten.to_padded_tensor.default, x._padding)
+    lengths = gather_plain(aten.to_padded_tensor.default, x._padding)
     if output_size is None:  # as long as the longest
         shape[1] = int((~lengths).sum(1).max())
     made = x._values.masked_fill(x._padding.unsqueeze(-1), padding)
@@ -92,5 +92,5 @@ def nested_from_mask(x: Any, mask: Any, mask_check: bool = True) -> Any:
 def is_left_aligned(x: Any, mask: Any) -> bool:
     """Whether words come before padding: the mask says so, without the batch."""
     op = aten._nested_tensor_from_mask_left_aligned.default
-    mask = whole(op, mask) if isinstance(mask, Wrapper) else mask
+    mask = gather_plain(op, mask) if isinstance(mask, Wrapper) else mask
     return bool(op(torch.empty(*x.shape[:2], 1, device=mask.device), mask))

@@ -13,7 +13,7 @@ from ..layout.spec import DTensorSpec
 from ..rules import Call
 from ..storage.wrapper import wrap
 from .posting import short
-from .shards import candidates, columns, lacking, metas, placed, settled, sharded_on
+from .shards import candidates, columns, lacking, metas, placed, reduce_partial, sharded_on
 from .sorting import price, sorts
 
 __all__ = ["aminmax", "argmax", "argmin", "max_dim", "min_dim", "topk"]
@@ -48,7 +48,7 @@ def _names_one(call: Call) -> bool:
 
 def _extreme(op: Any, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Value and index of the first extreme element: that of the first shard that has it."""
-    x = settled(op, x)
+    x = reduce_partial(op, x)
     dim %= x.ndim
     narrow = short(x.shape[dim])
 
@@ -88,7 +88,7 @@ def _place(op: Any, by_dim: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
     op(torch.zeros(1, dtype=x.dtype))  # PyTorch's own error, where it knows no such order
     if dim is not None:
         return _extreme(by_dim, x, dim, keepdim)[1]
-    x = settled(op, x)
+    x = reduce_partial(op, x)
     shape = x.shape
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +149,7 @@ def _selects(call: Call) -> bool:
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest k of what every shard has among its largest k, or the first ones in order."""
     op = aten.topk.default
-    x = settled(op, x)
+    x = reduce_partial(op, x)
     dim %= x.ndim
     in_order = price(x._spec, dim)
     if in_order is not None and in_order < _few(x._spec, dim, k):

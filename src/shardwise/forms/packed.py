@@ -18,7 +18,7 @@ from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
 from ..storage.plain import full_local
 from ..storage.ragged import as_dtensor
-from ..storage.ragged import laid as relaid
+from ..storage.ragged import move_to as relaid
 from ..storage.wrapper import Wrapper
 from .batched import laid, on_one_mesh, on_shards
 from .recurrent import drops, layer_by_layer
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 def _by_channels(spec: DTensorSpec, steps: int) -> DTensorSpec:
     """A layout without shards of the first dims, which hold `steps` and batch: they go to the last
     dim, if it has enough."""
-    spec = spec.straight
+    spec = spec.consecutive
     last = spec.ndim - 1
     places: list[Placement] = []
     for count, place in zip(spec.topology.shape, spec.placements, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..dispatch.operator import register_differentiable
-from ..storage.ragged import settled
+from ..storage.ragged import reduce_partial
 from .scanning import FromHereOn, needs_gradient
 
 __all__ = ["Cumprod", "Prod", "cumprod", "cumprod_", "prod", "prod_dim"]
@@ -95,7 +95,7 @@ def _cumprod_backward(grad: Any, x: Any, result: Any, dim: int) -> Any:
     tail = x.conj().masked_fill(~after, 1).cumprod(dim) * grad.masked_fill(seen != 1, 0)
     head = x.conj().masked_fill(~before, 1).prod(dim, True)
     # Reduced before it meets the head: a pending part that is 0 has no product with infinity.
-    at_zero = settled(aten.cumprod.default, tail.sum(dim, True)) * head
+    at_zero = reduce_partial(aten.cumprod.default, tail.sum(dim, True)) * head
     first = is_zero & (seen == 1)
     return early.masked_fill(~before, 0) + torch.where(first, at_zero, 0)
 

@@ -13,7 +13,7 @@ from ..layout.geometry import Box
 from ..rules.call import keeps_sums
 from ..rules.sliding import in_order
 from ..storage.wrapper import Wrapper, wrap
-from .shards import candidates, columns, metas, placed, relaid, settled, shard_of, sharded_on
+from .shards import candidates, columns, metas, placed, reduce_partial, relaid, shard_of, sharded_on
 
 __all__ = [
     "Cumsum",
@@ -88,7 +88,7 @@ def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
     kinds = {x.placements[axis].reduce_op for axis in x._spec.sums}
     passes = keeps_sums(x.dtype, metas(op, x, dim, dtype=dtype)[0].dtype)
     if not (passes and kinds <= {"sum"}):
-        x = settled(op, x)
+        x = reduce_partial(op, x)
     (made,) = _scan(op, x, dim, lambda c, p: (p[0] + c[0],), dtype=dtype)
     return made
 
@@ -124,8 +124,8 @@ class Cumsum(torch.autograd.Function):
 def _from_here_on(x: Any, dim: int) -> Any:
     op = aten.cumsum.default
     if not {x.placements[axis].reduce_op for axis in x._spec.sums} <= {"sum", "avg"}:
-        x = settled(op, x)
-    x = relaid(op, x, x._spec.straight)
+        x = reduce_partial(op, x)
+    x = relaid(op, x, x._spec.consecutive)
     spec = x._spec
     if not spec.dim_axes[dim]:
         return x.flip(dim).cumsum(dim).flip(dim)
@@ -162,7 +162,7 @@ _below = register_differentiable(aten.cumsum.default, differentiable_cumsum)
 def cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
     """Running products."""
     op = aten.cumprod.default
-    (made,) = _scan(op, settled(op, x), dim, lambda c, p: (p[0] * c[0],), dtype=dtype)
+    (made,) = _scan(op, reduce_partial(op, x), dim, lambda c, p: (p[0] * c[0],), dtype=dtype)
     return made
 
 
@@ -174,7 +174,7 @@ def logcumsumexp(x: Any, dim: int) -> Any:
     exponentials of the result, and makes the last bit large.
     """
     op = aten.logcumsumexp.default
-    wide = settled(op, x).to(_WIDER.get(x.dtype, x.dtype))
+    wide = reduce_partial(op, x).to(_WIDER.get(x.dtype, x.dtype))
     (made,) = _scan(op, wide, dim, lambda c, p: (torch.logaddexp(p[0], c[0]),))
     return made.to(x.dtype)
 
@@ -189,7 +189,7 @@ def _running(op: Any, x: Any, dim: int, beats: Callable[..., torch.Tensor]) -> A
             mine = new.isnan() | (mine & ~old.isnan())
         return tuple(torch.where(mine, p, c) for p, c in zip(parts, carried, strict=True))
 
-    return _scan(op, settled(op, x), dim, carry)
+    return _scan(op, reduce_partial(op, x), dim, carry)
 
 
 @register_form("cummax", when=sharded_on())

@@ -18,8 +18,8 @@ from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.reductions import reduced_dims
 from ..storage.halo import fetch_all
-from ..storage.ragged import joined, settled, whole
-from ..storage.ragged import laid as relaid
+from ..storage.ragged import gather_plain, joined, reduce_partial
+from ..storage.ragged import move_to as relaid
 from ..storage.wrapper import Locals, wrap
 
 __all__ = [
@@ -31,10 +31,10 @@ __all__ = [
     "metas",
     "neighbours",
     "placed",
+    "reduce_partial",
     "relaid",
     "rows_of",
     "sent_on",
-    "settled",
     "shard_of",
     "sharded_on",
     "told",
@@ -148,7 +148,9 @@ def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
     meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
     places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
     parts = tuple(part.unsqueeze(0) for part in own)
-    made: list[Any] = whole(op, wrap(DTensorSpec(spec.topology, places, meta), parts)).tolist()
+    made: list[Any] = gather_plain(
+        op, wrap(DTensorSpec(spec.topology, places, meta), parts)
+    ).tolist()
     return made
 
 

@@ -22,7 +22,7 @@ from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
 from ..storage.wrapper import wrap
 from .sampling import Keys, Search, keys_of, known, lines, narrowed, spacing
-from .shards import columns, lacking, neighbours, sent_on, settled, shard_of, told_of_rows
+from .shards import columns, lacking, neighbours, reduce_partial, sent_on, shard_of, told_of_rows
 
 __all__ = ["price", "sort", "sorts"]
 
@@ -143,7 +143,7 @@ def _turned(part: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 def _sorted(op: Any, x: Any, dim: int, descending: bool) -> tuple[Any, Any]:
     mesh_of(op, [x])
-    x = settled(op, x)
+    x = reduce_partial(op, x)
     spec: DTensorSpec = x._spec
     dim %= x.ndim
     cuts = spec.dim_cuts[dim]

@@ -10,7 +10,7 @@ import torch
 from ..layout.spec import DTensorSpec
 from ..rules import Call
 from ..storage import policy
-from ..storage.operands import describe_moves, moved
+from ..storage.operands import describe_moves, in_layout
 from ..storage.wrapper import Wrapper, wrap
 
 __all__ = ["aligned", "cut_along", "in_full", "settled", "widened"]
@@ -53,4 +53,4 @@ def aligned(x: Any, like: Any) -> Any:
 def _moved(x: Wrapper, spec: DTensorSpec) -> Any:
     if not policy.current().silent:
         policy.on_moves(None, describe_moves([(0, spec)], [x._spec]))
-    return wrap(spec, moved(x, spec))
+    return wrap(spec, in_layout(x, spec))

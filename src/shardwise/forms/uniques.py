@@ -16,7 +16,15 @@ from ..dispatch.operator import register_form
 from ..layout.geometry import Cuts, contiguous_stride, flat_index
 from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..storage.ragged import as_dtensor, divided, is_requested, joined, laid, settled, whole
+from ..storage.ragged import (
+    as_dtensor,
+    divided,
+    gather_plain,
+    is_requested,
+    joined,
+    move_to,
+    reduce_partial,
+)
 from ..storage.wrapper import wrap
 from .posting import short, written
 from .shards import in_line, told
@@ -36,7 +44,7 @@ def unique(
     `run` is the operator with inverse and counts; `wants` says which of them the user asked for.
     `neighbours` tells that the order of elements matters.
     """
-    x = settled(op, x)
+    x = reduce_partial(op, x)
     if neighbours and dim is None and _is_line(x._spec):
         made, where, total = unique(op, in_line(op, x), dim, neighbours, wants, run)
         if wants[0]:
@@ -52,7 +60,7 @@ def unique(
     if not rows_apart and (neighbours or dim is not None) and spec.dim_axes[cut] != axes:
         # Slices, and what lies between neighbours, are whole where the dim itself is cut.
         places = [Shard(cut) if place.is_shard() else place for place in spec.placements]
-        x = laid(op, x, spec.with_placements(places))
+        x = move_to(op, x, spec.with_placements(places))
         spec = x._spec
     places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
     if rows_apart:
@@ -65,7 +73,7 @@ def unique(
     sizes = rows._spec.dim_cuts[0]
     if dim is None and is_requested() and _is_long(rows._spec):
         return _in_order(op, spec, rows, found, wants)
-    values, where, _ = run(whole(op, rows).movedim(0, cut))
+    values, where, _ = run(gather_plain(op, rows).movedim(0, cut))
     return _of_all(op, x, dim, values, where, found, sizes, wants)
 
 
@@ -87,7 +95,7 @@ def _of_all(
     if wants[1]:
         places = [Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)]
         own = [f[2].to(short(x.numel())) for f in found]
-        counts = whole(op, joined(op, mesh, places, own, cuts=sizes)).to(torch.int64)
+        counts = gather_plain(op, joined(op, mesh, places, own, cuts=sizes)).to(torch.int64)
         sums = where.new_zeros(values.shape[cut]).index_add_(0, where, counts)
         total = divided(op, as_dtensor(sums, mesh), axes)
     if wants[0]:
@@ -118,7 +126,7 @@ def _by_rows(op: Any, x: Any, rows: int, places: Sequence[Any], wants: Sequence[
     found = [_runs(part, rows) for part in x._locals]
     table = torch.tensor(told(op, spec, [each[3] for each in found]))
     sizes = tuple(table.sum(1).tolist())
-    made = whole(op, joined(op, spec.topology, places, [f[0] for f in found], cuts=sizes))
+    made = gather_plain(op, joined(op, spec.topology, places, [f[0] for f in found], cuts=sizes))
     # The ranks follow each other, and with each its rows; now the rows, and in each the ranks.
     first = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)
     order, often = first.T.flatten(), table.T.flatten()
@@ -204,7 +212,9 @@ def _where_found(
     )
     filled = [min(size, 1) for size, _ in facts]
     ends = [values[[0, -1]] if len(values) else values for values, *_ in found]
-    borders = whole(op, joined(op, mesh, places, ends, rest, cuts=tuple(2 * n for n in filled)))
+    borders = gather_plain(
+        op, joined(op, mesh, places, ends, rest, cuts=tuple(2 * n for n in filled))
+    )
     pairs = borders.unflatten(0, (-1, 2))
     alike = iter([0, *(pairs[1:, 0] == pairs[:-1, 1]).reshape(-1, prod(rest)).all(1).tolist()])
     goes_on = [int(next(alike)) if n else 0 for n in filled]  # a run of the shard before

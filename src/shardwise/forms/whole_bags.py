@@ -18,7 +18,7 @@ from ..layout.geometry import Cuts, contiguous_stride
 from ..layout.mesh import Coord
 from ..layout.placement import Partial, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..storage.ragged import as_dtensor, whole
+from ..storage.ragged import as_dtensor, gather_plain
 from ..storage.wrapper import wrap
 from .elements import local, pick
 from .places import Given, layouts_of, moving
@@ -133,7 +133,7 @@ def _bags(
     tells."""
     wrong = False
     if include_last:  # it only says where the indices end
-        wrong = int(whole(op, offsets[-1:])) > indices.shape[0]
+        wrong = int(gather_plain(op, offsets[-1:])) > indices.shape[0]
         offsets = offsets[:-1]
     offsets = relaid(op, offsets, _over(offsets._spec, axes))
     facts = []

@@ -246,7 +246,7 @@ class DTensorSpec:
         return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
 
     @lazy
-    def straight(self) -> DTensorSpec:
+    def consecutive(self) -> DTensorSpec:
         """This layout, with consecutive pieces in place of pieces of every block."""
         if self.groups is None:
             return self
@@ -346,7 +346,7 @@ class DTensorSpec:
         if self.groups is not None:
             raise LayoutError(
                 f"the ranks hold pieces of every block of {self!r}, not consecutive ones. "
-                f"Redistribute to {list(self.straight.placements)} first."
+                f"Redistribute to {list(self.consecutive.placements)} first."
             )
 
     def local_shape(self, coord: Coord) -> tuple[int, ...]:

@@ -19,12 +19,12 @@ from .spec import DTensorSpec, Groups, TensorMeta, fine_meta
 
 __all__ = [
     "assumed",
-    "coarse",
     "common",
+    "common_refinement",
     "held_of",
-    "refined",
+    "merge_dims",
     "rounded",
-    "seen_alike",
+    "split_dims",
     "trivial",
 ]
 
@@ -64,7 +64,7 @@ def _ends(group: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=16384)
-def refined(spec: DTensorSpec, groups: Groups) -> DTensorSpec | None:
+def split_dims(spec: DTensorSpec, groups: Groups) -> DTensorSpec | None:
     """The layout of the tensor with its dims taken apart; None if that is none of boxes."""
     own = spec.groups or trivial(spec.meta.shape)
     if common(own, groups) != groups:
@@ -93,7 +93,7 @@ def refined(spec: DTensorSpec, groups: Groups) -> DTensorSpec | None:
     return DTensorSpec(spec.topology, places, fine_meta(spec.meta, groups), cuts=cuts)
 
 
-def coarse(fine: DTensorSpec, groups: Groups, meta: TensorMeta) -> DTensorSpec:
+def merge_dims(fine: DTensorSpec, groups: Groups, meta: TensorMeta) -> DTensorSpec:
     """The layout of a tensor of which `fine` is the layout with dims taken apart as in `groups`."""
     splits: dict[int, Shard] = {}
     cuts: list[Cuts | None] = []
@@ -137,20 +137,22 @@ def rounded(spec: DTensorSpec, groups: Groups) -> DTensorSpec:
 
 
 @lru_cache(maxsize=16384)
-def seen_alike(src: DTensorSpec, dst: DTensorSpec) -> tuple[DTensorSpec, DTensorSpec] | DTensorSpec:
+def common_refinement(
+    src: DTensorSpec, dst: DTensorSpec
+) -> tuple[DTensorSpec, DTensorSpec] | DTensorSpec:
     """Both layouts on one finer shape on which both are boxes; or a layout to go through."""
     have = src.groups or trivial(src.meta.shape)
     want = dst.groups or trivial(dst.meta.shape)
     groups = common(have, want)
     if groups is not None:
-        pair = refined(src, groups), refined(dst, groups)
+        pair = split_dims(src, groups), split_dims(dst, groups)
         if pair[0] is not None and pair[1] is not None:
             return pair[0], pair[1]
     if dst.groups is None:
         return rounded(dst, have)
     if src.groups is None:
         return rounded(src, want)
-    return rounded(src.straight, have)
+    return rounded(src.consecutive, have)
 
 
 def held_of(spec: DTensorSpec, coord: Coord) -> list[tuple[Interval, ...]]:

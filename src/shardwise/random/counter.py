@@ -12,9 +12,9 @@ from .._torch import OpOverload
 from ..dispatch.random_ops import DISTRIBUTIONS, FILLS
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..redistribute import relaid
+from ..redistribute import redistribute_locals
 from ..storage import policy
-from ..storage.operands import describe_moves, moved, tell_moves, wrote
+from ..storage.operands import announce_moves, describe_moves, in_layout, mark_written
 from ..storage.wrapper import Locals, Wrapper, wrap
 from .tiles import Draw, Key, draw_at, draw_locals, new_key
 
@@ -101,8 +101,8 @@ def _summed(op: OpOverload, x: Any) -> Any:
         return x
     places = [Replicate() if place.is_partial() else place for place in spec.placements]
     target = spec.with_placements(places, cuts=spec.cuts)
-    tell_moves(op, [(0, target)], [x])
-    return wrap(target, moved(x, target))
+    announce_moves(op, [(0, target)], [x])
+    return wrap(target, in_layout(x, target))
 
 
 def _as_laid_out(op: OpOverload, x: Any, spec: DTensorSpec) -> Locals:
@@ -110,7 +110,7 @@ def _as_laid_out(op: OpOverload, x: Any, spec: DTensorSpec) -> Locals:
     target = spec.with_meta(x._spec.meta)
     if x._spec is not target:
         policy.on_moves(op, describe_moves([(1, target)], [x._spec, x._spec]))
-    return moved(x, target)
+    return in_layout(x, target)
 
 
 def _on_mesh(x: Any, like: Any) -> Any:
@@ -148,10 +148,10 @@ def fill(target: Any, draw: Draw, generator: torch.Generator | None) -> Any:
         empty = torch.empty_like
         local = tuple(empty(target._locals[spec.slot(coord)]) for coord in whole.slots)
         draw_locals(whole, local, key, draw)
-        parts = relaid(whole, spec, local)
+        parts = redistribute_locals(whole, spec, local)
         for mine, new in zip(target._locals, parts, strict=True):
             mine.copy_(new)
-    wrote(target)
+    mark_written(target)
     return target
 
 

@@ -14,7 +14,7 @@ import torch
 
 from .._torch import OpOverload
 from ..dispatch.fallback import laid_out
-from ..storage.ragged import settled
+from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Wrapper
 
 __all__ = ["EXACT"]
@@ -40,7 +40,7 @@ def _bernoulli(op: OpOverload, given: Given) -> Any:
             return NotImplemented
         made = torch.empty_like(target, memory_format=torch.contiguous_format)
         return made.bernoulli_(p, generator=generator)
-    p = settled(op, p)
+    p = reduce_partial(op, p)
     fits = p.shape == target.shape and p.dtype.is_floating_point and p._spec.groups is None
     if not fits or not bool(((p >= 0) & (p <= 1)).all()):
         return NotImplemented  # an error, which is PyTorch's, or what it makes of this
@@ -76,7 +76,7 @@ def _multinomial(op: OpOverload, given: Given) -> Any:
     p, count = given["self"], given["num_samples"]
     if (given["replacement"] and count > 1) or not p.numel() or not p.dtype.is_floating_point:
         return NotImplemented
-    p = settled(op, p)
+    p = reduce_partial(op, p)
     drawable = count if count > 1 else 1
     valid = ((p >= 0) & (p < inf)).all() & ((p > 0).sum(-1) >= drawable).all()
     if not 0 < p.ndim < 3 or not 0 < count <= p.shape[-1] or not bool(valid):

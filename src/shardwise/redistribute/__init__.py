@@ -1,11 +1,11 @@
-"""Changing layouts: `plan(src, dst)` gives the steps, `relaid` takes them."""
+"""Changing layouts: `plan(src, dst)` gives the steps, `redistribute_locals` takes them."""
 
 from .execute import Ready, Run, bytes_received, in_order, ordered, run_all, run_steps, run_together
 from .explain import Explanation, explain_redistribute
 from .layout import DimMap, Layout
 from .moves import move
 from .plan import plan
-from .repeated import relaid, run_between, steps_between
+from .repeated import redistribute_locals, run_between, steps_between
 from .step import Step
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "move",
     "ordered",
     "plan",
-    "relaid",
+    "redistribute_locals",
     "run_all",
     "run_between",
     "run_steps",

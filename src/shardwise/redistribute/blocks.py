@@ -18,7 +18,7 @@ from ..layout.geometry import Cuts, Interval, memory_order, stride_like
 from ..layout.mesh import Coord
 from ..layout.placement import Placement, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..layout.split_dims import seen_alike, trivial
+from ..layout.split_dims import common_refinement, trivial
 from .jointly import jointly
 from .legs import held_by_legs, legs, once
 from .portions import sizes
@@ -137,7 +137,7 @@ def _is_apart(src: DTensorSpec, dst: DTensorSpec) -> bool:
         return False
     return (
         once(src, dst) is None
-        and isinstance(seen_alike(src, dst), DTensorSpec)
+        and isinstance(common_refinement(src, dst), DTensorSpec)
         and jointly(src, dst) is None
     )
 

@@ -14,7 +14,7 @@ import torch
 from ..layout.geometry import Cuts
 from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec
-from ..layout.split_dims import seen_alike, trivial
+from ..layout.split_dims import common_refinement, trivial
 from .jointly import jointly
 from .plan import plan
 from .portions import held_beside, sizes
@@ -32,7 +32,7 @@ def legs(src: DTensorSpec, dst: DTensorSpec) -> Legs:
         return legs(*pair)
     if src.fine is None and dst.fine is None:
         return (plan(src, dst),)
-    way = seen_alike(src, dst)
+    way = common_refinement(src, dst)
     if isinstance(way, DTensorSpec):
         if (found := jointly(src, dst)) is not None:
             return ((found[0],),)

@@ -15,7 +15,7 @@ import torch
 from ..comm import buffer_size, give_back
 from ..layout.geometry import box_shape, memory_order, stride_like
 from ..layout.spec import DTensorSpec, Groups, fine_meta
-from ..layout.split_dims import seen_alike
+from ..layout.split_dims import common_refinement
 from .blocks import Part, need, stretches
 from .execute import Run, run_all
 from .jointly import jointly
@@ -23,12 +23,14 @@ from .legs import legs, once
 from .plan import plan
 from .step import Step
 
-__all__ = ["relaid", "run_between", "steps_between"]
+__all__ = ["redistribute_locals", "run_between", "steps_between"]
 
 Locals = tuple[torch.Tensor, ...]
 
 
-def relaid(src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = False) -> Locals:
+def redistribute_locals(
+    src: DTensorSpec, dst: DTensorSpec, local: Locals, *, fresh: bool = False
+) -> Locals:
     """The local tensors of a tensor laid out as `src`, now as `dst`.
 
     With `fresh` none of them shares memory with another tensor.
@@ -44,7 +46,7 @@ def run_between(
     fresh: bool = False,
     async_op: bool = False,
 ) -> Run:
-    """What `relaid` runs, to be run with others."""
+    """What `redistribute_locals` runs, to be run with others."""
     if (pair := once(src, dst)) is not None:
         return _run_once(src, dst, pair, local, fresh, async_op)
     if src.fine is not None or dst.fine is not None:
@@ -53,7 +55,7 @@ def run_between(
 
 
 def steps_between(src: DTensorSpec, dst: DTensorSpec) -> tuple[Step, ...]:
-    """The steps that `relaid` takes, if it moves all at once."""
+    """The steps that `redistribute_locals` takes, if it moves all at once."""
     return tuple([step for steps in legs(src, dst) for step in steps])
 
 
@@ -65,7 +67,7 @@ def _run_once(
     fresh: bool,
     async_op: bool,
 ) -> Run:
-    """What `relaid` runs for a tensor that repeats itself."""
+    """What `redistribute_locals` runs for a tensor that repeats itself."""
     have, want = pair
     parts = []
     for coord in have.slots:
@@ -92,8 +94,8 @@ def _run_once(
 def _run_apart(
     src: DTensorSpec, dst: DTensorSpec, local: Locals, fresh: bool, async_op: bool
 ) -> Run:
-    """What `relaid` runs for dims that are sharded block by block."""
-    way = seen_alike(src, dst)
+    """What `redistribute_locals` runs for dims that are sharded block by block."""
+    way = common_refinement(src, dst)
     if isinstance(way, DTensorSpec) and (found := jointly(src, dst)) is not None:
         return _run_jointly(dst, *found, local, fresh, async_op)
     if isinstance(way, DTensorSpec):  # nearly there, then the elements that are over
@@ -105,7 +107,7 @@ def _run_apart(
         between: list[torch.Tensor] = []
 
         def start() -> Run:
-            first = relaid(src, way, local)
+            first = redistribute_locals(src, way, local)
             run = run_between(way, dst, first, fresh=fresh, async_op=async_op).started()
             between.extend(run.local)
             _forget(src, first, (*local, *between))  # if it went on, or was copied to be seen so
@@ -131,7 +133,7 @@ def _run_apart(
 def _run_jointly(
     dst: DTensorSpec, step: Step, groups: Groups, local: Locals, fresh: bool, async_op: bool
 ) -> Run:
-    """What `relaid` runs from box to box of dims taken apart."""
+    """What `redistribute_locals` runs from box to box of dims taken apart."""
     have, want = step.src, step.dst
     seen = [
         part.reshape(box_shape(have.box(at))) for at, part in zip(have.slots, local, strict=True)
@@ -168,7 +170,7 @@ def _move_part(src: DTensorSpec, dst: DTensorSpec, local: Locals, made: Locals, 
         local = tuple([stretch.of_local(src, *own) for own in zip(src.slots, local, strict=True)])
         made = tuple([stretch.of_local(dst, *own) for own in zip(dst.slots, made, strict=True)])
         src, dst = stretch.of_spec(src), stretch.of_spec(dst)
-    came = relaid(src, dst, local)
+    came = redistribute_locals(src, dst, local)
     for place, each in zip(made, came, strict=True):
         place.copy_(each)
     _forget(src, came, local)

@@ -133,7 +133,7 @@ class Call:
         self.args = tuple(args)
         self.kwargs = kwargs
         self.laid = tuple(specs)
-        self.specs = tuple([spec.straight for spec in specs])
+        self.specs = tuple([spec.consecutive for spec in specs])
         self.results = tuple(results)
         self.structure = structure
         self.values = self._bound()

@@ -12,7 +12,7 @@ from ..layout.spec import DTensorSpec
 from ..redistribute import Ready
 from .wrapper import Locals, Wrapper, wrap
 
-__all__ = ["PendingValue", "pending"]
+__all__ = ["AsyncValue", "pending"]
 
 
 class _Once:
@@ -33,7 +33,7 @@ class _Once:
             return self._made
 
 
-class PendingValue:
+class AsyncValue:
     """Mixed into the public class. Once it has its value, the tensor is of the public class."""
 
     _ready: Ready

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import Ready, Run, relaid, run_all, run_between, steps_between
+from ..redistribute import Ready, Run, redistribute_locals, run_all, run_between, steps_between
 from . import policy
 from .wrapper import Locals
 
@@ -16,7 +16,7 @@ Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
 
 
-def stamp(tensor: Any) -> tuple[object, ...]:
+def version_stamp(tensor: Any) -> tuple[object, ...]:
     """What changes when the tensor is written, through the dispatcher or through its local
     tensors; a deferred view changes with what it is a view of.
 
@@ -45,7 +45,7 @@ def _versions(parts: Locals, unsure: bool) -> tuple[object, ...]:
     )
 
 
-def wrote(tensor: Any) -> None:
+def mark_written(tensor: Any) -> None:
     """Tell everyone who shares the tensor's memory that it was written."""
     cell = tensor._cell
     if cell is not None:
@@ -54,11 +54,11 @@ def wrote(tensor: Any) -> None:
         tensor._memo.clear()  # views of a pending sum have it too
 
 
-def wrote_moved(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
-    """As `wrote`, where the tensor now has a value that was written in another layout."""
-    wrote(tensor)
+def mark_written_in_layout(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+    """As `mark_written`, where the tensor now has a value that was written in another layout."""
+    mark_written(tensor)
     if tensor._spec.sums:
-        keep(tensor, spec, value)
+        cache_reduction(tensor, spec, value)
 
 
 def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -79,24 +79,24 @@ def own_copy(whole: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return made.copy_(whole)
 
 
-def moved(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
+def in_layout(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
     """The local tensors of `tensor` laid out as `spec`; those of a partial are kept for the next
     user."""
     src = tensor._spec
     if src is spec:
         return tuple(own_copy(t, spec.meta) for t in tensor._locals) if fresh else tensor._locals
     if not src.sums:
-        return relaid(src, spec, tensor._locals, fresh=fresh)
+        return redistribute_locals(src, spec, tensor._locals, fresh=fresh)
     if fresh:  # it is about to be written: nothing is kept of it
         base, local = _source(tensor, spec)
-        return relaid(base, spec, local, fresh=True)
-    memo, now = tensor._memo, stamp(tensor)
+        return redistribute_locals(base, spec, local, fresh=True)
+    memo, now = tensor._memo, version_stamp(tensor)
     if memo is None:
         memo = tensor._memo = {}
     found = memo.get(spec)
     if found is None or found[0] != now:
         base, local = _source(tensor, spec)
-        found = memo[spec] = (now, relaid(base, spec, local))
+        found = memo[spec] = (now, redistribute_locals(base, spec, local))
     made: Locals = found[1]
     return made
 
@@ -117,7 +117,7 @@ def _price(src: DTensorSpec, dst: DTensorSpec) -> int:
     return sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst))
 
 
-def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
+def cached_reduction(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
     """The cached reduction of a Partial: its layout and local tensors; None if there is none."""
     kept = _kept(tensor)
     if not kept:
@@ -127,8 +127,8 @@ def known(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
     if any(step.kind != "slice" for step in steps_between(best, whole)):
         return best, kept[best]
     # Some call needed more of it on each rank than the tensor has: others need not.
-    made = relaid(best, whole, kept[best])
-    keep(tensor, whole, made)
+    made = redistribute_locals(best, whole, kept[best])
+    cache_reduction(tensor, whole, made)
     return whole, made
 
 
@@ -137,7 +137,7 @@ def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
     memo: dict[DTensorSpec, tuple[Any, Locals]] | None = tensor._memo
     if not memo:
         return {}
-    now, spec = stamp(tensor), tensor._spec
+    now, spec = version_stamp(tensor), tensor._spec
     count, mesh = len(spec.sums), spec.topology
     return {
         at: value
@@ -146,12 +146,12 @@ def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
     }
 
 
-def keep(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
+def cache_reduction(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     """Let a pending sum have its value in another layout, for the next user."""
     memo = tensor._memo
     if memo is None:
         memo = tensor._memo = {}
-    memo[spec] = (stamp(tensor), value)
+    memo[spec] = (version_stamp(tensor), value)
 
 
 def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
@@ -159,7 +159,7 @@ def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
     return run_between(base, spec, local, fresh=fresh)
 
 
-def started(
+def start_moves(
     tensors: Sequence[Any], specs: Sequence[DTensorSpec], async_op: bool = False
 ) -> list[Ready]:
     """New local tensors for many moves, in few collectives.
@@ -174,18 +174,18 @@ def started(
     return run_all(runs)
 
 
-def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
-    """As `moved`, for many tensors, targets and whether to be fresh, in few collectives."""
+def all_in_layout(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
+    """As `in_layout`, for many tensors, targets and whether to be fresh, in few collectives."""
     found: dict[int, Locals] = {}
     same: dict[tuple[int, DTensorSpec], int] = {}
     runs: list[tuple[int, Run]] = []
     for index, (tensor, spec, fresh) in enumerate(moves):
         memo = tensor._memo
         if tensor._spec is spec:
-            found[index] = moved(tensor, spec, fresh=fresh)
+            found[index] = in_layout(tensor, spec, fresh=fresh)
         elif not fresh and (id(tensor), spec) in same:
             continue
-        elif not fresh and memo and spec in memo and memo[spec][0] == stamp(tensor):
+        elif not fresh and memo and spec in memo and memo[spec][0] == version_stamp(tensor):
             found[index] = memo[spec][1]
         else:
             if not fresh:
@@ -196,25 +196,25 @@ def moved_all(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
         tensor, spec, fresh = moves[index]
         found[index] = ready()
         if not fresh and tensor._spec.sums:
-            keep(tensor, spec, found[index])
+            cache_reduction(tensor, spec, found[index])
     return [
         found[index if index in found else same[id(tensor), spec]]
         for index, (tensor, spec, _) in enumerate(moves)
     ]
 
 
-def is_there(tensor: Any, spec: DTensorSpec) -> bool:
+def is_available(tensor: Any, spec: DTensorSpec) -> bool:
     """Whether a tensor is in a layout already, or in one of which that is a part, because it was
     reduced before."""
     base, _ = _source(tensor, spec)
     return all(step.is_local for step in steps_between(base, spec))
 
 
-def tell_moves(op: Any, moves: Sequence[Move], operands: Sequence[Any]) -> None:
+def announce_moves(op: Any, moves: Sequence[Move], operands: Sequence[Any]) -> None:
     """Announce the moves that a call is about to make, as the policy says."""
     if policy.current().silent:
         return
-    needed = [(index, spec) for index, spec in moves if not is_there(operands[index], spec)]
+    needed = [(index, spec) for index, spec in moves if not is_available(operands[index], spec)]
     if texts := describe_moves(needed, [operand._spec for operand in operands]):
         policy.on_moves(op, texts)
 

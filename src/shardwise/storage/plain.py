@@ -18,7 +18,7 @@ from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..layout.world import World, at_end
 from . import policy
-from .operands import moved
+from .operands import in_layout
 from .wrapper import Plain, Wrapper, wrap
 
 __all__ = ["adopt", "bring_grads_back", "check_dense", "check_plain", "digest", "full_local"]
@@ -86,7 +86,7 @@ def full_local(value: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, Wrapper):
         return value
     spec: Any = value._spec
-    whole = moved(value, spec.with_placements(default_placements(spec.topology)))
+    whole = in_layout(value, spec.with_placements(default_placements(spec.topology)))
     return whole[0]
 
 

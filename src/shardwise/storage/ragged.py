@@ -19,7 +19,7 @@ from ..layout.mesh import Topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from . import policy
-from .operands import describe_moves, moved
+from .operands import describe_moves, in_layout
 from .plain import adopt
 from .wrapper import Wrapper, wrap
 
@@ -27,12 +27,12 @@ __all__ = [
     "as_dtensor",
     "counted",
     "divided",
+    "gather_plain",
     "is_requested",
     "joined",
-    "laid",
+    "move_to",
+    "reduce_partial",
     "requested",
-    "settled",
-    "whole",
 ]
 
 
@@ -41,30 +41,30 @@ def is_requested() -> bool:
     return current().ragged
 
 
-def laid(op: object, x: Any, spec: DTensorSpec) -> Any:
+def move_to(op: object, x: Any, spec: DTensorSpec) -> Any:
     """A DTensor in another layout, as the policy on implicit communication allows."""
     if x._spec is spec:
         return x
     if policy.current().moves != "auto":
         policy.on_moves(op, describe_moves([(0, spec)], [x._spec]))
-    return wrap(spec, moved(x, spec))
+    return wrap(spec, in_layout(x, spec))
 
 
-def settled(op: object, x: Any) -> Any:
+def reduce_partial(op: object, x: Any) -> Any:
     """A DTensor with nothing pending."""
     spec = x._spec
     if not spec.sums:
         return x
     places = [Replicate() if place.is_partial() else place for place in spec.placements]
-    return laid(op, x, spec.with_placements(places, spec.cuts))
+    return move_to(op, x, spec.with_placements(places, spec.cuts))
 
 
-def whole(op: object, x: Any) -> torch.Tensor:
+def gather_plain(op: object, x: Any) -> torch.Tensor:
     """A tensor as a plain one, the same on every rank."""
     if not isinstance(x, Wrapper):
         return x  # type: ignore[no-any-return]
     spec = x._spec
-    made = laid(op, x, spec.with_placements(default_placements(spec.topology)))
+    made = move_to(op, x, spec.with_placements(default_placements(spec.topology)))
     local: torch.Tensor = made._locals[0]
     return local
 
@@ -86,7 +86,7 @@ def counted(op: object, topology: Topology, axes: Sequence[int], counts: Sequenc
     spec = DTensorSpec(topology, places, TensorMeta((total,), (1,), torch.int64))
     device = topology.device_type
     local = tuple(torch.tensor([count], device=device) for count in counts)
-    return tuple(whole(op, wrap(spec, local)).tolist())
+    return tuple(gather_plain(op, wrap(spec, local)).tolist())
 
 
 def joined(
@@ -131,7 +131,7 @@ def requested(op: object, x: Any) -> Any:
     spec = x._spec
     places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
     cuts = None if spec.cuts is None else [None, *spec.cuts[1:]]
-    return laid(op, x, spec.with_placements(places, cuts))
+    return move_to(op, x, spec.with_placements(places, cuts))
 
 
 def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
@@ -141,4 +141,4 @@ def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
         return x
     spec = x._spec
     places = [Shard(dim) if axis in axes else place for axis, place in enumerate(spec.placements)]
-    return laid(op, x, spec.with_placements(places))
+    return move_to(op, x, spec.with_placements(places))

@@ -14,10 +14,10 @@ from ..errors import LayoutError, MeshError
 from ..layout.mesh import Topology
 from ..layout.placement import Partial, Placement, Replicate
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..redistribute import relaid
+from ..redistribute import redistribute_locals
 from ..storage.async_value import pending
 from ..storage.match_meta import in_memory_order
-from ..storage.operands import moved, started
+from ..storage.operands import in_layout, start_moves
 from ..storage.wrapper import Wrapper, exposed_locals, share_cell, wrap
 
 __all__ = [
@@ -75,7 +75,7 @@ class Redistribute(torch.autograd.Function):
         pairs = list(zip(values, targets, strict=True))
         moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
         sources, goals = [value for value, _ in moving], [spec for _, spec in moving]
-        ready = iter(started(sources, goals, async_op))
+        ready = iter(start_moves(sources, goals, async_op))
         made: list[Any] = []
         for value, spec in pairs:
             if value._spec is spec:
@@ -155,7 +155,7 @@ class WholeLocal(torch.autograd.Function):
         if not value._locals:
             raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
         whole = spec.with_placements(default_placements(spec.topology))
-        return relaid(spec.reduced, whole, moved(value, spec.reduced))[0].clone()
+        return redistribute_locals(spec.reduced, whole, in_layout(value, spec.reduced))[0].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

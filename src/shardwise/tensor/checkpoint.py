@@ -19,7 +19,7 @@ from ..errors import LayoutError, ShardwiseError
 from ..layout.geometry import Interval
 from ..layout.mesh import Coord
 from ..layout.spec import DTensorSpec
-from ..storage.operands import moved
+from ..storage.operands import in_layout
 from ..storage.wrapper import Locals, Wrapper, exposed_locals
 
 __all__ = ["Chunk", "chunk_list", "chunks", "shard_at", "write_items"]
@@ -132,7 +132,7 @@ def _parts_to_write(tensor: Any, fqn: str) -> Locals:
         )
     if not moves:
         return tensor._locals  # type: ignore[no-any-return]
-    tensor._to_write = parts = moved(tensor, tensor._spec.reduced)
+    tensor._to_write = parts = in_layout(tensor, tensor._spec.reduced)
     return parts
 
 

@@ -18,7 +18,7 @@ from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from ..storage import policy
-from ..storage.operands import moved
+from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
 from ..storage.plain import check_dense, digest
 from ..storage.wrapper import Wrapper, exposed_locals, wrap
@@ -298,7 +298,7 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
     first = all(spec.slots[0][axis] == 0 for axis in axes)
     mine = parts[0].detach() if first else torch.zeros_like(parts[0])
     as_sum = wrap(DTensorSpec(spec.topology, places, spec.meta, cuts=spec.cuts), (mine,))
-    whole = moved(as_sum, spec)[0]
+    whole = in_layout(as_sum, spec)[0]
     return (Replaced.apply(parts[0], whole),)
 
 
@@ -331,7 +331,7 @@ def distribute(
     parts: tuple[torch.Tensor, ...] = (value,) if whole.slots else ()
     if source is not None and not mesh.virtual:
         parts = _from_source(whole, parts, source)
-    local = moved(wrap(whole, parts), target, fresh=True)
+    local = in_layout(wrap(whole, parts), target, fresh=True)
     made: Any = wrap(target, local)
     return made.requires_grad_(tensor.requires_grad)
 

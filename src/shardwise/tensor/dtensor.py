@@ -17,7 +17,7 @@ from ..errors import LayoutError, MeshError
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, checked_placements, default_placements
-from ..storage.async_value import PendingValue
+from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Cell, Wrapper, share_cell, wrap
 from .autograd import (
     Redistribute,
@@ -272,7 +272,7 @@ class DTensor(Wrapper):
         text = f"DTensor({self._spec!r}"
         if isinstance(self, DeferredView):
             local = "a view not read yet"
-        elif isinstance(self, PendingValue):
+        elif isinstance(self, AsyncValue):
             local = "still under way"
         elif self._spec.topology.virtual:
             shapes = [list(part.shape) for part in self._locals]
@@ -453,7 +453,7 @@ class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is 
     """A DTensor that is a deferred view."""
 
 
-class _Pending(PendingValue, DTensor):  # type: ignore[override]  # _locals waits
+class _Pending(AsyncValue, DTensor):  # type: ignore[override]  # _locals waits
     """A DTensor that is still under way."""
 
 

@@ -17,7 +17,7 @@ from .._torch import announce_write, is_base_or_saved, swap_contents
 from ..dispatch.views import is_deferred, lay_out
 from ..errors import LayoutError
 from ..layout.placement import Placement, Replicate, Shard
-from ..storage.operands import wrote
+from ..storage.operands import mark_written
 from ..storage.wrapper import Wrapper
 from .autograd import take_data
 from .saving import plain_attributes
@@ -47,7 +47,7 @@ def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
                     f"it, as after retain_grad(). Use {view.__name__}, which returns a new view."
                 ) from error
             self.__dict__.update(attributes)
-        wrote(self)
+        mark_written(self)
         return self
 
     method.__name__ = name

@@ -18,7 +18,7 @@ from .._torch import OpOverload
 from ..comm.reduction import check_reducible, reduce_list
 from ..dispatch.decide import spec_for
 from ..dispatch.infer import infer
-from ..dispatch.operator import Entry
+from ..dispatch.operator import Operator
 from ..dispatch.plans import CallPlan, filled
 from ..dispatch.random_ops import is_random, is_without_dropout
 from ..errors import LayoutError, RuleError
@@ -93,7 +93,7 @@ def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) ->
       R, P(sum) -> P(sum)     ok
       R, P(avg) -> P(avg)     ok
     """
-    entry = Entry(op if isinstance(op, OpOverload) else _default(op))
+    entry = Operator(op if isinstance(op, OpOverload) else _default(op))
     if entry.family is None or entry.outs or entry.is_list or _draws(entry.op, args, kwargs):
         raise RuleError(f"verify: calls of {entry.op} are not decided by a rule of its own.")
     trial = Trial(entry, args, kwargs)
@@ -138,7 +138,7 @@ def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
 class Trial:
     """One call, tried in many layouts."""
 
-    def __init__(self, entry: Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, entry: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.entry, self.args, self.kwargs = entry, args, kwargs
         self.draw = torch.Generator().manual_seed(0)
         self.tensors = _tensors([*args, *kwargs.values()])
@@ -209,7 +209,7 @@ class Trial:
             inputs,
             inputs,
             outputs,
-            spots=None,
+            operand_positions=None,
             structure=self.structure,
             written=self.written,
             target=self.entry.written or 0,
