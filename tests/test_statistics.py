@@ -19,7 +19,7 @@ from shardwise import (
     distribute_module,
     distribute_tensor,
 )
-from shardwise.forms.normalising import rms_norm
+from shardwise.dispatch.operator import FORMS
 
 from .compare import assert_same, check, eager, ints, numbers, spread, virtual
 from .rules import kernels  # noqa: F401  # the backward of the rms norm of GPUs
@@ -136,53 +136,6 @@ def test_infinities_and_nan() -> None:
     check(f, x, mesh=virtual(3), ops=(), grad=False)
 
 
-@pytest.mark.parametrize("values", [[INF], [-INF], [INF, -INF], [NAN, INF], [INF] * 5])
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_means_beside_infinities(values: list[float], shape: tuple[int, ...]) -> None:
-    # An infinity in the last place is another matter: PyTorch's kernels disagree on it by size.
-    x = numbers(2, 6, 7)
-    x[0, 1, : len(values)] = torch.tensor(values, dtype=x.dtype)
-    image = numbers(2, 4, 3, 3)
-    image[1, 2, 1, 0] = values[-1]
-
-    def f(x: Any, image: Any) -> list[Any]:
-        aten = torch.ops.aten
-        last = image.contiguous(memory_format=torch.channels_last)
-        batch = [aten.native_batch_norm(y, *[None] * 4, True, 0.1, 1e-5) for y in (image, last)]
-        group = [aten.native_group_norm(y, None, None, 2, 4, 9, 2, 1e-5) for y in (image, last)]
-        layer = [aten.native_layer_norm(x, x.shape[-n:], None, None, 1e-5) for n in (1, 2)]
-        pairs = [torch.std_mean(x, (0, 2)), torch.std_mean(x), torch.var_mean(x, 2, keepdim=True)]
-        return [each for made in (*batch, *group, *layer, *pairs) for each in made]
-
-    check(f, x, image, mesh=virtual(*shape), ops=(), grad=False, mixed=False, limit=6)
-
-
-@pytest.mark.parametrize("values", [[INF], [-INF], [INF, -INF], [NAN], [1.0]])
-@pytest.mark.parametrize("name", ["layer_norm", "group_norm"])
-def test_infinite_gradients_of_norms(name: str, values: list[float]) -> None:
-    """Which elements are NaN then depends on the formula of PyTorch's kernels."""
-    for seed in range(4):
-        x, weight, grad = numbers(3, 4, 5, seed=seed), numbers(4, seed=9), numbers(3, 4, 5, seed=7)
-        grad.view(-1)[seed * 5 : seed * 5 + len(values)] = torch.tensor(values, dtype=grad.dtype)
-        weight[2] = 0
-
-        def grads(x: Any, weight: Any, grad: Any) -> list[Any]:
-            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-            if name == "group_norm":
-                made = F.group_norm(x, 2, weight)
-            else:
-                made = F.layer_norm(x.mT, (4,), weight).mT
-            made.backward(grad)
-            return [x.grad, weight.grad]
-
-        check(grads, x, weight, grad, mesh=virtual(2), ops=(), grad=False, mixed=False, limit=8)
-
-
-def test_the_mean_of_one_element_is_that_element() -> None:
-    x = torch.tensor([[INF, -INF, 1.0]], dtype=torch.float64)
-    check(lambda x: torch.var_mean(x, 0, correction=0), x, mesh=virtual(2), ops=(), grad=False)
-
-
 @pytest.mark.parametrize("place", [Replicate(), Shard(0)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
@@ -230,7 +183,7 @@ def test_the_rms_norm_of_gpus(inner: tuple[int, ...]) -> None:
 
     def forward(x: Any, w: Any) -> Any:
         form = isinstance(x, DTensor) and x.placements[0] in (Shard(0), Shard(1))
-        op = rms_norm if form else torch.ops.aten._fused_rms_norm.default
+        op = FORMS["_fused_rms_norm.default"].run if form else torch.ops.aten._fused_rms_norm.default
         return op(x, inner, w, 1e-5)
 
     def backward(x: Any, w: Any, grad: Any) -> Any:

@@ -31,7 +31,7 @@ from ..rules.visible import attended, named, of_own_shape
 from ..storage.ragged import as_dtensor
 from ..storage.wrapper import Wrapper, wrap
 from .shards import relaid
-from .statistics import settled
+from .decomposed import settled
 
 __all__ = ["KERNELS"]
 

@@ -12,8 +12,7 @@ from ..dispatch.fallback import mesh_of
 from ..dispatch.operator import register_form
 from ..rules import Call
 from ..storage.ragged import as_dtensor
-from .reductions import moments
-from .statistics import aligned, in_full, settled
+from .decomposed import aligned, in_full, moments, settled
 
 __all__ = ["batch_norm", "batch_norm_backward"]
 

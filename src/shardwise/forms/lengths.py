@@ -8,7 +8,7 @@ import torch
 
 from ..dispatch.operator import register_form
 from ..rules import Call
-from .statistics import aligned, cut_along, in_full, settled
+from .decomposed import aligned, in_full, is_cut, settled
 
 __all__ = ["renorm", "weight_norm_backward"]
 
@@ -19,7 +19,7 @@ def _others(x: Any, dim: int) -> list[int]:
 
 def _cut(call: Call) -> bool:
     ndim, dim = len(call.shape(0)), call.get("dim")
-    return cut_along(call, 0, [d for d in range(ndim) if d != dim % ndim])
+    return is_cut(call, 0, [d for d in range(ndim) if d != dim % ndim])
 
 
 @register_form("renorm", when=_cut)

@@ -1,0 +1,183 @@
+"""Softmax, norms, variances: PyTorch's decompositions, run on DTensors when a reduced dim is
+sharded. Only the statistics of each row move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload, decomposition
+from ..dispatch.operator import register_form
+from ..rules import Call
+from ..rules.reductions import reduced_dims
+from ..storage.ragged import move_to, reduce_partial
+from ..storage.wrapper import Wrapper
+
+aten = torch.ops.aten
+
+
+def aligned(x: Any, like: Any) -> Any:
+    """`x` in the layout of `like`, which has the same shape and is not Partial."""
+    if not isinstance(x, Wrapper) or not isinstance(like, Wrapper):
+        return x
+    return move_to(None, x, x._spec.with_placements(like._spec.placements, like._spec.cuts))
+
+
+def settled(x: Any) -> Any:
+    """`x` with its Partial placements reduced."""
+    return reduce_partial(None, x) if isinstance(x, Wrapper) else x
+
+
+def in_full(x: Any) -> Any:
+    """`x` reduced, and in float32 if it is narrower: PyTorch computes statistics in float32."""
+    x = settled(x)
+    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def is_cut(call: Call, operand: int, dims: Sequence[int]) -> bool:
+    """True if an operand is sharded along one of `dims`, and has elements."""
+    spec = call.specs[operand]
+    return bool(spec.ndim) and 0 not in spec.shape and any(spec.dim_axes[dim] for dim in dims)
+
+
+def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]]) -> None:
+    """Register PyTorch's decomposition of `op` for calls whose operand `like` is sharded along
+    `dims`. Tensors of the shape of that operand are brought into its layout first."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        x = settled(args[like])
+        given = [_prepared(value, x) if value is not args[like] else x for value in args]
+        decomposed: Any = decomposition(op)
+        made = decomposed(*given, **kwargs)
+        return tuple(made) if isinstance(made, tuple) else made  # some are named tuples
+
+    name = op._schema.name.removeprefix("aten::")
+    when = lambda call: is_cut(call, like, dims(call))  # noqa: E731
+    register_form(f"{name}.{op._overloadname or 'default'}", when=when, blocks=True)(run)
+
+
+def _prepared(value: Any, x: Any) -> Any:
+    if not isinstance(value, Wrapper):
+        return value
+    return aligned(value, x) if value._spec.shape == x.shape else settled(value)
+
+
+def _dim(call: Call) -> list[int]:
+    return [call.get("dim")]
+
+
+def _normalized(call: Call) -> range:
+    return range(-len(call.get("normalized_shape")), 0)
+
+
+for _op in (aten._softmax, aten._safe_softmax, aten._log_softmax):
+    _decompose(_op.default, 0, _dim)
+for _op in (aten._softmax_backward_data, aten._log_softmax_backward_data):
+    _decompose(_op.default, 1, _dim)
+for _op in (aten.native_layer_norm, aten._fused_rms_norm):
+    _decompose(_op.default, 0, _normalized)
+for _op in (aten.native_layer_norm_backward, aten._fused_rms_norm_backward):
+    _decompose(_op.default, 1, _normalized)
+for _op in (aten.logsumexp.default, aten.linalg_vector_norm.default):
+    _decompose(_op, 0, reduced_dims)
+for _op in (aten.std.correction, aten.std_mean.correction):
+    _decompose(_op, 0, reduced_dims)
+
+
+# --- variance ------------------------------------------------------------------------------------
+
+
+def moments(x: Any, dims: Sequence[int], correction: Any = 1, keepdim: bool = False) -> Any:
+    """Variance and mean: first the mean of all shards, then the squares of the distances to it.
+    `x` is not Partial."""
+    count = prod(x.shape[d] for d in dims)
+    mean = settled(x.mean(dims, True))
+    apart = x - mean
+    square = (apart * apart.conj()).real if x.is_complex() else apart * apart
+    free = max(count - correction, 0)
+    total = settled(square.sum(dims, keepdim))
+    var = total / free if free else total * float("nan") if count == 0 else total / 0.0
+    return var, mean if keepdim else mean.sum(dims)
+
+
+def _is_cut(call: Call) -> bool:
+    return is_cut(call, 0, reduced_dims(call))
+
+
+@register_form("var_mean.correction", when=_is_cut, blocks=True)
+def var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """Variance and mean."""
+    dims = [d % x.ndim for d in dim] if dim else list(range(x.ndim))
+    return moments(in_full(x), dims, 1 if correction is None else correction, keepdim)
+
+
+@register_form("var_mean.dim", when=_is_cut, blocks=True)
+def var_mean_unbiased(x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
+    """As `var_mean`; the decompositions of norms call this overload."""
+    return var_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+@register_form("var.correction", when=_is_cut, blocks=True)
+def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """Variance."""
+    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+# --- group norm ----------------------------------------------------------------------------------
+
+
+def _is_cut_inside(call: Call) -> bool:
+    return is_cut(call, call.get("input"), range(1, len(call.shape(call.get("input")))))
+
+
+def _beside(x: Any, value: Any) -> Any:
+    """A value of each channel, or of each group of channels, in the dims of `x`."""
+    batch, count = value.shape
+    each = value.unsqueeze(-1).expand(batch, count, x.shape[1] // count)
+    return each.reshape(batch, x.shape[1], *[1] * (x.ndim - 2))
+
+
+@register_form("native_group_norm", when=_is_cut_inside, blocks=True)
+def group_norm(
+    x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[Any, Any, Any]:
+    """As PyTorch's decomposition, which scales each channel of each sample by itself."""
+    x = in_full(x)
+    var, mean = moments(x.reshape(N, group, C // group, HxW), [2, 3], 0)
+    rstd = (var + eps).rsqrt()
+    out = (x - _beside(x, mean)) * _beside(x, rstd)
+    if weight is not None:
+        out = out * _beside(x, weight.unsqueeze(0))
+    return out if bias is None else out + _beside(x, bias.unsqueeze(0)), mean, rstd
+
+
+@register_form("native_group_norm_backward", when=_is_cut_inside, blocks=True)
+def group_norm_backward(
+    grad: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: Sequence[bool],
+) -> tuple[Any, ...]:
+    """As PyTorch's decomposition, but one reduction serves both sums of each channel."""
+    x = in_full(x)
+    grad, mean, rstd = in_full(aligned(grad, x)), in_full(mean), in_full(rstd)
+    sums = [value.reshape(N, C, HxW).sum(2) for value in (grad * x, grad)]
+    along, total = settled(torch.stack(sums)).unbind()
+    scale = 1 if weight is None else weight
+    a, b = [(value * scale).reshape(N, group, -1).sum(2) for value in (along, total)]
+    slope = (b * mean - a) * rstd**3 / (HxW * C // group)
+    shift = -slope * mean - b * rstd / (HxW * C // group)
+    inner = grad if weight is None else grad * _beside(x, weight.unsqueeze(0))
+    dx = inner * _beside(x, rstd) + x * _beside(x, slope) + _beside(x, shift)
+    middle, each = (_beside(x, value).reshape(N, C) for value in (mean, rstd))
+    found = (dx, ((along - total * middle) * each).sum(0), total.sum(0))
+    return tuple(value if wanted else None for value, wanted in zip(found, output_mask))
