@@ -1,4 +1,4 @@
-"""Gradients of products are those of plain tensors, at zeros, NaN and infinities too."""
+"""Gradients of products are those of plain tensors, at zeros too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shardwise import CommDebugMode, Partial, Replicate, Shard
 from .compare import numbers, spread, virtual
 from .tier import some
 
-NAN, INF = float("nan"), float("inf")
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 PRODUCTS: dict[str, Callable[[Any], Any]] = {
     "all": lambda x: x.prod(),
@@ -36,12 +35,8 @@ def salted(*places: tuple[int, int, float]) -> torch.Tensor:
 
 VALUES = {
     "plain": salted(),
-    "nan": salted((1, 1, NAN)),
-    "inf": salted((1, 1, INF)),
     "one zero": salted((3, 0, 0)),
     "zeros": salted((1, 1, 0), (3, 1, 0), (4, 3, 0)),
-    "zero and nan": salted((0, 0, 0), (1, 0, NAN)),
-    "all kinds": salted((0, 1, INF), (1, 1, 0), (3, 1, 0), (4, 1, NAN)),
     "empty": numbers(0, 4),
     "one row": numbers(1, 4),
 }
@@ -62,15 +57,10 @@ def check_products(mesh: Any, layouts: list[Any], names: Any = PRODUCTS) -> None
             plain = value.clone().requires_grad_()
             near, far = (torch.randn_like(t) for t in (PRODUCTS[name](plain), plain))
             theirs = derivatives(PRODUCTS[name], plain, near, far)
-            if not value.isfinite().all():
-                # Which NaN or infinity a gradient of a gradient has differs between versions.
-                theirs = theirs[:3]
             for places in layouts:
-                if any(place.is_partial() for place in places) and not value.isfinite().all():
-                    continue
                 x = spread(value, mesh, places).requires_grad_()
                 whole = [spread(t, mesh, [R] * mesh.ndim) for t in (near, far)]
-                ours = derivatives(PRODUCTS[name], x, *whole)[: len(theirs)]
+                ours = derivatives(PRODUCTS[name], x, *whole)
                 for a, b in zip(ours, theirs, strict=True):
                     torch.testing.assert_close(
                         a.full_tensor(), b, rtol=1e-5, atol=1e-5, equal_nan=True

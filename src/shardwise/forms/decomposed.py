@@ -180,4 +180,6 @@ def group_norm_backward(
     dx = inner * _beside(x, rstd) + x * _beside(x, slope) + _beside(x, shift)
     middle, each = (_beside(x, value).reshape(N, C) for value in (mean, rstd))
     found = (dx, ((along - total * middle) * each).sum(0), total.sum(0))
-    return tuple(value if wanted else None for value, wanted in zip(found, output_mask))
+    return tuple(
+        value if wanted else None for value, wanted in zip(found, output_mask, strict=True)
+    )

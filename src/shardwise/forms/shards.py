@@ -18,6 +18,7 @@ from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.reductions import reduced_dims
 from ..storage.halo import fetch_all
+from ..storage.operands import all_in_layout, announce_moves
 from ..storage.ragged import gather_plain, joined, reduce_partial
 from ..storage.ragged import move_to as relaid
 from ..storage.wrapper import Locals, wrap
@@ -57,9 +58,8 @@ def metas(op: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
     return infer(op, (x, *args), kwargs, (x._spec,))[0]
 
 
-def gathered(op: Any, x: Any, dims: Sequence[int]) -> Any:
-    """`x` with some dims whole on every rank, the others as they are."""
-    spec = x._spec
+def without_shards(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
+    """A layout with some dims replicated, and the others as they are."""
     places = [
         Replicate() if isinstance(place, Shard) and place.dim in dims else place
         for place in spec.placements
@@ -67,7 +67,12 @@ def gathered(op: Any, x: Any, dims: Sequence[int]) -> Any:
     cuts = None if spec.cuts is None else list(spec.cuts)
     for dim in dims if cuts is not None else ():
         cuts[dim] = None  # type: ignore[index]
-    return relaid(op, x, spec.with_placements(places, cuts))
+    return spec.with_placements(places, cuts)
+
+
+def gathered(op: Any, x: Any, dims: Sequence[int]) -> Any:
+    """`x` with some dims whole on every rank, the others as they are."""
+    return relaid(op, x, without_shards(x._spec, dims))
 
 
 def placed(
@@ -125,11 +130,13 @@ def candidates(
     cuts = {dim: tuple(min(most, size) for size in spec.dim_cuts[dim]) for dim in dims}
     shape = tuple(sum(cuts[d]) if d in cuts else n for d, n in enumerate(spec.shape))
     made = [local(part, spec.box(c)) for c, part in zip(spec.slots, x._locals, strict=True)]
-    found = []
+    moves = []
     for parts, dtype in zip(columns(made, len(dtypes)), dtypes, strict=True):
         meta = TensorMeta(shape, contiguous_stride(shape), dtype)
-        found.append(gathered(op, wrap(placed(spec, meta, cuts), parts), dims))
-    return found
+        x = wrap(placed(spec, meta, cuts), parts)
+        moves.append((x, without_shards(x._spec, dims), False))
+    announce_moves(op, [(i, to) for i, (_, to, _) in enumerate(moves)], [x for x, _, _ in moves])
+    return [wrap(to, parts) for (_, to, _), parts in zip(moves, all_in_layout(moves), strict=True)]
 
 
 def in_line(op: Any, x: Any) -> Any:

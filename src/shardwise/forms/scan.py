@@ -1,4 +1,5 @@
-"""Running totals along a sharded dim: a scan of every shard, carried on by the totals before it."""
+"""cumsum, cumprod, logcumsumexp, cummax, cummin along a sharded dim: each shard is scanned by
+itself, and the last element of each scan is carried into the shards after it."""
 
 from __future__ import annotations
 
@@ -6,25 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
-from ..dispatch.operator import register_differentiable, register_form
+from ..dispatch.operator import register_form
 from ..layout.geometry import Box
 from ..rules.call import keeps_sums
-from ..rules.sliding import in_order
-from ..storage.wrapper import Wrapper, wrap
-from .shards import candidates, columns, metas, placed, reduce_partial, relaid, shard_of, sharded_on
-
-__all__ = [
-    "Cumsum",
-    "FromHereOn",
-    "cummax",
-    "cummin",
-    "cumprod",
-    "cumsum",
-    "logcumsumexp",
-    "needs_gradient",
-]
+from ..storage.wrapper import wrap
+from .shards import candidates, columns, metas, placed, reduce_partial, shard_of, sharded_on
 
 aten = torch.ops.aten
 _WIDER = {
@@ -35,17 +23,11 @@ _WIDER = {
 }
 Parts = tuple[torch.Tensor, ...]
 Carry = Callable[[Parts, Parts], Parts]
-"""What a scan goes on with: from the carried value and the local scan to the result."""
-
-
-def needs_gradient(x: Any) -> bool:
-    """Whether the gradient of `x` will be asked for; forward mode has PyTorch's own formulas."""
-    needed = isinstance(x, Wrapper) and torch.is_grad_enabled() and x.requires_grad
-    return needed and unpack_dual(x).tangent is None
+"""From the carried value and the scan of a shard to the result."""
 
 
 def _scan(op: Any, x: Any, dim: int, carry: Carry, **kwargs: Any) -> tuple[Any, ...]:
-    """The results of `op`; only the last element of every shard's scan moves."""
+    """The results of `op`; only the last element of each shard's scan moves."""
     dim %= x.ndim
     spec = x._spec
     scans: list[Parts] = []
@@ -73,7 +55,7 @@ def _scan(op: Any, x: Any, dim: int, carry: Carry, **kwargs: Any) -> tuple[Any, 
 
 
 def _last(op: Any, totals: list[torch.Tensor], dim: int) -> Parts:
-    """The scan of the totals, at its end."""
+    """The last element of the scan of the totals."""
     made = op(totals[0], dim)
     if isinstance(made, torch.Tensor):
         return (made.narrow(dim, -1, 1).to(totals[0].dtype),)
@@ -83,7 +65,7 @@ def _last(op: Any, totals: list[torch.Tensor], dim: int) -> Parts:
 
 @register_form("cumsum", when=sharded_on())
 def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
-    """Running sums; a pending sum stays pending where no dtype is in the way."""
+    """Running sums; a Partial sum stays Partial unless it is cast to a narrower dtype."""
     op = aten.cumsum.default
     kinds = {x.placements[axis].reduce_op for axis in x._spec.sums}
     passes = keeps_sums(x.dtype, metas(op, x, dim, dtype=dtype)[0].dtype)
@@ -91,71 +73,6 @@ def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
         x = reduce_partial(op, x)
     (made,) = _scan(op, x, dim, lambda c, p: (p[0] + c[0],), dtype=dtype)
     return made
-
-
-class FromHereOn(torch.autograd.Function):
-    """Sums of each element and all after it; the gradient of running sums, and they its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, dim: int) -> Any:
-        ctx.set_materialize_grads(False)  # zeros would be no DTensor
-        ctx.dim = dim
-        return _from_here_on(x, dim % x.ndim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else Cumsum.apply(grad, ctx.dim), None
-
-
-class Cumsum(torch.autograd.Function):
-    """Running sums along a dim. PyTorch's gradient turns the dim around, twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, dim: int) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.dim = dim
-        return aten.cumsum.default(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else FromHereOn.apply(grad, ctx.dim), None
-
-
-def _from_here_on(x: Any, dim: int) -> Any:
-    op = aten.cumsum.default
-    if not {x.placements[axis].reduce_op for axis in x._spec.sums} <= {"sum", "avg"}:
-        x = reduce_partial(op, x)
-    x = relaid(op, x, x._spec.consecutive)
-    spec = x._spec
-    if not spec.dim_axes[dim]:
-        return x.flip(dim).cumsum(dim).flip(dim)
-    scans: list[torch.Tensor] = []
-
-    def local(part: torch.Tensor, box: Box) -> Parts:
-        made = part.flip(dim).cumsum(dim).flip(dim)
-        scans.append(made)
-        return (made.narrow(dim, 0, min(made.shape[dim], 1)),)
-
-    (totals,) = candidates(op, x, [dim], 1, local, [x.dtype])
-    at = totals._spec
-    filled = [cut > 0 for cut in spec.dim_cuts[dim]]
-    found = []
-    for coord, scan in zip(spec.slots, scans, strict=True):
-        seen = sum(filled[: shard_of(spec, dim, coord) + 1])
-        after = totals._locals[at.slot(coord)].narrow(dim, seen, sum(filled) - seen)
-        made = scan + after.sum(dim, True) if after.shape[dim] else scan
-        found.append(in_order(made, spec))
-    return wrap(spec, tuple(found))
-
-
-def differentiable_cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
-    """Running sums; along a sharded dim their gradient moves totals too."""
-    if not needs_gradient(x) or not x.ndim or not x._spec.dim_axes[dim]:
-        return _below(x, dim, dtype=dtype)
-    return Cumsum.apply(x if dtype is None else x.to(dtype), dim)
-
-
-_below = register_differentiable(aten.cumsum.default, differentiable_cumsum)
 
 
 @register_form("cumprod", when=sharded_on())
@@ -170,8 +87,8 @@ def cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
 def logcumsumexp(x: Any, dim: int) -> Any:
     """Running sums of exponentials, in logarithms.
 
-    The kernel adds in a wider dtype. So must the carrying do: the backward takes differences of
-    exponentials of the result, and makes the last bit large.
+    The kernel adds in a wider dtype, and so does the carry: the backward takes differences of
+    exponentials of the result, which enlarges rounding errors.
     """
     op = aten.logcumsumexp.default
     wide = reduce_partial(op, x).to(_WIDER.get(x.dtype, x.dtype))

@@ -1,7 +1,8 @@
-"""Largest and smallest elements along a sharded dim: every shard names its candidates."""
+"""max, min, argmax, argmin, topk along a sharded dim: each shard offers its best elements."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -12,45 +13,51 @@ from ..layout.geometry import Box, contiguous_stride
 from ..layout.spec import DTensorSpec
 from ..rules import Call
 from ..storage.wrapper import wrap
-from .posting import short
-from .shards import candidates, columns, lacking, metas, placed, reduce_partial, sharded_on
-from .sorting import price, sorts
-
-__all__ = ["aminmax", "argmax", "argmin", "max_dim", "min_dim", "topk"]
+from .shards import candidates, columns, metas, placed, reduce_partial
 
 aten = torch.ops.aten
 
 
-def _few(spec: DTensorSpec, dim: int, k: int) -> int:
-    """What it costs to gather so many elements of each shard, and where they are."""
-    cuts = spec.dim_cuts[dim]
-    others = prod(max(each) for d, each in enumerate(spec.dim_cuts) if d != dim)
-    width = spec.dtype.itemsize + short(spec.shape[dim]).itemsize
-    nbytes = others * sum(min(k, size) for size in cuts) * (len(cuts) - 1) // len(cuts) * width
-    return max(spec.topology.links[axis].price(nbytes) for axis in spec.dim_axes[dim])
+def _index_dtype(size: int) -> torch.dtype:
+    """The dtype in which indices of a dim are sent."""
+    return torch.int32 if size < 1 << 31 else torch.int64
 
 
-def _moves_less(spec: DTensorSpec, dim: int, k: int) -> bool:
-    """Whether candidates are less than what a rule moves."""
-    links = [spec.topology.links[axis] for axis in spec.dim_axes[dim]]
-    return _few(spec, dim, k) <= max(link.price(lacking(spec, dim)) for link in links)
+def _cost(spec: DTensorSpec, dims: Sequence[int], k: int) -> tuple[int, ...] | None:
+    """The bytes received to reduce a Partial, and to gather at most `k` values and indices of each
+    shard along `dims` in one collective; None if no dim of these is sharded."""
+    if not any(spec.dim_axes[dim] for dim in dims):
+        return None
+    cuts = spec.dim_cuts
+    kept = prod(
+        sum(min(k, size) for size in own) if dim in dims else max(own)
+        for dim, own in enumerate(cuts)
+    )
+    count = prod(len(cuts[dim]) for dim in dims)
+    index = 8 if len(dims) > 1 else _index_dtype(spec.shape[dims[0]]).itemsize
+    sizes = [kept * (count - 1) // count * (spec.dtype.itemsize + index)]
+    local = prod(spec.largest_shape) * spec.dtype.itemsize
+    counts = [spec.topology.shape[axis] for axis in spec.sums]
+    return *(2 * local * (count - 1) // count for count in counts), *sizes
 
 
-def _names_one(call: Call) -> bool:
-    """As `_moves_less`, for one element along a sharded dim, or of all."""
-    dim = call.get("dim")
-    if dim is None or not call.specs[0].ndim:
-        return sharded_on()(call)
-    spec = call.specs[0].reduced
-    dim %= spec.ndim
-    return bool(spec.dim_axes[dim]) and _moves_less(spec, dim, 1)
+def _one_candidate(call: Call) -> tuple[int, ...] | None:
+    spec, dim = call.specs[0], call.get("dim")
+    if not spec.ndim or 0 in spec.shape:
+        return None
+    return _cost(spec, range(spec.ndim) if dim is None else [dim % spec.ndim], 1)
+
+
+def _k_candidates(call: Call) -> tuple[int, ...] | None:
+    spec = call.specs[0]
+    return _cost(spec, [call.get("dim") % spec.ndim], call.get("k")) if spec.ndim else None
 
 
 def _extreme(op: Any, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Value and index of the first extreme element: that of the first shard that has it."""
     x = reduce_partial(op, x)
     dim %= x.ndim
-    narrow = short(x.shape[dim])
+    narrow = _index_dtype(x.shape[dim])
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         if not part.shape[dim]:
@@ -72,89 +79,79 @@ def _extreme(op: Any, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     return tops, places
 
 
-@register_form("max.dim", when=_names_one)
+@register_form("max.dim", cost=_one_candidate)
 def max_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The largest element and where it is first."""
+    """The largest element and the first index of it."""
     return _extreme(aten.max.dim, x, dim, keepdim)
 
 
-@register_form("min.dim", when=_names_one)
+@register_form("min.dim", cost=_one_candidate)
 def min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The smallest element and where it is first."""
+    """The smallest element and the first index of it."""
     return _extreme(aten.min.dim, x, dim, keepdim)
 
 
-def _place(op: Any, by_dim: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
-    op(torch.zeros(1, dtype=x.dtype))  # PyTorch's own error, where it knows no such order
-    if dim is not None:
-        return _extreme(by_dim, x, dim, keepdim)[1]
+def _index_of_all(op: Any, x: Any, keepdim: bool) -> Any:
+    """The index of the extreme element of all, counted through the flat tensor."""
     x = reduce_partial(op, x)
-    shape = x.shape
+    strides = contiguous_stride(x.shape)
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         if not part.numel():
             few = part[tuple(slice(min(1, size)) for size in part.shape)]
             return few, few.to(torch.int64)
         at = op(part.reshape(-1))
-        value = part.reshape(-1)[at].view((1,) * part.ndim)
         where = torch.unravel_index(at, part.shape)
         index = sum(
             (place + start) * stride
-            for place, (start, _), stride in zip(where, box, contiguous_stride(shape), strict=True)
+            for place, (start, _), stride in zip(where, box, strides, strict=True)
         )
-        return value, torch.as_tensor(index).view((1,) * part.ndim)
+        pair = part.reshape(-1)[at], torch.as_tensor(index)
+        return pair[0].view((1,) * part.ndim), pair[1].view((1,) * part.ndim)
 
     values, indices = candidates(op, x, range(x.ndim), 1, local, (x.dtype, torch.int64))
-    spec = _whole(values._spec, metas(op, x, None, keepdim)[0])
+    at = values._spec
+    spec = DTensorSpec(at.topology, at.placements, metas(op, x, None, keepdim)[0])
     found = []
     for value, index in zip(values._locals, indices._locals, strict=True):
-        first, order = index.reshape(-1).sort()  # of equal ones the first in the whole tensor
+        first, order = index.reshape(-1).sort()  # of equal elements the first in the whole tensor
         found.append(first[op(value.reshape(-1)[order])].reshape(spec.shape))
     return wrap(spec, tuple(found))
 
 
-def _whole(spec: DTensorSpec, meta: Any) -> DTensorSpec:
-    return DTensorSpec(spec.topology, spec.placements, meta)
+def _index(op: Any, by_dim: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
+    op(torch.zeros(1, dtype=x.dtype))  # raises PyTorch's error for dtypes without an order
+    if dim is None:
+        return _index_of_all(op, x, keepdim)
+    return _extreme(by_dim, x, dim, keepdim)[1]
 
 
-@register_form("argmax", when=_names_one)
+@register_form("argmax", cost=_one_candidate)
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Where the largest element is first."""
-    return _place(aten.argmax.default, aten.max.dim, x, dim, keepdim)
+    """The first index of the largest element."""
+    return _index(aten.argmax.default, aten.max.dim, x, dim, keepdim)
 
 
-@register_form("argmin", when=_names_one)
+@register_form("argmin", cost=_one_candidate)
 def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Where the smallest element is first."""
-    return _place(aten.argmin.default, aten.min.dim, x, dim, keepdim)
+    """The first index of the smallest element."""
+    return _index(aten.argmin.default, aten.min.dim, x, dim, keepdim)
 
 
 @register_form("aminmax")
 def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    """A pending minimum and a pending maximum."""
+    """A Partial minimum and a Partial maximum."""
     dims = [] if dim is None else [dim]
     return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)
 
 
-def _selects(call: Call) -> bool:
-    """Whether candidates, or sorting, are less than what a rule moves."""
-    spec = call.specs[0].reduced
-    dim, k = call.get("dim") % max(spec.ndim, 1), call.get("k")
-    if not spec.ndim or not spec.dim_axes[dim]:
-        return False
-    return _moves_less(spec, dim, k) or sorts(call)
-
-
-@register_form("topk", when=_selects)
+@register_form("topk", cost=_k_candidates)
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The largest k of what every shard has among its largest k, or the first ones in order."""
+    """The largest `k` elements among the largest `k` of each shard."""
     op = aten.topk.default
     x = reduce_partial(op, x)
     dim %= x.ndim
-    in_order = price(x._spec, dim)
-    if in_order is not None and in_order < _few(x._spec, dim, k):
-        return tuple(made.narrow(dim, 0, k) for made in aten.sort.default(x, dim, largest))
-    narrow = short(x.shape[dim])
+    narrow = _index_dtype(x.shape[dim])
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         value, index = op(part, min(k, part.shape[dim]), dim, largest, sorted)

@@ -1,0 +1,56 @@
+"""Losses of the class that a target names: the mean divides by the weight of all targets."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..dispatch.operator import register_form
+from ..rules import Call
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def _is_mean(call: Call) -> bool:
+    return call.get("reduction") in (_MEAN, "mean")
+
+
+def _mean_nll(
+    op: Any, x: Any, target: Any, weight: Any, reduction: int, ignored: int
+) -> tuple[Any, Any]:
+    """The sum over all shards, divided by the weight of all targets that are not ignored."""
+    total, count = op(x, target, weight, _SUM, ignored)
+    if x.dtype is torch.float16:  # which cannot hold the sum of many losses
+        each, _ = op(x, target, weight, _NONE, ignored)
+        total = each.sum(dtype=torch.float32)
+    return (total / count).to(x.dtype), count
+
+
+for _op in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+    _name = _op.default._schema.name.removeprefix("aten::")
+    register_form(_name, when=_is_mean, blocks=True)(partial(_mean_nll, _op.default))
+
+
+@register_form("torch_nn::_linear_cross_entropy_batch_chunked", when=_is_mean)
+def linear_cross_entropy(
+    x: Any,
+    matrix: Any,
+    target: Any,
+    bias: Any,
+    weight: Any,
+    reduction: str,
+    ignored: int,
+    *rest: Any,
+) -> Any:
+    """The sum and its gradients, divided by the weight of all targets that are not ignored."""
+    op = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
+    made = op(x, matrix, target, bias, weight, "sum", ignored, *rest)
+    counts = target != ignored
+    if weight is None:
+        total = counts.sum()
+    else:
+        total = torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
+    return tuple(each / total for each in made)
