@@ -114,27 +114,6 @@ def _bytes(shapes: list[tuple[int, ...]], where: list[Any], **options: Any) -> t
     return out, sum(comm.bytes.values()), sum(back.bytes.values())
 
 
-@pytest.mark.parametrize("where", [(3, 3, 3), (3, 3, 0), (2, 1, 0), (2, 3, 3)], ids=str)
-def test_no_sum_of_scores_is_moved(where: tuple[int, ...]) -> None:
-    """The shards of all operands go to one dim, forward and backward: scores are far more."""
-    shape = (4, 4, 64, 8)
-    size = 4 * 4 * 64 * 8 * 8
-    places = [Shard(at) for at in where]
-    _, forth, back = _bytes([shape] * 3, places, dropout_p=0.3)
-    assert max(forth, back) <= 3 * (3 * size // 4) // 4
-
-
-def test_keys_in_shards_stay_with_dropout() -> None:
-    """Statistics of the queries are shared, and the result is a pending sum."""
-    shapes = [(2, 2, 5, 16), (2, 2, 304, 16), (2, 2, 304, 16)]
-    where = [Replicate(), Shard(2), Shard(2)]
-    out, forth, back = _bytes(shapes, where, dropout_p=0.3)
-    assert out.placements == (Partial(),)
-    number, query = 2 * 3 * 2 * 2 * 5 * 8 // 4, 2 * 3 * 2 * 2 * 5 * 16 * 8 // 4
-    assert forth <= 2 * number
-    assert back <= number + 2 * query
-
-
 def test_a_mask_with_a_gradient_comes_to_the_batch() -> None:
     shape, mask = (4, 2, 32, 8), (32, 32)
     where = [Shard(0), Shard(0), Shard(0), Shard(1)]

@@ -183,9 +183,7 @@ def test_the_rms_norm_of_gpus(inner: tuple[int, ...]) -> None:
 
     def forward(x: Any, w: Any) -> Any:
         form = isinstance(x, DTensor) and x.placements[0] in (Shard(0), Shard(1))
-        op = (
-            FORMS["_fused_rms_norm.default"].run if form else torch.ops.aten._fused_rms_norm.default
-        )
+        ours, theirs = FORMS["_fused_rms_norm.default"].run, torch.ops.aten._fused_rms_norm.default
         return (ours if form else theirs)(x, inner, w, 1e-5)
 
     def backward(x: Any, w: Any, grad: Any) -> Any:

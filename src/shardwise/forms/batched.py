@@ -208,7 +208,8 @@ def _made(
 ) -> DTensorSpec:
     """The layout of a result, with the strides that one device would give it."""
     shape = list(part.shape)
-    shape[dim] = batch.size
+    if batch.axes:
+        shape[dim] = batch.size
     steps = contiguous_stride([shape[at] for at in order])
     stride = tuple(steps[order.index(at)] for at in range(len(shape)))
     return batch.spec(like, dim, TensorMeta(tuple(shape), stride, part.dtype))

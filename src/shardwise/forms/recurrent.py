@@ -1,8 +1,8 @@
-"""Recurrent networks: every sequence of a batch is apart, so each shard of it runs by itself.
+"""LSTM, GRU, RNN: each rank runs PyTorch's own layer on the sequences of its shard of the batch.
 
-PyTorch takes a layer apart into one small call after another, many of them in place, and its first
-state is often a plain tensor that the module made. So all that it reads is laid out once, and each
-rank gives its sequences to PyTorch's own layer, whose autograd then is that of plain tensors.
+All operands are laid out once, and the autograd of the layer is that of plain tensors. PyTorch's
+decomposition would be one small call after another. A packed sequence has no batch dim: each rank
+runs all of it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from .._torch import run_composite
-from ..dispatch.operator import register_composite
-from .batched import on_one_mesh, on_shards
-
-__all__ = ["drops", "layer_by_layer"]
+from ..dispatch.operator import register_composite, register_form
+from ..storage.plain import full_local
+from ..storage.ragged import as_dtensor, gather_plain
+from ..storage.wrapper import Wrapper
+from .batched import laid, on_one_mesh, on_shards, undivided
 
 aten = torch.ops.aten
 
 
 def _take_layer(op: Any, cell: bool) -> None:
-    """A layer over sequences of one length, or one step of it."""
+    """Register a layer over sequences of one length, or one step of it."""
 
     def run(x: Any, hx: Any, *rest: Any) -> Any:
         one = isinstance(hx, torch.Tensor)
@@ -33,12 +34,12 @@ def _take_layer(op: Any, cell: bool) -> None:
         fits = found is not None and all(
             s.ndim == x.ndim and s.shape[of_state] == x.shape[at] for s in found[1]
         )
-        if not fits:  # the first call that joins them says why
+        if not fits:  # the first call that joins them raises
             return run_composite(op, x, hx, *rest)
         x, states, weights = found
-        if not cell and drops(options):
+        if not cell and _drops(options):
             turned = [x.transpose(0, 1), hx, rest[0], *options[:-1], False] if at == 0 else None
-            made = layer_by_layer(op, [], *(turned or [x, hx, *rest]))
+            made = _layer_by_layer(op, [], *(turned or [x, hx, *rest]))
             return (made[0].transpose(0, 1), *made[1:]) if turned else made
 
         def local(own: Sequence[Any], mine: Sequence[Any], piece: Any) -> Any:
@@ -62,17 +63,16 @@ def _take_layer(op: Any, cell: bool) -> None:
     register_composite(op, run)
 
 
-def drops(options: Sequence[Any]) -> bool:
-    """Whether there is dropout between layers, by the options of a call."""
+def _drops(options: Sequence[Any]) -> bool:
+    """True if there is dropout between layers."""
     _, layers, dropout, train, *_ = options
     return bool(dropout) and bool(train) and layers > 1
 
 
-def layer_by_layer(
+def _layer_by_layer(
     op: Any, sizes: Sequence[Any], x: Any, hx: Any, weights: Any, *options: Any
 ) -> Any:
-    """Layers one after another. Between them there may be dropout, whose numbers are drawn for the
-    whole batch."""
+    """The layers one after another. The dropout between them is that of the whole batch."""
     biases, layers, dropout, train, both, *rest = options
     one, ways = isinstance(hx, torch.Tensor), 2 if both else 1
     of_layer = len(weights) // layers
@@ -80,7 +80,7 @@ def layer_by_layer(
     for layer in range(layers):
         states = [s.narrow(0, layer * ways, ways) for s in ([hx] if one else hx)]
         own = weights[layer * of_layer : (layer + 1) * of_layer]
-        x = torch.dropout(x, dropout, train=True) if layer and drops(options) else x
+        x = torch.dropout(x, dropout, train=True) if layer else x
         x, *last = op(
             x, *sizes, states[0] if one else states, own, biases, 1, 0.0, train, both, *rest
         )
@@ -88,6 +88,40 @@ def layer_by_layer(
     return x, *(torch.cat(state) for state in zip(*ends, strict=True))
 
 
+# --- packed sequences ----------------------------------------------------------------------------
+
+
+@register_form("_pack_padded_sequence", always=True)
+def pack_padded_sequence(x: Any, lengths: Any, batch_first: bool) -> tuple[Any, torch.Tensor]:
+    """The packed steps on every rank. The batch sizes are plain: PyTorch reads their memory."""
+    op = aten._pack_padded_sequence.default
+    mesh = next(v._spec.topology for v in (x, lengths) if isinstance(v, Wrapper))
+    data, sizes = op(gather_plain(op, x), full_local(lengths), batch_first)
+    return as_dtensor(data, mesh), sizes
+
+
+def _take_packed_layer(op: Any) -> None:
+    def run(data: Any, batch_sizes: Any, hx: Any, weights: Any, *options: Any) -> Any:
+        one = isinstance(hx, torch.Tensor)
+        found = on_one_mesh(op, data, [hx] if one else hx, weights)
+        if found is None:
+            return run_composite(op, data, batch_sizes, hx, weights, *options)
+        if _drops(options):
+            return _layer_by_layer(op, [batch_sizes], data, hx, weights, *options)
+
+        def local(own: Sequence[Any], mine: Sequence[Any], piece: Any) -> Any:
+            return op(own[0], batch_sizes, own[1] if one else own[1:], mine, *options)
+
+        given = [found[0], *found[1]]
+        data, *states = laid(op, given, [undivided(value) for value in given])
+        held = [(data, 0), *((state, 1) for state in states)]
+        results = [(0, (0, 1)), *[(1, (0, 1, 2))] * len(states)]
+        return tuple(on_shards(op, local, held, found[2], results))
+
+    register_composite(op, run)
+
+
 for _kind in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
     _take_layer(getattr(aten, _kind).input, cell=False)
     _take_layer(getattr(aten, f"{_kind}_cell").default, cell=True)
+    _take_packed_layer(getattr(aten, _kind).data)
