@@ -1,9 +1,9 @@
-"""Attention to keys that are in shards: each rank attends to its own, and their logsumexp is
-shared.
+"""Attention with sharded keys: each rank attends to its own keys, and the logsumexp of each query
+is reduced.
 
-The result of all keys is the sum of the results of the shards, each weighted by its part in the sum
-of exponentials. So two statistics of a number per query are shared, and the result is a pending
-sum; keys and values stay where they are.
+The result is the sum of the results of the shards, each weighted by its share in the sum of
+exponentials. So two numbers per query are reduced, and the result is Partial; keys and values do
+not move.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ..dispatch.decide import decide
 from ..dispatch.infer import infer
 from ..dispatch.operator import register_form
 from ..dispatch.plans import Fixed, filled, tensors_in
-from ..layout.cost import debt
 from ..layout.geometry import contiguous_stride
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
@@ -28,15 +27,12 @@ from ..redistribute import steps_between
 from ..rules import Call, Operand
 from ..rules.attention import attention
 from ..rules.visible import attended, named, of_own_shape
-from ..storage.ragged import as_dtensor
+from ..storage.ragged import as_dtensor, move_to
 from ..storage.wrapper import Wrapper, wrap
 from .decomposed import settled
-from .shards import relaid
-
-__all__ = ["KERNELS"]
 
 aten = torch.ops.aten
-KERNELS = [
+_KERNELS = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -47,7 +43,7 @@ KERNELS = [
 
 @dataclass(frozen=True)
 class _Plan:
-    """The layouts of a call in which keys are in shards over `axes`."""
+    """The layouts of a call whose keys are sharded over `axes`."""
 
     axes: tuple[int, ...]
     inputs: tuple[DTensorSpec, ...]
@@ -57,7 +53,7 @@ class _Plan:
     structure: tuple[int | Fixed | None, ...]
 
     def statistic(self, kind: str, dtype: torch.dtype) -> DTensorSpec:
-        """The layout of a number for each query, of which each shard of keys has a part."""
+        """The layout of a number for each query that is Partial over the shards of keys."""
         shape = self.out.shape[:3]
         places = [Partial(kind) if p.is_partial() else p for p in self.out.placements]
         cuts = None if self.out.cuts is None else self.out.cuts[:3]
@@ -66,7 +62,7 @@ class _Plan:
 
 
 def _plan(call: Call) -> _Plan:
-    """Where keys or values are in shards they stay; the other axes are as the rule has them."""
+    """Keys and values stay on the axes that shard them; the rule decides the other axes."""
     specs = dict(zip(_names(call), call.specs, strict=True))
     topology = call.specs[0].topology
     held = [specs[name] for name in ("key", "value")]
@@ -106,7 +102,7 @@ def _with_specs(call: Call, specs: list[DTensorSpec]) -> Call:
 
 
 def _without(spec: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec:
-    """A layout with nothing in shards over `axes`."""
+    """A layout without shards over `axes`."""
     places = [Replicate() if a in axes else p for a, p in enumerate(spec.placements)]
     kept = [
         None if set(spec.dim_axes[dim]) & set(axes) else cuts
@@ -121,37 +117,32 @@ def _placed(spec: DTensorSpec, axes: tuple[int, ...], place: Placement, cuts: An
     )
 
 
-def _pays(call: Call) -> bool:
-    """Whether keys are in shards, and the result is less than what it takes to bring them
-    together."""
+def _cost(call: Call) -> tuple[int, ...] | None:
+    """The bytes received to lay out the operands, to reduce two statistics of each query, and to
+    reduce the Partial result; None if no key is sharded."""
     held = [call.specs[call.get(name)] for name in ("key", "value")]
     if not any(spec.dim_axes[2] for spec in held) or any(0 in s.shape for s in call.specs):
-        return False
+        return None
     plan = _plan(call)
-    moved = decide(attention(call), call).inputs
-    width = plan.out.dtype.itemsize
-    result = prod(plan.out.largest_shape) * width
-    rows = prod(plan.out.largest_shape[:3]) * max(width, 4)
-    shared = 0
+    received = [
+        step.elements_received * src.dtype.itemsize
+        for src, dst in zip(call.specs, plan.inputs, strict=True)
+        for step in steps_between(src, dst)
+        if not step.is_local
+    ]
+    width, local = plan.out.dtype.itemsize, plan.out.largest_shape
     for axis in plan.axes:
-        count, link = plan.out.topology.shape[axis], plan.out.topology.links[axis]
-        shared += 2 * link.price(2 * rows * (count - 1) // count)
-        shared += debt(True, count, result, link)
-    return _price(call, plan.inputs) + shared < _price(call, moved)
-
-
-def _price(call: Call, targets: tuple[DTensorSpec, ...]) -> int:
-    pairs = zip(call.specs, targets, strict=True)
-    return sum(
-        step.price(src.dtype.itemsize) for src, dst in pairs for step in steps_between(src, dst)
-    )
+        count = plan.out.topology.shape[axis]
+        statistic = 2 * prod(local[:3]) * max(width, 4) * (count - 1) // count
+        received += [statistic, statistic, prod(local) * width * (count - 1) // count]
+    return tuple(received)
 
 
 @lru_cache(maxsize=1024)
 def _planned(
     op: Any, specs: tuple[DTensorSpec, ...], args: tuple[Any, ...], kwargs: tuple[Any, ...]
 ) -> _Plan:
-    """As `_plan`, of arguments in which each tensor is an operand."""
+    """As `_plan`, for arguments in which an `Operand` stands for each tensor."""
     metas, structure = infer(op, *_as_metas(args, dict(kwargs), specs), specs)
     return _plan(Call(op, args, dict(kwargs), specs, metas, structure))
 
@@ -175,7 +166,7 @@ def _form(op: Any) -> Any:
         symbols = iter([Operand(index) for index in range(len(specs))])
         own, more = filled(args, kwargs, symbols)
         plan = _planned(op, specs, tuple(own), tuple(more.items()))
-        laid = [relaid(op, v, spec) for v, spec in zip(values, plan.inputs, strict=True)]
+        laid = [move_to(op, v, spec) for v, spec in zip(values, plan.inputs, strict=True)]
         return _attended(
             op, plan, dict(zip(plan.names, laid, strict=True)), named(op, args, kwargs)
         )
@@ -211,7 +202,7 @@ def _at(statistic: Any, coord: Any) -> torch.Tensor:
 
 
 def _returned(plan: _Plan, out: Any, lse: Any) -> tuple[Any, ...]:
-    """All that the operator returns; seeds are read by nobody without dropout."""
+    """All that the operator returns; the seeds are zeros, as there is no dropout."""
     topology = plan.out.topology
     made: list[Any] = [out, _shaped(lse, plan.metas[1])]
     for meta in plan.metas[2:]:
@@ -237,5 +228,5 @@ def _shaped(lse: Any, meta: TensorMeta) -> Any:
     return wrap(goal, tuple(parts))
 
 
-for _kernel in KERNELS:
-    register_form(_kernel._schema.name.removeprefix("aten::"), when=_pays)(_form(_kernel))
+for _kernel in _KERNELS:
+    register_form(_kernel._schema.name.removeprefix("aten::"), cost=_cost)(_form(_kernel))
