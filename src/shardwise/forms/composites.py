@@ -1,5 +1,5 @@
-"""Composite operators whose parts are not enough: PyTorch reads memory that a DTensor has not, or
-leaves out a check."""
+"""Composite operators of which PyTorch's own decomposition does not work for DTensors: it reads
+bits or writes memory that a DTensor does not have."""
 
 from __future__ import annotations
 
@@ -11,38 +11,13 @@ from .._torch import run_composite
 from ..dispatch.operator import register_composite
 from ..dispatch.out_variants import out_form
 from ..dispatch.views import is_conjugate, is_negative
-from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Wrapper
-
-__all__ = ["imag", "one_hot", "real", "resolve_conj", "resolve_neg", "tensor_split", "vander"]
 
 aten = torch.ops.aten
 
 
-def tensor_split(x: Any, places: Any, dim: int = 0) -> Any:
-    """Places in a DTensor are made whole: they are read as numbers."""
-    if isinstance(places, Wrapper):
-        places = places.full_tensor()  # type: ignore[attr-defined]
-    return aten.tensor_split.tensor_indices_or_sections.decompose(x, places, dim)
-
-
-def one_hot(x: Any, num_classes: int = -1) -> Any:
-    """For tensors without memory PyTorch does not look at the classes; each rank looks at its
-    own."""
-    if isinstance(x, Wrapper):
-        if x.dtype is not torch.int64:
-            raise RuntimeError(f"one_hot: classes must be of torch.int64, but got {x.dtype}")
-        x = reduce_partial(aten.one_hot.default, x)
-        for part in x._locals:
-            if part.numel() and part.min() < 0:
-                raise RuntimeError("Class values must be non-negative.")
-            if part.numel() and num_classes != -1 and part.max() >= num_classes:
-                raise RuntimeError("Class values must be smaller than num_classes.")
-    return aten.one_hot.default.decompose(x, num_classes)
-
-
 def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
-    """Powers of the elements, where these are; PyTorch writes them into a plain tensor."""
+    """Powers of the elements; PyTorch writes them into a plain tensor."""
     count = x.shape[0] if N is None and x.ndim else N
     if not isinstance(x, Wrapper) or x.ndim != 1 or not count or count < 0:
         return aten.vander.default.decompose(x, N, increasing)
@@ -53,18 +28,17 @@ def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
 
 
 def resolve_conj(x: Any) -> Any:
-    """A copy of conjugates, the tensor itself if it is no view of such: PyTorch asks for a bit that
-    a DTensor has not."""
+    """A copy if the tensor is a view of conjugates, else the tensor itself."""
     return x.clone() if is_conjugate(x) else run_composite(aten.resolve_conj.default, x)
 
 
 def resolve_neg(x: Any) -> Any:
-    """A copy of negatives, the tensor itself if it is no view of such."""
+    """A copy if the tensor is a view of negatives, else the tensor itself."""
     return x.clone() if is_negative(x) else run_composite(aten.resolve_neg.default, x)
 
 
 def real(x: Any) -> Any:
-    """The real part of conjugates is that of what they are conjugates of."""
+    """The real part of conjugates is that of the tensor that was conjugated."""
     return run_composite(aten.real.default, x.conj() if is_conjugate(x) else x)
 
 
@@ -76,8 +50,8 @@ def imag(x: Any) -> Any:
 
 
 def _into_out(op: Any) -> Any:
-    """`op` computed without `out` and copied into it: parts of it write into memory that they take
-    for a view of `out`."""
+    """`op` computed without `out` and copied into it: the decomposition writes into a view of
+    `out`."""
     write = out_form(op, ("out",))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -96,8 +70,6 @@ for _op in (
     aten.linalg_matrix_rank.out_tol_tensor,
 ):
     register_composite(_op, _into_out(_op))
-register_composite(aten.tensor_split.tensor_indices_or_sections, tensor_split)
-register_composite(aten.one_hot.default, one_hot)
 register_composite(aten.vander.default, vander)
 register_composite(aten.resolve_conj.default, resolve_conj)
 register_composite(aten.resolve_neg.default, resolve_neg)

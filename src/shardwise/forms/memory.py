@@ -1,7 +1,7 @@
-"""Operators that go by memory: `as_strided`, and those that give a tensor another size in place.
+"""as_strided, resize_, set_: operators that address memory.
 
-A DTensor has the strides of one device, but no memory in one piece. So addresses are turned into
-places of the tensor, on every rank alike, and the places are taken or put by index.
+A DTensor has the strides of one device, but no memory in one piece. So addresses become indices
+into the flat tensor, and elements are taken or put by index.
 """
 
 from __future__ import annotations
@@ -20,29 +20,18 @@ from ..errors import LayoutError
 from ..layout.geometry import is_dense, memory_order
 from ..layout.spec import TensorMeta
 from ..redistribute import in_order
+from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper, wrap
 from ..tensor.inplace_views import shards_left, strided_alike
-from .shards import relaid
-
-__all__ = [
-    "as_strided",
-    "as_strided_copy",
-    "as_strided_in_place",
-    "as_strided_scatter",
-    "can_take",
-    "resize",
-    "resize_as",
-    "set_empty",
-    "set_to",
-]
 
 aten = torch.ops.aten
 
 
-def _places(
+def _indices(
     meta: TensorMeta, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor | None:
-    """For each element of a strided view its place in the tensor; None if it has no such place."""
+    """For each element of a strided view its index in the flat tensor; None if an address is not that
+    of an element."""
     shape, steps, _ = meta
     if not prod(size):
         return torch.empty(size, dtype=torch.int64)
@@ -54,17 +43,15 @@ def _places(
     address = torch.zeros((), dtype=torch.int64)
     for n, step in zip(shape, steps, strict=True):
         address = address.unsqueeze(-1) + torch.arange(n) * step
-    memory[address.flatten()] = torch.arange(prod(shape))  # any place of those that are one memory
+    memory[address.flatten()] = torch.arange(prod(shape))
     found = memory.as_strided(size, stride, offset).contiguous()
     return None if bool((found < 0).any()) else found
 
 
 def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: Any) -> Any:
-    found = (
-        None
-        if offset is not None and _is_part(x)
-        else _places(x._spec.meta, tuple(size), tuple(stride), offset or 0)
-    )
+    found = None
+    if offset is None or not _is_part(x):
+        found = _indices(x._spec.meta, tuple(size), tuple(stride), offset or 0)
     if found is None:
         raise LayoutError(
             f"{op}: size {list(size)}, stride {list(stride)}, storage_offset {offset} of "
@@ -76,8 +63,7 @@ def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: 
 
 
 def _is_part(x: Any) -> bool:
-    """Whether a tensor is a view of some elements of another: offsets count from the first of
-    that one."""
+    """True if a tensor is a view of some elements of another: offsets count from that one."""
     if not x.is_inference():
         return bool(x._is_view() and x._base.numel() != x.numel())
     root = root_of(x)  # autograd knows no views of inference tensors
@@ -91,7 +77,7 @@ def _is_part(x: Any) -> bool:
 def as_strided(
     x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
 ) -> Any:
-    """The places are taken by index, so that each rank picks what it has of them."""
+    """The elements at these addresses."""
     op = aten.as_strided.default
     made = aten.take.default(x, _found(op, x, size, stride, storage_offset))
     meta = made._spec.meta._replace(stride=tuple(stride))
@@ -111,7 +97,7 @@ def as_strided_copy(
 def as_strided_scatter(
     x: Any, src: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
 ) -> Any:
-    """The places are put by index."""
+    """`x` with other elements at these addresses."""
     if not isinstance(x, Wrapper):
         x = laid_out(x, src._spec.topology)
     found = _found(aten.as_strided_scatter.default, x, size, stride, storage_offset)
@@ -122,8 +108,8 @@ def as_strided_scatter(
 
 
 def _become(op: Any, target: Any, made: Any) -> Any:
-    """Let `target` be `made`, in the shards it had as far as there are such dims."""
-    target.data = relaid(op, made, made._spec.with_placements(shards_left(target, made.ndim)))
+    """Let `target` be `made`, sharded as before along the dims that are left."""
+    target.data = move_to(op, made, made._spec.with_placements(shards_left(target, made.ndim)))
     return target
 
 
@@ -131,7 +117,7 @@ def _become(op: Any, target: Any, made: Any) -> Any:
 def as_strided_in_place(
     x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
 ) -> Any:
-    """The tensor has other elements of its memory."""
+    """The tensor becomes the elements at these addresses."""
     check_untracked(aten.as_strided_.default, x)
     x.data = strided_alike(x, aten.as_strided.default(x, size, stride, storage_offset))
     return x
@@ -139,7 +125,7 @@ def as_strided_in_place(
 
 @register_form("resize_", always=True)
 def resize(x: Any, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Any:
-    """The elements stay in the order of memory; those that are new have no value."""
+    """The elements stay in the order of memory; new ones are not initialised."""
     op = aten.resize_.default
     size = tuple(size)
     if size == tuple(x.shape) and memory_format is None:
@@ -179,13 +165,13 @@ def resize_as(x: Any, template: Any, *, memory_format: torch.memory_format | Non
 
 @register_form("_has_compatible_shallow_copy_type", always=True)
 def can_take(x: Any, source: Any) -> bool:
-    """Whether `x.data = source` may be; PyTorch asks before it does it, and no value matters."""
+    """True if `x.data = source` is allowed."""
     return isinstance(x, Wrapper) and isinstance(source, Wrapper)
 
 
 @register_form("set_.source_Tensor", always=True)
 def set_to(x: Any, source: Any) -> Any:
-    """The tensor becomes an alias of another, in that one's layout."""
+    """The tensor becomes an alias of another, in the layout of that one."""
     if not isinstance(x, Wrapper):
         raise LayoutError(
             f"set_: a plain tensor of shape {list(x.shape)} cannot become an alias of "
@@ -197,5 +183,5 @@ def set_to(x: Any, source: Any) -> Any:
 
 @register_form("set_.default", always=True)
 def set_empty(x: Any) -> Any:
-    """The tensor has no elements any more."""
+    """The tensor becomes empty."""
     return _become(aten.set_.default, x, x.new_empty(0))

@@ -1,8 +1,7 @@
-"""What `nn.TransformerEncoder` makes of a padded batch for inference: sequences of many lengths.
+"""The nested tensors of `nn.TransformerEncoder`, which it makes of a padded batch for inference.
 
-PyTorch packs them into a nested tensor, runs its layers without a mask, and fills up the result
-with zeros. A nested tensor has no boxes; here the batch stays as it is, and carries its mask
-through the layers.
+PyTorch packs the sequences, runs its layers without a mask, and fills up the result with zeros.
+Here the batch stays padded, and carries its mask through the layers.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from ..errors import LayoutError
 from ..storage.ragged import as_dtensor, gather_plain
 from ..storage.wrapper import Wrapper
 
-__all__ = ["is_left_aligned", "nested_from_mask"]
-
 aten = torch.ops.aten
-_PADDING = 1  # a mask of places that are no words
+_PADDING = 1  # the mask is true where the batch is padding
 
 
 class _Sequences(torch.Tensor):
-    """A padded batch and which of its places are padding, for the layers of one encoder."""
+    """A padded batch and the mask of its padding."""
 
     _values: Any
     _padding: Any
@@ -80,7 +77,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
 
 @register_form("_nested_tensor_from_mask", always=True)
 def nested_from_mask(x: Any, mask: Any, mask_check: bool = True) -> Any:
-    """The batch with its mask, which says where words are."""
+    """The batch with its mask, which is true for words."""
     mesh = next(v._spec.topology for v in (x, mask) if isinstance(v, Wrapper))
     x, mask = as_dtensor(x, mesh), as_dtensor(mask, mesh)
     if mask_check and not is_left_aligned(x, mask):
@@ -90,7 +87,7 @@ def nested_from_mask(x: Any, mask: Any, mask_check: bool = True) -> Any:
 
 @register_form("_nested_tensor_from_mask_left_aligned", always=True)
 def is_left_aligned(x: Any, mask: Any) -> bool:
-    """Whether words come before padding: the mask says so, without the batch."""
+    """True if words come before padding in every sequence."""
     op = aten._nested_tensor_from_mask_left_aligned.default
     mask = gather_plain(op, mask) if isinstance(mask, Wrapper) else mask
     return bool(op(torch.empty(*x.shape[:2], 1, device=mask.device), mask))

@@ -1,4 +1,5 @@
-"""List operators that reduce each element: one local call, and one communication for the list."""
+"""List operators that reduce each tensor of a list: one local call and one collective for all
+tensors that are sharded alike."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..comm import identity
 from ..dispatch.fallback import laid_out
 from ..dispatch.infer import infer, meta_of
 from ..dispatch.lists import by_mesh, register_list_form
@@ -17,15 +17,13 @@ from ..storage.operands import in_layout
 from ..storage.plain import full_local
 from ..storage.wrapper import Wrapper, wrap
 
-__all__ = ["foreach_max", "foreach_mm", "foreach_norm", "foreach_powsum", "unscale"]
-
 Locally = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def _reduced(tensors: Sequence[Any], local: Locally, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """The vector of what `local` gives for each tensor of one mesh, reduced by `kind` over shards.
+    """The numbers that `local` computes for tensors of one mesh, reduced by `kind` over shards.
 
-    `local` gets the tensors that a rank holds; elements that nobody cut are not reduced.
+    `local` gets the local tensors of a rank. Numbers of replicated tensors are not reduced.
     """
     mesh = tensors[0]._spec.topology
     whole = [_without_pending(tensor) for tensor in tensors]
@@ -54,20 +52,16 @@ def _grouped(keys: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def _without_pending(tensor: Any) -> tuple[DTensorSpec, tuple[torch.Tensor, ...]]:
-    """The layout and local tensors of a tensor whose pending values are reduced."""
-    spec = tensor._spec
-    if not spec.sums:
-        return spec, tensor._locals
-    places = [Replicate() if place.is_partial() else place for place in spec.placements]
-    known = spec.with_placements(places, spec.cuts)
-    return known, in_layout(tensor, known)
+    """The layout and local tensors of a tensor, with its Partial placements reduced."""
+    spec = tensor._spec.reduced
+    return spec, in_layout(tensor, spec)
 
 
 def _each(op: Any, tensors: Sequence[Any], args: tuple[Any, ...], on_mesh: Any) -> list[Any]:
-    """Results of a list whose elements may be plain or on several meshes.
+    """A number for each tensor of a list; tensors may be plain or on several meshes.
 
-    They are numbers that every rank knows. If the meshes differ they are plain, so that they can be
-    put together.
+    Every rank knows the numbers. They are plain if there are several meshes, so that the caller can
+    stack them.
     """
     meshes = by_mesh([t._spec.topology if isinstance(t, Wrapper) else None for t in tensors])
     several = len(meshes.keys() - {None}) > 1
@@ -87,7 +81,7 @@ def _dtypes(op: Any, tensors: Sequence[Any], args: tuple[Any, ...]) -> list[torc
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In what squares are added up: half precision overflows."""
+    """The dtype in which powers are added up: half precision overflows."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
@@ -123,7 +117,7 @@ def _sums(ord: Any, dtype: torch.dtype) -> Locally:
 
 
 def _extremes(kind: str, dtype: torch.dtype) -> Locally:
-    """The largest or smallest absolute value; none is where there are no elements."""
+    """The largest or smallest absolute value, and the identity element of empty tensors."""
     none = 0.0 if kind == "max" else float("inf")
 
     def local(here: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,7 +133,7 @@ def _extremes(kind: str, dtype: torch.dtype) -> Locally:
 
 @register_list_form("_foreach_norm")
 def foreach_norm(op: Any, tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Any]:
-    """The norm of each tensor; one reduction serves all that are cut alike."""
+    """The norm of each tensor."""
     return _each(op, tensors, (ord, dtype), lambda own: _powers(op, own, ord, dtype, True))
 
 
@@ -152,22 +146,7 @@ def foreach_powsum(op: Any, tensors: Sequence[Any], ord: Any = 2, dtype: Any = N
 @register_list_form("_foreach_max")
 def foreach_max(op: Any, tensors: Sequence[Any]) -> list[Any]:
     """The largest value of each tensor."""
-
-    def local(here: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            each.max() if each.numel() else each.new_full((), identity("max", each.dtype))
-            for each in here
-        ]
-
-    def on_mesh(own: Sequence[Any]) -> list[Any]:
-        results: list[Any] = [None] * len(own)
-        for dtype, places in _grouped(_dtypes(op, own, ())).items():
-            values = _reduced([own[i] for i in places], local, "max", dtype)
-            for i, value in zip(places, values.unbind(), strict=True):
-                results[i] = value
-        return results
-
-    return _each(op, tensors, (), on_mesh)
+    return [torch.max(tensor) for tensor in tensors]
 
 
 @register_list_form("_foreach_mm")
@@ -178,8 +157,7 @@ def foreach_mm(op: Any, tensors: Sequence[Any], others: Sequence[Any]) -> list[A
 
 @register_list_form("_amp_foreach_non_finite_check_and_unscale_")
 def unscale(op: Any, grads: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
-    """Scale gradients back, and note on every rank whether any element on any rank was not
-    finite."""
+    """Scale gradients back; `found_inf` becomes 1 if an element on any rank is not finite."""
     if not grads:
         return
     largest = torch._foreach_norm(list(grads), float("inf"))
