@@ -30,8 +30,8 @@ aten = torch.ops.aten
 def _indices(
     meta: TensorMeta, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor | None:
-    """For each element of a strided view its index in the flat tensor; None if an address is not that
-    of an element."""
+    """The index in the flat tensor of each element of a strided view; None if an address is not
+    that of an element."""
     shape, steps, _ = meta
     if not prod(size):
         return torch.empty(size, dtype=torch.int64)
