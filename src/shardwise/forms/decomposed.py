@@ -54,9 +54,11 @@ def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]])
         made = decomposed(*given, **kwargs)
         return tuple(made) if isinstance(made, tuple) else made  # some are named tuples
 
-    name = op._schema.name.removeprefix("aten::")
-    when = lambda call: is_cut(call, like, dims(call))  # noqa: E731
-    register_form(f"{name}.{op._overloadname or 'default'}", when=when, blocks=True)(run)
+    def when(call: Call) -> bool:
+        return is_cut(call, like, dims(call))
+
+    name = f"{op._schema.name.removeprefix('aten::')}.{op._overloadname or 'default'}"
+    register_form(name, when=when, blocks=True)(run)
 
 
 def _prepared(value: Any, x: Any) -> Any:
@@ -73,18 +75,22 @@ def _normalized(call: Call) -> range:
     return range(-len(call.get("normalized_shape")), 0)
 
 
-for _op in (aten._softmax, aten._safe_softmax, aten._log_softmax):
-    _decompose(_op.default, 0, _dim)
-for _op in (aten._softmax_backward_data, aten._log_softmax_backward_data):
-    _decompose(_op.default, 1, _dim)
-for _op in (aten.native_layer_norm, aten._fused_rms_norm):
-    _decompose(_op.default, 0, _normalized)
-for _op in (aten.native_layer_norm_backward, aten._fused_rms_norm_backward):
-    _decompose(_op.default, 1, _normalized)
-for _op in (aten.logsumexp.default, aten.linalg_vector_norm.default):
-    _decompose(_op, 0, reduced_dims)
-for _op in (aten.std.correction, aten.std_mean.correction):
-    _decompose(_op, 0, reduced_dims)
+for _op, _like, _dims in (
+    (aten._softmax.default, 0, _dim),
+    (aten._safe_softmax.default, 0, _dim),
+    (aten._log_softmax.default, 0, _dim),
+    (aten._softmax_backward_data.default, 1, _dim),
+    (aten._log_softmax_backward_data.default, 1, _dim),
+    (aten.native_layer_norm.default, 0, _normalized),
+    (aten.native_layer_norm_backward.default, 1, _normalized),
+    (aten._fused_rms_norm.default, 0, _normalized),
+    (aten._fused_rms_norm_backward.default, 1, _normalized),
+    (aten.logsumexp.default, 0, reduced_dims),
+    (aten.linalg_vector_norm.default, 0, reduced_dims),
+    (aten.std.correction, 0, reduced_dims),
+    (aten.std_mean.correction, 0, reduced_dims),
+):
+    _decompose(_op, _like, _dims)
 
 
 # --- variance ------------------------------------------------------------------------------------

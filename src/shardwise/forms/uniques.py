@@ -169,7 +169,8 @@ def _in_order(
 ) -> tuple[Any, Any, Any]:
     """What shards found, in order and each value in one shard; `rows` are the values of all."""
     held = rows._spec
-    values, places = sort(rows, 0)
+    ordered: Any = sort(rows, 0)
+    values, places = ordered
     runs = [aten.unique_consecutive.default(part, True, True) for part in values._locals]
     made, at, none = _where_found(op, values._spec, None, [], runs, (any(wants), False))
     if not any(wants):
