@@ -29,7 +29,7 @@ from ..rules.attention import attention
 from ..rules.visible import attended, named, of_own_shape
 from ..storage.ragged import as_dtensor, move_to
 from ..storage.wrapper import Wrapper, wrap
-from .decomposed import settled
+from .decomposed import reduced
 
 aten = torch.ops.aten
 _KERNELS = [
@@ -182,12 +182,12 @@ def _attended(op: Any, plan: _Plan, tensors: Mapping[str, Any], given: Mapping[s
         parts.append(attended(op, {**given, **local}, query.box(coord)[2], key.box(coord)[2]))
     dtype = parts[0][1].dtype if parts else torch.float32
     own = wrap(plan.statistic("max", dtype), tuple(lse for _, lse in parts))
-    top = settled(own)
+    top = reduced(own)
     shares = tuple(
         (lse - _at(top, coord)).exp().masked_fill(lse == -inf, 0)
         for coord, (_, lse) in zip(plan.out.slots, parts, strict=True)
     )
-    total = settled(wrap(plan.statistic("sum", dtype), shares))
+    total = reduced(wrap(plan.statistic("sum", dtype), shares))
     out = []
     for coord, (result, _), share in zip(plan.out.slots, parts, shares, strict=True):
         part = (share / _at(total, coord)).masked_fill(share == 0, 0).unsqueeze(-1)

@@ -12,7 +12,7 @@ from ..dispatch.fallback import mesh_of
 from ..dispatch.operator import register_form
 from ..rules import Call
 from ..storage.ragged import as_dtensor
-from .decomposed import aligned, in_full, moments, settled
+from .decomposed import aligned, in_full, moments, reduced
 
 __all__ = ["batch_norm", "batch_norm_backward"]
 
@@ -190,7 +190,7 @@ def batch_norm_backward(
     # A kernel that is given fixed statistics makes both sums, and the first part.
     fixed = (grad, x, scale, mean, rstd**-2, None, None, False, 0.0)
     made = aten.native_batch_norm_backward.default(*fixed, [output_mask[0], True, True])
-    out, of_weight, of_bias = made[0], settled(made[1]), settled(made[2])
+    out, of_weight, of_bias = made[0], reduced(made[1]), reduced(made[2])
     if output_mask[0]:
         share = rstd if scale is None else rstd * scale
         share = share / (x.numel() // max(x.shape[1], 1))

@@ -26,14 +26,14 @@ def aligned(x: Any, like: Any) -> Any:
     return move_to(None, x, x._spec.with_placements(like._spec.placements, like._spec.cuts))
 
 
-def settled(x: Any) -> Any:
+def reduced(x: Any) -> Any:
     """`x` with its Partial placements reduced."""
     return reduce_partial(None, x) if isinstance(x, Wrapper) else x
 
 
 def in_full(x: Any) -> Any:
     """`x` reduced, and in float32 if it is narrower: PyTorch computes statistics in float32."""
-    x = settled(x)
+    x = reduced(x)
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -48,7 +48,7 @@ def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]])
     `dims`. Tensors of the shape of that operand are brought into its layout first."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        x = settled(args[like])
+        x = reduced(args[like])
         given = [_prepared(value, x) if value is not args[like] else x for value in args]
         decomposed: Any = decomposition(op)
         made = decomposed(*given, **kwargs)
@@ -64,7 +64,7 @@ def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]])
 def _prepared(value: Any, x: Any) -> Any:
     if not isinstance(value, Wrapper):
         return value
-    return aligned(value, x) if value._spec.shape == x.shape else settled(value)
+    return aligned(value, x) if value._spec.shape == x.shape else reduced(value)
 
 
 def _dim(call: Call) -> list[int]:
@@ -100,11 +100,11 @@ def moments(x: Any, dims: Sequence[int], correction: Any = 1, keepdim: bool = Fa
     """Variance and mean: first the mean of all shards, then the squares of the distances to it.
     `x` is not Partial."""
     count = prod(x.shape[d] for d in dims)
-    mean = settled(x.mean(dims, True))
+    mean = reduced(x.mean(dims, True))
     apart = x - mean
     square = (apart * apart.conj()).real if x.is_complex() else apart * apart
     free = max(count - correction, 0)
-    total = settled(square.sum(dims, keepdim))
+    total = reduced(square.sum(dims, keepdim))
     var = total / free if free else total * float("nan") if count == 0 else total / 0.0
     return var, mean if keepdim else mean.sum(dims)
 
@@ -177,7 +177,7 @@ def group_norm_backward(
     x = in_full(x)
     grad, mean, rstd = in_full(aligned(grad, x)), in_full(mean), in_full(rstd)
     sums = [value.reshape(N, C, HxW).sum(2) for value in (grad * x, grad)]
-    along, total = settled(torch.stack(sums)).unbind()
+    along, total = reduced(torch.stack(sums)).unbind()
     scale = 1 if weight is None else weight
     a, b = [(value * scale).reshape(N, group, -1).sum(2) for value in (along, total)]
     slope = (b * mean - a) * rstd**3 / (HxW * C // group)

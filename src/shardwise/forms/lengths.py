@@ -8,7 +8,7 @@ import torch
 
 from ..dispatch.operator import register_form
 from ..rules import Call
-from .decomposed import aligned, in_full, is_cut, settled
+from .decomposed import aligned, in_full, is_cut, reduced
 
 __all__ = ["renorm", "weight_norm_backward"]
 
@@ -35,6 +35,6 @@ def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tup
     """The gradients of direction and length, from one sum over each slice."""
     v_dtype, g_dtype = v.dtype, g.dtype
     grad, v, g, norms = in_full(aligned(grad, v)), in_full(v), in_full(g), in_full(norms)
-    along = settled((grad * v).sum(_others(v, dim), True))
+    along = reduced((grad * v).sum(_others(v, dim), True))
     direction = (g / norms) * (grad - v * (along / (norms * norms)))
     return direction.to(v_dtype), (along / norms).to(g_dtype)
