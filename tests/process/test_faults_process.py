@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from .harness import run_script
 
 SCRIPT = Path(__file__).parent / "fault_script.py"
 SECONDS = 30.0
@@ -27,30 +25,8 @@ class End(NamedTuple):
 
 def ends(world: int, way: str, victim: int) -> list[End]:
     """How each rank ends when `victim` fails in some way."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        settings = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-        settings |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), way, str(victim)],
-                env={**os.environ, **settings},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [each.communicate(timeout=100) for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-    pairs = zip(ranks, outputs, strict=True)
-    return [End(each.returncode, float(out or 0), text) for each, (out, text) in pairs]
+    found = run_script(SCRIPT, world, way, str(victim))
+    return [End(each.code, float(each.out or 0), each.err) for each in found]
 
 
 def survivors(found: list[End], victim: int) -> list[End]:
