@@ -40,7 +40,7 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "shardwise", "pytest", "hypothesis", "tests.layouts"])
+_context.set_forkserver_preload(["tests.process.preload"])
 
 
 class RankError(AssertionError):

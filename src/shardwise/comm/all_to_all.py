@@ -1,7 +1,7 @@
 """One uneven all-to-all for many tensors: pieces packed into a bounded buffer, round by round.
 
 All ranks know all boxes, so they agree on rounds and sizes without communication. A piece that
-stays on its rank is copied; pieces that lie in memory as they are sent, or received, need no packing.
+stays on its rank is copied; pieces that lie in memory as they are sent or received are not packed.
 """
 
 from __future__ import annotations
@@ -44,28 +44,6 @@ def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) 
             memory.resize_(0)
 
 
-class Buffers:
-    """The memory of one collective, used again in each round."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, torch.Tensor] = {}
-
-    def get(self, name: str, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Some bytes: those that had this name before, if they are enough."""
-        found = self._made.pop(name, None)
-        if found is None or found.numel() < nbytes:
-            if found is not None:
-                give_back([found])  # before more is taken
-            found = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._made[name] = found
-        return found[:nbytes]
-
-    def close(self) -> None:
-        """Free it after the last round."""
-        give_back(self._made.values())
-        self._made.clear()
-
-
 def chunks(box: Box, most: int) -> list[Box]:
     """A box cut into boxes of at most `most` elements, in order; none if it is empty.
 
@@ -92,10 +70,10 @@ def chunks(box: Box, most: int) -> list[Box]:
 
 
 def rounds(
-    group: Group, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None], buffers: Buffers
+    group: Group, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]
 ) -> Iterator[Launch]:
     """The all-to-alls, one after another, that bring the pieces of all jobs into `outs`. Each must
-    be waited for before the next one is launched: they share `buffers`."""
+    be waited for before the next one is launched."""
     small: list[tuple[Job, torch.Tensor | None]] = []
     # Of several dtypes a received piece may be misaligned, and is then copied once more.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
@@ -103,16 +81,16 @@ def rounds(
     for job, out in zip(jobs, outs, strict=True):
         nbytes = largest_share(group, job) * buffer_width(job.task, job.dtype)
         if nbytes > room:
-            yield from _in_chunks(group, job, out, buffers)
+            yield from _in_chunks(group, job, out)
             continue
         if total + nbytes > room:
-            yield _Round(group, tuple(small), buffers).launch
+            yield _Round(group, tuple(small)).launch
             small, total = [], 0
         if nbytes:
             small.append((job, out))
             total += nbytes
     if small:
-        yield _Round(group, tuple(small), buffers).launch
+        yield _Round(group, tuple(small)).launch
 
 
 def largest_share(group: Group, job: Job) -> int:
@@ -125,9 +103,7 @@ def largest_share(group: Group, job: Job) -> int:
     return max(max(sent), max(got))
 
 
-def _in_chunks(
-    group: Group, job: Job, out: torch.Tensor | None, buffers: Buffers
-) -> Iterator[Launch]:
+def _in_chunks(group: Group, job: Job, out: torch.Tensor | None) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
     most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.task, job.dtype)))
     task = job.task
@@ -138,7 +114,7 @@ def _in_chunks(
         if src and dst and task.sends(src, dst)
     ]
     for index in range(max(counts, default=0)):
-        yield _Round(group, ((job, out),), buffers, index, most).launch
+        yield _Round(group, ((job, out),), index, most).launch
 
 
 class Packet(NamedTuple):
@@ -169,7 +145,6 @@ class _Round:
 
     group: Group
     parts: tuple[tuple[Job, torch.Tensor | None], ...]
-    buffers: Buffers
     index: int = 0
     most: int = 0
 
@@ -183,10 +158,11 @@ class _Round:
         own: list[Packet] = []
         if sent is None and received is None and self._takes_own():
             own, leaving[me], coming[me] = leaving[me], [], []
+        made: list[torch.Tensor] = []
         if sent is None:
-            sent = _packed(leaving, self._buffer("sent", leaving))
+            made.append(sent := _packed(leaving, self._buffer(leaving)))
         if received is None:
-            received = self._buffer("received", coming)
+            made.append(received := self._buffer(coming))
         outgoing, incoming = [list(map(_nbytes, each)) for each in (leaving, coming)]
         wait = all_to_all(group, received, sent, incoming, outgoing)
         if not self.parts[0][0].task.op:
@@ -197,6 +173,7 @@ class _Round:
             wait()
             if direct is None:
                 _put([*_received(coming, received), *[(each, each.held()) for each in own]])
+            give_back(made)
 
         return land
 
@@ -223,8 +200,9 @@ class _Round:
         the source before they are reduced."""
         return not any(job.task.op and job.async_op for job, _ in self.parts)
 
-    def _buffer(self, name: str, packets: list[list[Packet]]) -> torch.Tensor:
-        return self.buffers.get(name, sum(map(_nbytes, packets)), self.parts[0][0].device)
+    def _buffer(self, packets: list[list[Packet]]) -> torch.Tensor:
+        nbytes, device = sum(map(_nbytes, packets)), self.parts[0][0].device
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def _as_it_lies(
         self, packets: list[list[Packet]], here: Coord | None, sending: bool

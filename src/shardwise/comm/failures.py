@@ -364,11 +364,8 @@ def _drain() -> None:
             while not _State.knows and not _ended(work):
                 raise_if_peer_failed()
                 if time.monotonic() > end:
-                    print(
-                        "shardwise: this process ends before a redistribution with async_op=True "
-                        f"is done: for {_DRAIN:g} seconds other ranks have not taken it.",
-                        file=sys.stderr,
-                    )
+                    text = f"shardwise: ranks did not receive a tensor within {_DRAIN:g} seconds."
+                    print(text, file=sys.stderr)
                     return
     except RuntimeError:
         return  # the others hear of it where they wait

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..layout.mesh import Topology
 from ..layout.world import refuse_forked
-from .all_to_all import Buffers, buffer_size, give_back, rounds
+from .all_to_all import buffer_size, give_back, rounds
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, to_backend
 from .events import record
 from .failures import clear, report
@@ -44,9 +44,8 @@ class ProcessEngine:
             ranks = members(mesh, axes) if reduces else group_of([j.task for j in jobs]).ranks
             compare(ranks, describe(jobs))
         outs = [_result(job) for job in jobs]
-        buffers = Buffers()
         try:
-            return _run(_launches(jobs, outs, buffers), outs, buffers)
+            return _run(_launches(jobs, outs), outs)
         except BaseException as error:  # of this rank alone, such as no memory for a buffer
             report(error, jobs[0].task.src.topology)
             raise
@@ -89,9 +88,7 @@ def _result(job: Job) -> torch.Tensor | None:
     return None if here is None else job.empty(job.task.dst.box(here))
 
 
-def _run(
-    launches: Iterable[Launch], outs: Sequence[torch.Tensor | None], buffers: Buffers
-) -> Finish:
+def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Finish:
     """Run collectives one after another and leave the last one running, to be waited for."""
     running: list[Wait] = []
 
@@ -106,15 +103,12 @@ def _run(
 
     def finish() -> list[list[torch.Tensor]]:
         land()
-        buffers.close()
         return [[] if out is None else [out] for out in outs]
 
     return finish
 
 
-def _launches(
-    jobs: Sequence[Job], outs: Sequence[torch.Tensor | None], buffers: Buffers
-) -> Iterator[Launch]:
+def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
     """The collectives of `torch.distributed` that serve the jobs."""
     if not _takes_part(jobs):
         return
@@ -124,7 +118,7 @@ def _launches(
     group = group_of([job.task for job in jobs])
     launcher = native_launcher(group, jobs)
     if launcher is None:
-        yield from rounds(group, jobs, outs, buffers)
+        yield from rounds(group, jobs, outs)
         return
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
