@@ -162,8 +162,10 @@ def run_script(script: Path, world: int, *argv: str, timeout: float = 100.0) -> 
 
 def _run(script: Path, argv: tuple[str, ...], rank: int, settings: Any, folder: str) -> None:
     """The life of a rank of a script: as that of an interpreter, with all that it does at exit."""
-    os.environ.update(settings | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": _LOOPBACK})
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": _LOOPBACK}
+    os.environ.update(settings | own)
     torch.set_num_threads(1)
+    warnings.simplefilter("default")
     for number, name in ((1, "out"), (2, "err")):
         with open(Path(folder, f"{rank}.{name}"), "w") as file:
             os.dup2(file.fileno(), number)

@@ -1,7 +1,7 @@
 """The ranks that talk in a collective, and the collectives that `torch.distributed` is asked for.
 
-Each of `all_reduce`, `all_to_all`, `all_gather` and `reduce_scatter` starts a collective and
-returns the function that waits for it.
+Each of `all_reduce`, `broadcast`, `all_to_all`, `all_gather` and `reduce_scatter` starts a
+collective and returns the function that waits for it.
 """
 
 from __future__ import annotations
@@ -124,6 +124,12 @@ def _forget_groups(_: World) -> None:
 def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op: Any) -> Wait:
     """Reduce `value` in place over the members of a process group."""
     work = dist.all_reduce(value, op, group=group, async_op=True)
+    return waiter(work, dist.get_process_group_ranks(group), value.device)
+
+
+def broadcast(group: dist.ProcessGroup, value: torch.Tensor, source: int) -> Wait:
+    """Give the members of a process group the `value` of rank `source`, in place."""
+    work = dist.broadcast(value, source, group=group, async_op=True)
     return waiter(work, dist.get_process_group_ranks(group), value.device)
 
 

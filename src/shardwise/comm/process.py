@@ -15,10 +15,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..layout.mesh import Topology
+from ..layout.mesh import Topology, VirtualMesh
 from ..layout.world import refuse_forked
+from . import group
 from .all_to_all import buffer_size, give_back, rounds
-from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, to_backend
+from .dtypes import (
+    backend_op,
+    backends_reduce,
+    buffer_width,
+    from_backend,
+    is_plain,
+    to_backend,
+)
 from .events import record
 from .failures import clear, report
 from .group import all_reduce, group_of, members, reduction_groups
@@ -59,9 +67,23 @@ class ProcessEngine:
         axes = tuple(range(topology.ndim))
         record("check", topology, axes, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        for group in reduction_groups(topology, axes):
-            all_reduce(group, low, dist.ReduceOp.MIN)()
+        for each in reduction_groups(topology, axes):
+            all_reduce(each, low, dist.ReduceOp.MIN)()
         return bool(low[0] == -low[1])
+
+
+def broadcast(topology: Topology, value: torch.Tensor, source: int) -> None:
+    """Give all ranks of a mesh of processes the `value` of its rank number `source`, in place."""
+    here = topology.coordinate
+    assert here is not None and not isinstance(topology.mesh, VirtualMesh)
+    _begin([topology])
+    if is_compared():
+        compare(topology.ranks, f"a broadcast of {value.numel()} bytes")
+    origin = topology.group_coords((0,) * topology.ndim, range(topology.ndim))[source]
+    for axis in range(topology.ndim):
+        if here[axis + 1 :] == origin[axis + 1 :]:
+            first = topology.rank_of((*here[:axis], origin[axis], *here[axis + 1 :]))
+            group.broadcast(topology.mesh.get_group(axis), value, first)()
 
 
 def _begin(topologies: Iterable[Topology]) -> None:
@@ -115,58 +137,57 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
     if _is_all_reduce(jobs):
         yield from _all_reduces(jobs, outs)
         return
-    group = group_of([job.task for job in jobs])
-    launcher = native_launcher(group, jobs)
+    talking = group_of([job.task for job in jobs])
+    launcher = native_launcher(talking, jobs)
     if launcher is None:
-        yield from rounds(group, jobs, outs)
+        yield from rounds(talking, jobs, outs)
         return
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
-        yield partial(launcher, group, job, out)
+        yield partial(launcher, talking, job, out)
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
 
 
 def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
-    """Reduce as many tensors together as fit into the buffer; a larger one alone, in place."""
-    some: list[tuple[Job, torch.Tensor]] = []
+    """Reduce in place, as many tensors together as fit into the buffer. A larger one is reduced
+    alone, in parts if it is reduced in another dtype."""
+    some: list[torch.Tensor] = []
     total = 0
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
-        nbytes = out.numel() * buffer_width(job.task, job.dtype)
-        if some and total + nbytes > buffer_size():
-            yield partial(_all_reduce, some)
-            some, total = [], 0
-        if nbytes:
-            some.append((job, out))
-            total += nbytes
+        flat, width = job.flat(out.copy_(job.local[0])), buffer_width(job.task, job.dtype)
+        plain = is_plain(job.dtype, job.task.op)
+        for part in [flat] if plain else flat.split(max(1, buffer_size() // width)):
+            nbytes = part.numel() * width
+            if some and total + nbytes > buffer_size():
+                yield partial(_all_reduce, job, some)
+                some, total = [], 0
+            if nbytes:
+                some.append(part)
+                total += nbytes
     if some:
-        yield partial(_all_reduce, some)
+        yield partial(_all_reduce, jobs[0], some)
 
 
-def _all_reduce(parts: list[tuple[Job, torch.Tensor]]) -> Wait:
-    task, dtype = parts[0][0].task, parts[0][0].dtype
-    if len(parts) == 1:
-        job, out = parts[0]
-        value = to_backend(job.flat(out.copy_(job.local[0])), task.op)
-    else:
-        flats = [to_backend(job.flat(job.local[0]), task.op) for job, _ in parts]
-        value = torch.cat(flats)
+def _all_reduce(job: Job, parts: list[torch.Tensor]) -> Wait:
+    task = job.task
+    value = to_backend(parts[0] if len(parts) == 1 else torch.cat(parts), task.op)
     wait: Wait | None = None
-    for group in reduction_groups(task.src.topology, task.axes):
+    for each in reduction_groups(task.src.topology, task.axes):
         if wait is not None:
             wait()
-        wait = all_reduce(group, value, backend_op(dtype, task.op))
+        wait = all_reduce(each, value, backend_op(job.dtype, task.op))
 
     def land() -> None:
         if wait is not None:
             wait()
-        shares = value.split([out.numel() for _, out in parts])
-        for (job, out), share in zip(parts, shares, strict=True):
-            result, flat = from_backend(share, dtype, task.op, task.over), job.flat(out)
-            if result.data_ptr() != flat.data_ptr():  # else it was reduced in place
-                flat.copy_(result)
-        give_back([value], kept=[out for _, out in parts])
+        shares = value.split([part.numel() for part in parts])
+        for part, share in zip(parts, shares, strict=True):
+            result = from_backend(share, job.dtype, task.op, task.over)
+            if result.data_ptr() != part.data_ptr():  # else it was reduced in place
+                part.copy_(result)
+        give_back([value], kept=parts)
 
     return land
