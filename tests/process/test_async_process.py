@@ -344,7 +344,7 @@ def test_what_is_dropped_leaks_nothing(processes: Pools) -> None:
 
 
 def written() -> list[str]:
-    mesh = sw.init_device_mesh("cpu", (4,))
+    mesh = sw.init_device_mesh("cpu", (2,))
     full = whole_numbers((64, 48)) + 5
 
     def held() -> tuple[Any, Callable[[], Any]]:
@@ -405,7 +405,7 @@ def written() -> list[str]:
 
 
 def test_the_source_may_be_written_at_once(processes: Pools) -> None:
-    assert processes(4).run(written) == [[]] * 4
+    assert processes(2).run(written) == [[]] * 2
 
 
 # --- failures -------------------------------------------------------------------------------------
