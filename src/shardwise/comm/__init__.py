@@ -1,7 +1,7 @@
 """Communication: `engine_of(topology)` gives the engine that runs a mesh's collectives.
 
-Everything that communicates goes through `start` and `check_equal` of an engine, or `broadcast`;
-`group.py` alone asks `torch.distributed` for collectives.
+Everything that communicates goes through `start` and `check_equal` of an engine, or
+`broadcast_from`; `group.py` alone asks `torch.distributed` for collectives.
 """
 
 from .._torch import is_tracing
@@ -10,7 +10,7 @@ from .all_to_all import buffer_size, give_back
 from .dtypes import as_bytes, backends_reduce, buffer_width, check_reducible, identity, is_plain
 from .failures import report
 from .lockstep import all_arrive, lockstep
-from .process import ProcessEngine, broadcast
+from .process import ProcessEngine, broadcast_from
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
 from .traced import TracedEngine
 from .virtual import VirtualEngine
@@ -24,7 +24,7 @@ __all__ = [
     "all_arrive",
     "as_bytes",
     "backends_reduce",
-    "broadcast",
+    "broadcast_from",
     "buffer_size",
     "buffer_width",
     "check_reducible",

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ..layout.mesh import Topology, VirtualMesh
 from ..layout.world import refuse_forked
-from . import group
 from .all_to_all import buffer_size, give_back, rounds
 from .dtypes import (
     backend_op,
@@ -29,7 +28,7 @@ from .dtypes import (
 )
 from .events import record
 from .failures import clear, report
-from .group import all_reduce, group_of, members, reduction_groups
+from .group import all_reduce, broadcast, group_of, members, reduction_groups
 from .lockstep import compare, describe, is_compared
 from .native import native_launcher
 from .protocol import Finish, Job, Launch, Wait
@@ -67,12 +66,12 @@ class ProcessEngine:
         axes = tuple(range(topology.ndim))
         record("check", topology, axes, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        for each in reduction_groups(topology, axes):
-            all_reduce(each, low, dist.ReduceOp.MIN)()
+        for group in reduction_groups(topology, axes):
+            all_reduce(group, low, dist.ReduceOp.MIN)()
         return bool(low[0] == -low[1])
 
 
-def broadcast(topology: Topology, value: torch.Tensor, source: int) -> None:
+def broadcast_from(topology: Topology, value: torch.Tensor, source: int) -> None:
     """Give all ranks of a mesh of processes the `value` of its rank number `source`, in place."""
     here = topology.coordinate
     assert here is not None and not isinstance(topology.mesh, VirtualMesh)
@@ -83,7 +82,7 @@ def broadcast(topology: Topology, value: torch.Tensor, source: int) -> None:
     for axis in range(topology.ndim):
         if here[axis + 1 :] == origin[axis + 1 :]:
             first = topology.rank_of((*here[:axis], origin[axis], *here[axis + 1 :]))
-            group.broadcast(topology.mesh.get_group(axis), value, first)()
+            broadcast(topology.mesh.get_group(axis), value, first)()
 
 
 def _begin(topologies: Iterable[Topology]) -> None:
@@ -137,14 +136,14 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
     if _is_all_reduce(jobs):
         yield from _all_reduces(jobs, outs)
         return
-    talking = group_of([job.task for job in jobs])
-    launcher = native_launcher(talking, jobs)
+    group = group_of([job.task for job in jobs])
+    launcher = native_launcher(group, jobs)
     if launcher is None:
-        yield from rounds(talking, jobs, outs)
+        yield from rounds(group, jobs, outs)
         return
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
-        yield partial(launcher, talking, job, out)
+        yield partial(launcher, group, job, out)
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
@@ -175,10 +174,10 @@ def _all_reduce(job: Job, parts: list[torch.Tensor]) -> Wait:
     task = job.task
     value = to_backend(parts[0] if len(parts) == 1 else torch.cat(parts), task.op)
     wait: Wait | None = None
-    for each in reduction_groups(task.src.topology, task.axes):
+    for group in reduction_groups(task.src.topology, task.axes):
         if wait is not None:
             wait()
-        wait = all_reduce(each, value, backend_op(job.dtype, task.op))
+        wait = all_reduce(group, value, backend_op(job.dtype, task.op))
 
     def land() -> None:
         if wait is not None:

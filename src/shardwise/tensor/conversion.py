@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._torch import PARAMETER, is_traced
-from ..comm import as_bytes, broadcast, engine_of
+from ..comm import as_bytes, broadcast_from, engine_of
 from ..errors import LayoutError, MeshError, PlainTensorError
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
@@ -382,5 +382,5 @@ def _from_source(
             "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
         )
     value = parts[0].contiguous().clone()
-    broadcast(mesh, as_bytes(value), source)
+    broadcast_from(mesh, as_bytes(value), source)
     return (value,)
