@@ -12,7 +12,7 @@ from ..layout.geometry import Box, contiguous_stride
 from ..layout.spec import DTensorSpec
 from ..rules import Call
 from ..storage.wrapper import wrap
-from .posting import short
+from .exchange import index_dtype
 from .shards import candidates, columns, lacking, metas, placed, reduce_partial, sharded_on
 from .sorting import price, sorts
 
@@ -25,7 +25,7 @@ def _few(spec: DTensorSpec, dim: int, k: int) -> int:
     """What it costs to gather so many elements of each shard, and where they are."""
     cuts = spec.dim_cuts[dim]
     others = prod(max(each) for d, each in enumerate(spec.dim_cuts) if d != dim)
-    width = spec.dtype.itemsize + short(spec.shape[dim]).itemsize
+    width = spec.dtype.itemsize + index_dtype(spec.shape[dim]).itemsize
     nbytes = others * sum(min(k, size) for size in cuts) * (len(cuts) - 1) // len(cuts) * width
     return max(spec.topology.links[axis].price(nbytes) for axis in spec.dim_axes[dim])
 
@@ -50,7 +50,7 @@ def _extreme(op: Any, x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Value and index of the first extreme element: that of the first shard that has it."""
     x = reduce_partial(op, x)
     dim %= x.ndim
-    narrow = short(x.shape[dim])
+    narrow = index_dtype(x.shape[dim])
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         if not part.shape[dim]:
@@ -154,7 +154,7 @@ def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tru
     in_order = price(x._spec, dim)
     if in_order is not None and in_order < _few(x._spec, dim, k):
         return tuple(made.narrow(dim, 0, k) for made in aten.sort.default(x, dim, largest))
-    narrow = short(x.shape[dim])
+    narrow = index_dtype(x.shape[dim])
 
     def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         value, index = op(part, min(k, part.shape[dim]), dim, largest, sorted)
