@@ -140,21 +140,15 @@ def _as_index(source: DTensorSpec) -> list[Placement]:
 
 @register_form("index_add", cost=_add_cost)
 def index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
-    """Each rank adds up the rows that it is sent. Rows for one place are added before they go."""
+    """Each rank adds the rows that it is sent."""
     op = aten.index_add.default
     mesh, dim = mesh_of(op, [x, index, source]), dim % x.ndim
     x, index, source = (as_dtensor(each, mesh) for each in (x, index, source))
     spec, cuts = x._spec, [source._spec.dim_cuts[dim]]
     index = move_to(op, index, index._spec.with_placements(_as_index(source._spec), cuts))
-    places, rows = [], []
-    for at, part in zip(index._locals, source._locals, strict=True):
-        place, which = at.to(torch.int64).unique(return_inverse=True)
-        own = part.movedim(dim, 0)
-        places.append(place)
-        rows.append(own.new_zeros(len(place), *own.shape[1:]).index_add_(0, which, own))
-    sent = exchange(op, index._spec, places, spec, dim)
-    narrow = [place.to(index_dtype(spec.shape[dim])) for place in places]
-    wanted, came = sent.send(narrow, rows)
+    sent = exchange(op, index._spec, [part.to(torch.int64) for part in index._locals], spec, dim)
+    narrow = [part.to(index_dtype(spec.shape[dim])) for part in index._locals]
+    wanted, came = sent.send(narrow, [part.movedim(dim, 0) for part in source._locals])
     parts = []
     for coord, part, own, new in zip(spec.slots, x._locals, wanted, came, strict=True):
         at = own.to(torch.int64) - spec.box(coord)[dim][0]

@@ -53,6 +53,10 @@ def nonzero(x: Any) -> Any:
     )
 
 
+# Its strides are not those that PyTorch tells before it runs.
+register_form("nonzero_static", always=True)(fallback_form(aten.nonzero_static.default))
+
+
 def _divided(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The values and counts of a gathered tensor. With `ragged_results()` each rank keeps a share
     of them."""
