@@ -56,11 +56,17 @@ class Exchange(NamedTuple):
 
 
 def exchange(
-    op: Any, index: DTensorSpec, indices: Sequence[torch.Tensor], owned: DTensorSpec, dim: int
+    op: Any,
+    index: DTensorSpec,
+    indices: Sequence[torch.Tensor],
+    owned: DTensorSpec,
+    dim: int,
+    wrapped: bool = False,
 ) -> Exchange:
     """The exchange of `indices` of a sharded dim of `owned`; they are sharded as `index` is.
 
-    An index that is out of range raises on every rank.
+    An index that is out of range raises on every rank. If they are `wrapped`, the size of the dim
+    was added to negative ones.
     """
     stops = torch.tensor(list(accumulate(owned.dim_cuts[dim])), device=indices[0].device)
     orders, facts = [], []
@@ -73,7 +79,7 @@ def exchange(
     low, high = min(row[0] for row in table), max(row[1] for row in table)
     size = owned.shape[dim]
     if low < 0 or high >= size:
-        bad = high if high >= size else low
+        bad = high if high >= size else low - size * wrapped
         raise OutOfRangeError(f"index {bad} is out of bounds for dimension {dim} with size {size}")
     return Exchange(op, index, orders, [row[2:] for row in table])
 

@@ -65,7 +65,7 @@ def _pick(op: Any, x: Any, dim: int, index: Any, wraps: bool = False) -> Any:
     flat = [part.reshape(-1).to(torch.int64) for part in index._locals]
     if wraps:
         flat = [torch.where(part < 0, part + spec.shape[dim], part) for part in flat]
-    sent = exchange(op, at, flat, spec, dim)
+    sent = exchange(op, at, flat, spec, dim, wraps)
     (wanted,) = sent.send([part.to(index_dtype(spec.shape[dim])) for part in flat])
     starts = [spec.box(coord)[dim][0] for coord in spec.slots]
     answers = [
