@@ -6,6 +6,7 @@ sharded give sums that are left Partial.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -56,24 +57,45 @@ def embedding_bag(
     options = (scale_grad_by_freq, mode, sparse, *whole, include_last_offset, padding_idx)
     out = _bag_spec(table, lead, count, width)
     if not lead.is_sharded() and not table.dim_axes[0]:
-        made = [op(part, indices._locals[0], starts, *options) for part in weight._locals]
-        _, bags, sizes, chosen = made[0]
-        if mode == _MAX:
-            meta = out.meta._replace(dtype=chosen.dtype)
-            chosen = wrap(out.with_meta(meta), tuple(each[3] for each in made))
-        rest = [as_dtensor(each, mesh) for each in (bags, sizes, chosen)]
-        return wrap(out, tuple(each[0] for each in made)), *rest
+        return _bags_of_whole_rows(op, weight, indices._locals[0], starts, options, out)
+    return _bags_of_shards(op, weight, indices, factors, starts, options, out)
+
+
+def _bags_of_whole_rows(
+    op: Any, weight: Any, indices: torch.Tensor, starts: torch.Tensor, options: Any, out: Any
+) -> tuple[Any, ...]:
+    """The operator's own call for the columns of each rank."""
+    made = [op(part, indices, starts, *options) for part in weight._locals]
+    _, *rest = made[0]
+    if options[1] == _MAX:
+        meta = out.meta._replace(dtype=rest[2].dtype)
+        rest[2] = wrap(out.with_meta(meta), tuple(each[3] for each in made))
+    found = wrap(out, tuple(each[0] for each in made))
+    return found, *(as_dtensor(each, out.topology) for each in rest)
+
+
+def _bags_of_shards(
+    op: Any,
+    weight: Any,
+    indices: Any,
+    factors: Sequence[Any],
+    starts: torch.Tensor,
+    options: Any,
+    out: DTensorSpec,
+) -> tuple[Any, ...]:
+    """Sums over the rows and the bags of each rank."""
+    table, lead, (_, mode, *_, padding) = weight._spec, indices._spec, options
     # The other results do not depend on the table, nor on the indices of bags of one size.
     every = indices._locals[0].new_zeros(lead.shape) if lead.is_sharded() else indices._locals[0]
     zeros = weight._locals[0].new_zeros(1, 1).expand(table.shape[0], 1)
     _, *known = op(zeros, every, starts, *options)
-    bag = _bag_of(lead.shape[0], starts[:count])
+    bag = _bag_of(lead.shape[0], starts[: out.shape[0]])
     parts = []
     for coord in out.slots:
         index, *own = (each._locals[each._spec.slot(coord)] for each in (indices, *factors))
         (start, stop), (first, last) = lead.box(coord)[0], out.box(coord)[0]
         place, here = within(index, table.box(coord)[0], table.shape[0])
-        here = here & (index != padding_idx)
+        here = here & (index != padding)
         rows = weight._locals[table.slot(coord)][place[here]].to(wide(table.dtype))
         for each in own:
             rows = rows * each[here].unsqueeze(1)
@@ -82,7 +104,7 @@ def embedding_bag(
         if mode == _MEAN:
             total /= known[1][first:last].clamp(min=1).unsqueeze(1)
         parts.append(total.to(table.dtype))
-    return wrap(out, tuple(parts)), *(as_dtensor(each, mesh) for each in known)
+    return wrap(out, tuple(parts)), *(as_dtensor(each, out.topology) for each in known)
 
 
 def _bag_width(count: int, starts: torch.Tensor, bags: int) -> int:
