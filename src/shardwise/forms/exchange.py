@@ -10,15 +10,62 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import OutOfRangeError
-from ..layout.geometry import Cuts
-from ..layout.spec import DTensorSpec
-from ..storage.wrapper import Locals
-from .shards import sent_on, told
+from ..layout.geometry import Cuts, contiguous_stride
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..redistribute import DimMap
+from ..storage.halo import fetch_all
+from ..storage.ragged import gather_plain
+from ..storage.wrapper import Locals, wrap
 
 
 def index_dtype(size: int) -> torch.dtype:
     """The narrower of int32 and int64 that holds the indices of a dim of `size`."""
     return torch.int32 if size < 1 << 31 else torch.int64
+
+
+def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
+    """The integers of every shard as lists, on every rank; `own` are those of the local shards."""
+    shape = (spec.num_shards, *own[0].shape)
+    meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
+    parts = tuple(part.unsqueeze(0) for part in own)
+    whole = gather_plain(op, wrap(DTensorSpec(spec.topology, _on_dim_0(spec), meta), parts))
+    made: list[Any] = whole.tolist()
+    return made
+
+
+def sent_on(
+    op: Any, like: DTensorSpec, vectors: Sequence[tuple[Locals, Sequence[Cuts]]]
+) -> list[list[list[torch.Tensor]]]:
+    """For each vector and each local shard the elements that the shards have for it, in one
+    collective.
+
+    Vectors may have rows. They have as many shards as `like`. Each is given by its local tensors
+    and, for each of its shards, where the elements for the first shard end, for the second, and so
+    on.
+    """
+    wanted = []
+    for parts, splits in vectors:
+        cuts = tuple(ends[-1] for ends in splits)
+        shape = (sum(cuts), *parts[0].shape[1:])
+        meta = TensorMeta(shape, contiguous_stride(shape), parts[0].dtype)
+        rest = [None] * (len(shape) - 1)
+        spec = DTensorSpec(like.topology, _on_dim_0(like), meta, cuts=[cuts, *rest])
+        for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
+            firsts = (0, *ends[:-1])
+            table = tuple((start + a, start + b) for a, b in zip(firsts, ends, strict=True))
+            wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
+    found = iter(fetch_all(op, wanted))
+    made = []
+    for parts, splits in vectors:
+        pieces = [next(found) for _ in splits]
+        made.append([[piece[slot] for piece in pieces] for slot in range(len(parts))])
+    return made
+
+
+def _on_dim_0(spec: DTensorSpec) -> list[Placement]:
+    """Dim 0 sharded on the axes on which `spec` is sharded."""
+    return [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
 
 
 class Exchange(NamedTuple):

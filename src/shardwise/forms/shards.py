@@ -1,9 +1,8 @@
-"""What distributed forms are made of: a call on every shard, and the moving of its statistics."""
+"""Helpers of distributed forms: layouts of results, and candidates found on every shard."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -14,31 +13,24 @@ from ..layout.geometry import Box, Cuts, all_coords, contiguous_stride, flat_ind
 from ..layout.mesh import Coord
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.reductions import reduced_dims
-from ..storage.halo import fetch_all
-from ..storage.ragged import gather_plain, joined, reduce_partial
 from ..storage.ragged import move_to as relaid
-from ..storage.wrapper import Locals, wrap
+from ..storage.ragged import reduce_partial
+from ..storage.wrapper import wrap
 
 __all__ = [
     "candidates",
     "columns",
     "gathered",
-    "in_line",
     "lacking",
     "metas",
     "neighbours",
     "placed",
     "reduce_partial",
     "relaid",
-    "rows_of",
-    "sent_on",
     "shard_of",
     "sharded_on",
-    "told",
-    "told_of_rows",
 ]
 
 
@@ -130,93 +122,6 @@ def candidates(
         meta = TensorMeta(shape, contiguous_stride(shape), dtype)
         found.append(gathered(op, wrap(placed(spec, meta, cuts), parts), dims))
     return found
-
-
-def in_line(op: Any, x: Any) -> Any:
-    """The elements of a tensor as a vector, shard by shard."""
-    spec: DTensorSpec = x._spec
-    mesh = spec.topology
-    shape = tuple(n if axis in spec.slot_axes else 1 for axis, n in enumerate(mesh.shape))
-    cuts = tuple(prod(spec.local_shape(coord)) for coord in all_coords(shape))
-    places: list[Placement] = [Shard(0) if p.is_shard() else p for p in spec.placements]
-    return joined(op, mesh, places, [part.reshape(-1) for part in x._locals], cuts=cuts)
-
-
-def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
-    """The integers that every shard has, on every rank, as lists: axes outer to inner."""
-    shape = (spec.num_shards, *own[0].shape)
-    meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
-    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
-    parts = tuple(part.unsqueeze(0) for part in own)
-    made: list[Any] = gather_plain(
-        op, wrap(DTensorSpec(spec.topology, places, meta), parts)
-    ).tolist()
-    return made
-
-
-def rows_of(spec: DTensorSpec, dim: int) -> list[torch.Tensor]:
-    """For each shard which of the rows along `dim` it has pieces of, counted through the others."""
-    mesh = spec.topology
-    found = []
-    for coord in all_coords(
-        tuple(n if a in spec.slot_axes else 1 for a, n in enumerate(mesh.shape))
-    ):
-        rows = torch.zeros((), dtype=torch.int64)
-        for d, (start, stop) in enumerate(spec.box(coord)):
-            if d != dim:
-                rows = rows.unsqueeze(-1) * spec.shape[d] + torch.arange(start, stop)
-        found.append(rows.flatten())
-    return found
-
-
-def told_of_rows(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The integers that every shard has for each of its rows along `dim`, on every rank; zeros
-    where it has fewer rows than others."""
-    most = prod(max(cuts) for d, cuts in enumerate(spec.dim_cuts) if d != dim)
-    filled = [torch.cat([p, p.new_zeros(most - len(p), *p.shape[1:])]) for p in own]
-    return torch.tensor(told(op, spec, [p.to(spec.topology.device_type) for p in filled]))
-
-
-def sent_on(
-    op: Any,
-    like: DTensorSpec,
-    vectors: Sequence[tuple[Locals, Sequence[Cuts]]],
-    rows: Sequence[DTensorSpec | None] = (),
-) -> list[list[list[torch.Tensor]]]:
-    """For each vector, maybe of rows, and each slot what the shards have for it, in one exchange.
-
-    Vectors are in as many shards as `like` is. Each is its local tensors and, for each of its
-    shards, how many elements are before the end of what is for the first shard, the second and on.
-    Rows that are in shards too are so as in `rows`, which are vectors of such rows.
-    """
-    wanted = []
-    for (parts, splits), own in zip_longest(vectors, rows[: len(vectors)]):
-        spec = _vector(like, parts, tuple(ends[-1] for ends in splits), own)
-        for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
-            firsts = (0, *ends[:-1])
-            table = tuple((start + a, start + b) for a, b in zip(firsts, ends, strict=True))
-            wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
-    found = iter(fetch_all(op, wanted))
-    made = []
-    for parts, splits in vectors:
-        pieces = [next(found) for _ in splits]
-        made.append([[piece[slot] for piece in pieces] for slot in range(len(parts))])
-    return made
-
-
-def _vector(like: DTensorSpec, parts: Locals, cuts: Cuts, rows: DTensorSpec | None) -> DTensorSpec:
-    """The layout of a vector that is in as many shards as `like` is."""
-    if rows is None:
-        shape = (sum(cuts), *parts[0].shape[1:])
-        places: list[Placement] = [
-            Shard(0) if place.is_shard() else Replicate() for place in like.placements
-        ]
-        rest: Sequence[Cuts | None] = [None] * (len(shape) - 1)
-    else:
-        shape, places = (sum(cuts), *rows.shape[1:]), list(rows.placements)
-        rest = (rows.cuts or (None,) * len(shape))[1:]
-    meta = TensorMeta(shape, contiguous_stride(shape), parts[0].dtype)
-    return DTensorSpec(like.topology, places, meta, cuts=[cuts, *rest])
 
 
 def lacking(spec: DTensorSpec, dim: int) -> int:

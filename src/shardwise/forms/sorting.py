@@ -17,12 +17,13 @@ import torch
 
 from ..dispatch.fallback import mesh_of
 from ..dispatch.operator import register_form
-from ..layout.geometry import Cuts, contiguous_stride, flat_index
+from ..layout.geometry import Cuts, all_coords, contiguous_stride, flat_index
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
 from ..storage.wrapper import wrap
+from .exchange import sent_on, told
 from .sampling import Keys, Search, keys_of, known, lines, narrowed, spacing
-from .shards import columns, lacking, neighbours, reduce_partial, sent_on, shard_of, told_of_rows
+from .shards import columns, lacking, neighbours, reduce_partial, shard_of
 
 __all__ = ["price", "sort", "sorts"]
 
@@ -228,3 +229,26 @@ def sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
 def sort_stable(x: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
     """As `sort`, which is stable anyway."""
     return _sorted(aten.sort.stable, x, dim, descending)
+
+
+def rows_of(spec: DTensorSpec, dim: int) -> list[torch.Tensor]:
+    """For each shard which of the rows along `dim` it has pieces of, counted through the others."""
+    mesh = spec.topology
+    found = []
+    for coord in all_coords(
+        tuple(n if a in spec.slot_axes else 1 for a, n in enumerate(mesh.shape))
+    ):
+        rows = torch.zeros((), dtype=torch.int64)
+        for d, (start, stop) in enumerate(spec.box(coord)):
+            if d != dim:
+                rows = rows.unsqueeze(-1) * spec.shape[d] + torch.arange(start, stop)
+        found.append(rows.flatten())
+    return found
+
+
+def told_of_rows(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The integers that every shard has for each of its rows along `dim`, on every rank; zeros
+    where it has fewer rows than others."""
+    most = prod(max(cuts) for d, cuts in enumerate(spec.dim_cuts) if d != dim)
+    filled = [torch.cat([p, p.new_zeros(most - len(p), *p.shape[1:])]) for p in own]
+    return torch.tensor(told(op, spec, [p.to(spec.topology.device_type) for p in filled]))
