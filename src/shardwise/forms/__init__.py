@@ -2,7 +2,7 @@
 
 from . import (
     attention,
-    batches,
+    batch_norm,
     composites,
     ctc,
     embedding_bag,
@@ -31,7 +31,7 @@ from . import (
 
 __all__ = [
     "attention",
-    "batches",
+    "batch_norm",
     "composites",
     "ctc",
     "embedding_bag",
