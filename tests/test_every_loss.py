@@ -375,46 +375,12 @@ def test_targets_in_other_shards_than_classes(where: str, reduction: str) -> Non
     assert_same(run, named(2, 20, 30, 5), images, eager(*shape))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_targets_ask_for_the_score_of_their_class(reduction: str) -> None:
-    """A place and a score for each, and tables; the gradient likewise."""
-    x, target, _ = named(8192, 64)
-    mesh, plain = virtual(8), x.clone().requires_grad_()
-    ours = spread(x, mesh, [Shard(1)]).requires_grad_()
-    with CommDebugMode() as comm:
-        loss = F.nll_loss(ours, spread(target, mesh, [Shard(0)]), reduction=reduction)
-    assert sum(comm.bytes.values()) <= 8192 // 8 * (4 + 8) + 2000
-    cotangent = spread(torch.ones(loss.shape).double(), mesh, loss.placements)
-    with CommDebugMode() as comm:
-        loss.backward(cotangent)
-    assert sum(comm.bytes.values()) <= 8192 // 8 * (4 + 8) + 2000
-    want = F.nll_loss(plain, target, reduction=reduction)
-    want.backward(torch.ones_like(want))
-    torch.testing.assert_close(loss.full_tensor(), want)
-    torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
-
-
-@pytest.mark.parametrize("place", [Shard(0), Replicate()], ids=str)
-def test_weights_of_targets_are_picked(place: Any) -> None:
-    """Of weights in shards, those of 16 targets, forward and backward."""
-    (x, target, weight), mesh = named(16, 4096), virtual(8)
-    ours = spread(x, mesh, [place]).requires_grad_()
-    with CommDebugMode() as comm:
-        loss = F.nll_loss(ours, target, spread(weight, mesh, [Shard(0)]), reduction="none")
-        loss.backward(spread(torch.ones(16).double(), mesh, [Replicate()]))
-    assert loss.placements == (place,) or place.is_replicate()  # a pending sum will do
-    assert sum(comm.bytes.values()) <= 2 * 2 * 16 * 8
-    plain = x.clone().requires_grad_()
-    F.nll_loss(plain, target, weight, reduction="none").backward(torch.ones(16).double())
-    torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
-
-
 @pytest.mark.parametrize("bad", [-1, 20])
 def test_a_class_that_is_asked_for_in_vain_is_told_to_every_rank(bad: int) -> None:
     x, target, weight = named(301, 20)
     target[250] = bad
     given = [spread(each, eager(4), [at]) for each, at in ((x, Shard(1)), (target, Shard(0)))]
-    with pytest.raises(IndexError, match=f"index {bad} is out of bounds"):
+    with pytest.raises(IndexError, match=f"{bad} is out of bounds"):
         F.nll_loss(*given, weight)
 
 
