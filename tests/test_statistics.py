@@ -291,8 +291,6 @@ MOVED: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "normalize": (lambda x: F.normalize(x, dim=1), 1, 1),
     "cosine_similarity": (lambda x: F.cosine_similarity(x, x * x + 1, 1), 3, 3),
     "pairwise_distance": (lambda x: F.pairwise_distance(x, x.detach() * 2), 1, 0),
-    "renorm": (lambda x: x.renorm(2, 0, 1.5), 1, 2),
-    "weight_norm": (lambda x: torch._weight_norm(x, torch.ones(ROWS, 1).double(), 0), 1, 1),
     "batch_norm": (lambda x: F.batch_norm(x.t(), None, None, training=True), 2, 2),
     "cross_entropy": (lambda x: F.cross_entropy(x, TARGET), 3, 1),
     "cross_entropy, weight": (lambda x: F.cross_entropy(x, TARGET, WEIGHT), 3, 1),

@@ -160,12 +160,11 @@ def implicit_replication() -> Block:
 
 
 def ragged_results() -> Block:
-    """Leave results whose size depends on values where they were found, sharded with ragged cuts.
+    """Leave results whose size depends on values sharded; by default they are replicated.
 
-    `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 then move counts
-    only, `unique_consecutive` also the values where shards meet. Many values that `unique` finds
-    are sorted, each moves once; few, and what `bincount` finds, are put together before their
-    number is known, and each rank keeps its share. Other calls give what they give without it.
+    `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 stay where they
+    were found, with ragged cuts, and only the counts move. Of the results of `unique`,
+    `unique_consecutive` and `bincount` each rank keeps its share.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))

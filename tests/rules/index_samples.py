@@ -123,18 +123,6 @@ def _bags() -> Iterator[Sample]:
         grad = x(4, 3, shift=2)
         args = (grad, rows, *made[1:], 5, False, mode, None, 3)
         yield call(aten._embedding_bag_dense_backward.default, *args)
-    to_bag = torch.tensor([0, 0, 2, 2, 2, 3])
-    args = (x(4, 3), x(5, 3, shift=1), rows, starts, to_bag, 0, 3)
-    yield call(aten._embedding_bag_per_sample_weights_backward.default, *args)
-    yield call(aten.embedding_renorm_.default, x(5, 3), rows, 1.0, 2.0)
-    data, ends = x(6, 3), torch.tensor([0, 2, 2, 6])
-    lengths = torch.tensor([[2, 4], [3, 3], [1, 5]])
-    for how in ("sum", "mean", "max", "min", "prod"):
-        yield call(aten.segment_reduce.default, data, how, lengths=ends.diff(), unsafe=True)
-        made = aten.segment_reduce.default(data, how, offsets=ends, initial=1)
-        args = (made, made, data, how)
-        yield call(aten._segment_reduce_backward.default, *args, offsets=ends, initial=1)
-    yield call(aten.segment_reduce.default, x(3, 6, 2), "sum", lengths=lengths, axis=1)
 
 
 def _search() -> Iterator[Sample]:
@@ -147,11 +135,6 @@ def _search() -> Iterator[Sample]:
     yield call(aten.searchsorted.Tensor, x(4, 5).sort().values, values, side="right")
     yield call(aten.searchsorted.Scalar, edges, 0.0)
     yield call(aten.searchsorted.Tensor, edges.flip(0), values, sorter=torch.arange(4, -1, -1))
-    tests = torch.tensor([1.0, -3.0, 0.0, 9.0, 0.5], dtype=torch.float64)
-    for invert in (False, True):
-        yield call(aten.isin.Tensor_Tensor, values, tests, invert=invert)
-        yield call(aten.isin.Scalar_Tensor, 0.5, tests, invert=invert)
-    yield call(aten.isin.Tensor_Tensor, values, tests[:0])
 
 
 def index_samples() -> list[Sample]:

@@ -123,7 +123,7 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
     def run(target: Any, *args: Any, **kwargs: Any) -> Any:
         return target.copy_(functional(target, *args, **kwargs))
 
-    return Form(run, form.always, form.when, form.blocks, form.first)
+    return Form(run, form.always, form.when, form.blocks, form.first, form.cost)
 
 
 class Operator:

@@ -1,45 +1,34 @@
-"""What distributed forms are made of: a call on every shard, and the moving of its statistics."""
+"""Helpers of distributed forms: layouts of results, and candidates found on every shard."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
-from math import prod
 from typing import Any
 
 import torch
 
 from ..dispatch.infer import infer
-from ..layout.geometry import Box, Cuts, all_coords, contiguous_stride, flat_index
+from ..layout.geometry import Box, Cuts, contiguous_stride, flat_index
 from ..layout.mesh import Coord
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.reductions import reduced_dims
-from ..storage.halo import fetch_all
 from ..storage.operands import all_in_layout, announce_moves
-from ..storage.ragged import gather_plain, joined, reduce_partial
 from ..storage.ragged import move_to as relaid
-from ..storage.wrapper import Locals, wrap
+from ..storage.ragged import reduce_partial
+from ..storage.wrapper import wrap
 
 __all__ = [
     "candidates",
     "columns",
     "gathered",
-    "in_line",
-    "lacking",
     "metas",
-    "neighbours",
     "placed",
     "reduce_partial",
     "relaid",
-    "rows_of",
-    "sent_on",
     "shard_of",
     "sharded_on",
-    "told",
-    "told_of_rows",
 ]
 
 
@@ -94,20 +83,6 @@ def shard_of(spec: DTensorSpec, dim: int, coord: Coord) -> int:
     return flat_index(coord, spec.topology.shape, spec.dim_axes[dim])
 
 
-def neighbours(spec: DTensorSpec, dim: int) -> list[list[int]]:
-    """For each shard those that differ from it in their piece of `dim` alone, in order."""
-    shape = tuple(spec.topology.shape[axis] for axis in spec.slot_axes)
-    own = [spec.slot_axes.index(axis) for axis in spec.dim_axes[dim]]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    found = []
-    for shard, coord in enumerate(all_coords(shape)):
-        rest = tuple(place for at, place in enumerate(coord) if at not in own)
-        group = groups.setdefault(rest, [])
-        group.append(shard)
-        found.append(group)
-    return found
-
-
 def columns(rows: Sequence[tuple[torch.Tensor, ...]], count: int) -> list[tuple[torch.Tensor, ...]]:
     """Results per shard as local tensors per result; none on a rank outside the mesh."""
     return [tuple(row[index] for row in rows) for index in range(count)]
@@ -137,100 +112,3 @@ def candidates(
         moves.append((x, without_shards(x._spec, dims), False))
     announce_moves(op, [(i, to) for i, (_, to, _) in enumerate(moves)], [x for x, _, _ in moves])
     return [wrap(to, parts) for (_, to, _), parts in zip(moves, all_in_layout(moves), strict=True)]
-
-
-def in_line(op: Any, x: Any) -> Any:
-    """The elements of a tensor as a vector, shard by shard."""
-    spec: DTensorSpec = x._spec
-    mesh = spec.topology
-    shape = tuple(n if axis in spec.slot_axes else 1 for axis, n in enumerate(mesh.shape))
-    cuts = tuple(prod(spec.local_shape(coord)) for coord in all_coords(shape))
-    places: list[Placement] = [Shard(0) if p.is_shard() else p for p in spec.placements]
-    return joined(op, mesh, places, [part.reshape(-1) for part in x._locals], cuts=cuts)
-
-
-def told(op: Any, spec: DTensorSpec, own: Sequence[torch.Tensor]) -> list[Any]:
-    """The integers that every shard has, on every rank, as lists: axes outer to inner."""
-    shape = (spec.num_shards, *own[0].shape)
-    meta = TensorMeta(shape, contiguous_stride(shape), torch.int64)
-    places = [Shard(0) if place.is_shard() else Replicate() for place in spec.placements]
-    parts = tuple(part.unsqueeze(0) for part in own)
-    made: list[Any] = gather_plain(
-        op, wrap(DTensorSpec(spec.topology, places, meta), parts)
-    ).tolist()
-    return made
-
-
-def rows_of(spec: DTensorSpec, dim: int) -> list[torch.Tensor]:
-    """For each shard which of the rows along `dim` it has pieces of, counted through the others."""
-    mesh = spec.topology
-    found = []
-    for coord in all_coords(
-        tuple(n if a in spec.slot_axes else 1 for a, n in enumerate(mesh.shape))
-    ):
-        rows = torch.zeros((), dtype=torch.int64)
-        for d, (start, stop) in enumerate(spec.box(coord)):
-            if d != dim:
-                rows = rows.unsqueeze(-1) * spec.shape[d] + torch.arange(start, stop)
-        found.append(rows.flatten())
-    return found
-
-
-def told_of_rows(op: Any, spec: DTensorSpec, dim: int, own: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The integers that every shard has for each of its rows along `dim`, on every rank; zeros
-    where it has fewer rows than others."""
-    most = prod(max(cuts) for d, cuts in enumerate(spec.dim_cuts) if d != dim)
-    filled = [torch.cat([p, p.new_zeros(most - len(p), *p.shape[1:])]) for p in own]
-    return torch.tensor(told(op, spec, [p.to(spec.topology.device_type) for p in filled]))
-
-
-def sent_on(
-    op: Any,
-    like: DTensorSpec,
-    vectors: Sequence[tuple[Locals, Sequence[Cuts]]],
-    rows: Sequence[DTensorSpec | None] = (),
-) -> list[list[list[torch.Tensor]]]:
-    """For each vector, maybe of rows, and each slot what the shards have for it, in one exchange.
-
-    Vectors are in as many shards as `like` is. Each is its local tensors and, for each of its
-    shards, how many elements are before the end of what is for the first shard, the second and on.
-    Rows that are in shards too are so as in `rows`, which are vectors of such rows.
-    """
-    wanted = []
-    for (parts, splits), own in zip_longest(vectors, rows[: len(vectors)]):
-        spec = _vector(like, parts, tuple(ends[-1] for ends in splits), own)
-        for (start, _), ends in zip(spec.pieces(0), splits, strict=True):
-            firsts = (0, *ends[:-1])
-            table = tuple((start + a, start + b) for a, b in zip(firsts, ends, strict=True))
-            wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
-    found = iter(fetch_all(op, wanted))
-    made = []
-    for parts, splits in vectors:
-        pieces = [next(found) for _ in splits]
-        made.append([[piece[slot] for piece in pieces] for slot in range(len(parts))])
-    return made
-
-
-def _vector(like: DTensorSpec, parts: Locals, cuts: Cuts, rows: DTensorSpec | None) -> DTensorSpec:
-    """The layout of a vector that is in as many shards as `like` is."""
-    if rows is None:
-        shape = (sum(cuts), *parts[0].shape[1:])
-        places: list[Placement] = [
-            Shard(0) if place.is_shard() else Replicate() for place in like.placements
-        ]
-        rest: Sequence[Cuts | None] = [None] * (len(shape) - 1)
-    else:
-        shape, places = (sum(cuts), *rows.shape[1:]), list(rows.placements)
-        rest = (rows.cuts or (None,) * len(shape))[1:]
-    meta = TensorMeta(shape, contiguous_stride(shape), parts[0].dtype)
-    return DTensorSpec(like.topology, places, meta, cuts=[cuts, *rest])
-
-
-def lacking(spec: DTensorSpec, dim: int) -> int:
-    """The bytes that a rank receives if a dim is made whole by a rule: all of the dim, or shards of
-    another one that has places enough."""
-    count = len(spec.dim_cuts[dim])
-    local = spec.largest_shape
-    others = [size for d, size in enumerate(local) if d != dim]
-    most = prod(others) * spec.shape[dim] * spec.dtype.itemsize * (count - 1) // count
-    return min([most, *(most * -(-size // count) // size for size in others if size)])

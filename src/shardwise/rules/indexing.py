@@ -1,8 +1,8 @@
-"""Picking by index: gather, index_select, advanced indexing, take, embedding.
+"""Rules for reading by index: gather, index_select, x[i], take, embedding, searchsorted.
 
-Dims that are not indexed are free, and so are the dims of the index. Where an indexed dim is
-sharded, each rank picks what lies in its box and gives zeros elsewhere: the sum is pending, exact
-in any dtype, because each element comes from one rank.
+Dims that are not indexed may be sharded, and so may the dims of the index. If an indexed dim is
+sharded, each rank picks the elements that it owns and gives zeros elsewhere: the result is
+Partial("sum"), exact in any dtype, because each element comes from one rank.
 """
 
 from __future__ import annotations
@@ -16,33 +16,18 @@ import torch
 from .._torch import check_when_run, is_tracing
 from ..errors import OutOfRangeError
 from ..layout.geometry import Interval
-from .call import Call, has_fractions
+from .call import Call, Operand, has_fractions
 from .rule import Dims, Local, Rule, Site, along
-
-__all__ = [
-    "embedding",
-    "embedding_backward",
-    "gather",
-    "has_mask",
-    "index",
-    "index_dims",
-    "index_select",
-    "indexed_whole",
-    "local_address",
-    "of_two_shapes",
-    "take",
-    "within",
-]
 
 _CANNOT_FILL = frozenset(
     dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and str(dtype).startswith(("torch.float8", "torch.uint"))
 )
-"""dtypes that PyTorch can pick, but not fill by a mask."""
+"""dtypes for which PyTorch has indexing, but no masked_fill."""
 Names = list[str | None]
 Located = tuple[list[Any], torch.Tensor | None]
-"""The arguments for a local call, and which places of the result it finds (None: all)."""
+"""The arguments of a local call, and a mask of the elements that it finds (None: all)."""
 
 
 def within(
@@ -53,9 +38,9 @@ def within(
     wraps: bool = False,
     dim: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An index into a dim of `size` counted from the start of `piece`, and where it falls into it.
+    """An index of a dim of `size`, counted from the start of `piece`, and a mask of what is in it.
 
-    An index that is out of range raises as on one device; `wraps` lets negative ones count from the
+    An index that is out of range raises as on one device. With `wraps` negative ones count from the
     end.
     """
     if is_tracing():
@@ -74,7 +59,7 @@ def within(
 
 
 def indexed_whole(dims: Sequence[int], operand: int = 0) -> Callable[[Site], bool]:
-    """Whether a rank holds the indexed dims whole, so that the operator's own call is right."""
+    """A test if a rank holds the indexed dims whole, so that the operator's own call is right."""
 
     def whole(site: Site) -> bool:
         box, shape = site.box(operand), site.inputs[operand].meta.shape
@@ -84,8 +69,8 @@ def indexed_whole(dims: Sequence[int], operand: int = 0) -> Callable[[Site], boo
 
 
 def _holds_rows(dims: Sequence[int]) -> Callable[[Site], bool]:
-    """Whether the operator's own call is right, its errors too: some kernels do not look at the
-    indices, or raise something else, where they find nothing to pick."""
+    """A test if the operator's own call is right, its errors too: on an empty shard some kernels
+    do not check the indices, or raise another error."""
     whole = indexed_whole(dims)
 
     def holds(site: Site) -> bool:
@@ -96,7 +81,7 @@ def _holds_rows(dims: Sequence[int]) -> Callable[[Site], bool]:
 
 
 def _picking(locate: Callable[[tuple[Any, ...], Site], Located]) -> Local:
-    """A local call that finds what lies in the box, and zeros elsewhere."""
+    """A local call that picks the elements in the box, and gives zeros elsewhere."""
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         given, here = locate(args, site)
@@ -116,7 +101,7 @@ def _pick_rule(
     call: Call, inputs: Sequence[Names], out: Names, dims: Sequence[int], local: Local
 ) -> Rule:
     """The rule of a call that picks from its first operand along `dims`."""
-    if _picks_more_than_there_is(call, inputs[0], out):
+    if _picks_all(call, inputs[0], out):
         inputs = [[name if name in out else None for name in inputs[0]], *inputs[1:]]
     sizes = {
         name: size
@@ -138,11 +123,11 @@ def _pick_rule(
     )
 
 
-def _picks_more_than_there_is(call: Call, inside: Names, out: Names) -> bool:
-    """Whether a sum left pending would be as large, on every rank, as all shards together, though
-    another dim could be sharded instead, as when `x[order]` brings all rows in another order.
+def _picks_all(call: Call, inside: Names, out: Names) -> bool:
+    """True if the Partial result would be as large as the whole tensor, as in `x[order]`, and
+    another dim can be sharded instead.
 
-    The rows of an embedding are left out: those who shard its table count on the pending sum.
+    An embedding is left out: the rows of a sharded table are expected to be Partial.
     """
     if call.op._schema.name == "aten::embedding":
         return False
@@ -150,23 +135,6 @@ def _picks_more_than_there_is(call: Call, inside: Names, out: Names) -> bool:
     free = [size for name, size in zip(inside, shape, strict=True) if name in out]
     ranks = prod(call.specs[0].topology.shape)
     return prod(call.results[0].shape) >= prod(shape) > 0 and max(free, default=0) >= ranks
-
-
-def of_two_shapes(call: Call) -> bool:
-    """Whether an index is smaller than what it walks along, in a dim that it does not index."""
-    shapes = [call.shape(0)]
-    if call.get("src") is not None:
-        shapes.append(call.shape(call.get("src")))
-    lead = call.shape(call.get("index"))
-    if not lead or len(lead) != len(shapes[0]):
-        return False
-    dim = call.get("dim") % len(lead)
-    return any(
-        size != lead[d]
-        for at, shape in enumerate(shapes)
-        for d, size in enumerate(shape)
-        if at or d != dim
-    )
 
 
 def gather(call: Call) -> Rule:
@@ -221,7 +189,7 @@ _index_select_local = _picking(_index_select)
 
 
 def has_mask(call: Call) -> bool:
-    """Whether a tensor among the indices is a mask."""
+    """True if a tensor among the indices is a mask."""
     return any(
         given is not None and call.specs[given].dtype in (torch.bool, torch.uint8)
         for given in call.get("indices")
@@ -229,7 +197,7 @@ def has_mask(call: Call) -> bool:
 
 
 def index_dims(call: Call) -> tuple[list[Names], Names, tuple[int, ...]]:
-    """The dims of the tensor, of each index and of what is picked; and which dims are indexed.
+    """The factors of the tensor, of each index and of the result; and the indexed dims.
 
     As in PyTorch, the dims of the indices stand where the indexed dims stood, if these were
     neighbours, else first.
@@ -252,7 +220,7 @@ def index_dims(call: Call) -> tuple[list[Names], Names, tuple[int, ...]]:
 
 
 def index(call: Call) -> Rule:
-    """x[i, :, j] with tensors of integers; a mask is made integers by a form first."""
+    """x[i, :, j] with tensors of integers; a form replaces masks by integers."""
     inputs, out, used = index_dims(call)
     behind = len(out) - len(out[: _last_lead(out)])
     return _pick_rule(call, inputs, out, used, _picking(_Index(behind)))
@@ -265,7 +233,7 @@ def _last_lead(names: Names) -> int:
 
 
 class _Index:
-    """How `index` finds what lies in the box; `behind` dims of the result follow the indices'."""
+    """Locates the elements in the box; `behind` dims of the result follow those of the indices."""
 
     def __init__(self, behind: int) -> None:
         self.behind = behind
@@ -285,7 +253,7 @@ class _Index:
         return [x, given], here
 
 
-# --- by places counted through all dims --------------------------------------------------------
+# --- by flat index -----------------------------------------------------------------------------
 
 
 def take(call: Call) -> Rule:
@@ -303,8 +271,8 @@ def _take(args: tuple[Any, ...], site: Site) -> Located:
 
 
 def local_address(place: torch.Tensor, site: Site) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places counted through the whole tensor as places counted through the box of the first
-    operand, and which of them lie in it."""
+    """Flat indices of the whole tensor as flat indices of the box of the first operand, and a mask
+    of those in it."""
     shape, box = site.inputs[0].meta.shape, site.box(0)
     rest, here = within(place, (0, prod(shape)), prod(shape), wraps=True)
     address, step = torch.zeros_like(rest), 1
@@ -333,7 +301,7 @@ def _embedding(args: tuple[Any, ...], site: Site) -> Located:
 
 
 def embedding_backward(call: Call) -> Rule:
-    """Rows of the gradient added up by index."""
+    """`"... h, ... -> v! h"`: rows of the gradient added up by index."""
     shape = call.shape(1)
     if call.get("scale_grad_by_freq"):
         names: Names = [None] * len(shape)
@@ -347,3 +315,33 @@ def embedding_backward(call: Call) -> Rule:
         {**sizes, "h": call.results[0].shape[1]},
         linear=((0,),),
     )
+
+
+def bag_backward(call: Call) -> Rule:
+    """`"b! h, ... -> v! h"`: the gradient of the table of `embedding_bag`, by columns."""
+    rows: Names = [None, "h"]
+    wide = [call.get("grad"), call.get("maximum_indices") if call.get("mode") == 2 else None]
+    inputs = [
+        rows if index in wide else [None] * spec.ndim for index, spec in enumerate(call.specs)
+    ]
+    sizes = {"h": call.results[0].shape[1]}
+    return Rule(tuple(map(along, inputs)), (along(rows),), sizes, linear=((0,),))
+
+
+# --- searching -------------------------------------------------------------------------------
+
+
+def searchsorted(call: Call) -> Rule:
+    """`"... s!, ... n -> ... n"`; a sequence of one dim serves values of any shape."""
+    sequence, values = call.shape(0), call.get("self")
+    batch = [f"i{d}" for d in range(len(sequence) - 1)]
+    inputs: list[Names] = [[*batch, None]]
+    out: list[str] = []
+    if isinstance(values, Operand):
+        shape = call.shape(values)
+        out = [*batch, "n"] if batch else [f"i{d}" for d in range(len(shape))]
+        inputs.append(list(out))
+    if isinstance(call.get("sorter"), Operand):
+        inputs.append([*batch, None])
+    sizes = dict(zip(out, shape, strict=True)) if out else dict(zip(batch, sequence, strict=False))
+    return Rule(tuple(map(along, inputs)), (along(out),), sizes, reduce=None)

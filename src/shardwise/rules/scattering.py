@@ -1,8 +1,8 @@
-"""Writing by index: scatter, index_add and its like, index_put, put.
+"""Rules for writing by index: scatter, index_add and its like, index_put, put.
 
-Dims that are not indexed are free. Where the indexed dim is sharded, each rank writes what falls
-into its box. Where the index itself is sharded, what is added up (or multiplied, or compared) is
-pending.
+Dims that are not indexed may be sharded. If the indexed dim is sharded, each rank writes the
+elements that it owns. If the index is sharded, a result that is added up (or multiplied, or
+compared) is Partial.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from .indexing import Names, has_mask, index_dims, indexed_whole, local_address,
 from .pointwise import base_name
 from .rule import Local, Rule, Site, along
 
-__all__ = ["index_put", "index_write", "put", "scatter", "stays_pending"]
-
 _PENDING = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}
 _SAME = {"add": "sum", "multiply": "prod"}
 
 
 def _merge(call: Call) -> str:
-    """How a call joins what it writes with what is there: copy, sum, prod, mean, amax, amin."""
+    """How a call merges what it writes with what is there: copy, sum, prod, mean, amax, amin."""
     name = base_name(call)
     if name in ("scatter_add", "index_add") or call.get("accumulate"):
         return "sum"
@@ -32,14 +30,14 @@ def _merge(call: Call) -> str:
     return "copy" if how is None else _SAME.get(how, how)
 
 
-def stays_pending(call: Call) -> bool:
-    """Whether what ranks write, each for some of the places, can be joined later."""
+def _may_be_partial(call: Call) -> bool:
+    """True if ranks may each write a part of the elements and reduce the results later."""
     known = _merge(call) in _PENDING and call.specs[0].dtype is not torch.uint64
     return known and bool(call.get("include_self", True))
 
 
 def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
-    """What may be pending in the tensor and in what is written into it."""
+    """Which reductions may be Partial in the tensor and in what is written into it."""
     dtype = call.specs[0].dtype
     both = (0, *values)
     traits: dict[str, Any] = {"reduce": None, "averages": has_fractions(dtype)}
@@ -52,7 +50,7 @@ def _traits(call: Call, merge: str, values: Sequence[int]) -> dict[str, Any]:
         traits["linear"] = (
             (both,) if values and dtype is not torch.bool and alpha - alpha == 0 else ()
         )
-    if stays_pending(call):
+    if _may_be_partial(call):
         traits["reduce"] = _PENDING[merge]
         # The largest of a value and itself is the value; a sum would count it on every rank.
         traits["added"] = frozenset((0,) if merge in ("sum", "prod") else ())
@@ -82,7 +80,7 @@ def _write_rule(
 
 
 def _writing(locate: Callable[[tuple[Any, ...], Site], list[Any] | None]) -> Local:
-    """A local call that writes only what falls into the box."""
+    """A local call that writes only the elements in the box."""
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         given = locate(args, site)
@@ -97,8 +95,8 @@ def _writing(locate: Callable[[tuple[Any, ...], Site], list[Any] | None]) -> Loc
 
 
 def scatter(call: Call) -> Rule:
-    """`"... v ..., ... n ..., ... n ... -> ... v ..."`; where the index is smaller than the tensor
-    or the source in a dim that it does not index, a form cuts them first."""
+    """`"... v ..., ... n ..., ... n ... -> ... v ..."`; dims in which the index is smaller than
+    the tensor or the source are needed whole."""
     shape, at = call.shape(0), call.get("index")
     lead = call.shape(at)
     values = [index for index in range(1, len(call.specs)) if index != at]
@@ -118,7 +116,7 @@ def scatter(call: Call) -> Rule:
 
 
 def _scatter_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """What falls into the box, written by its place counted through the box."""
+    """Writes the elements in the box, by their flat index in it."""
     x, dim, index, *rest = args
     if not x.ndim:
         return op(*args, **kwargs)
@@ -190,7 +188,7 @@ _index_write_local = _writing(_index_write)
 
 
 def index_put(call: Call) -> Rule:
-    """x[i, :, j] = values, with tensors of integers; a mask is made integers by a form first."""
+    """x[i, :, j] = values, with tensors of integers; a form replaces masks by integers."""
     values = call.get("values")
     if has_mask(call):
         whole: list[Names] = [[None] * spec.ndim for spec in call.specs]
@@ -210,7 +208,7 @@ def index_put(call: Call) -> Rule:
 
 
 class _IndexPut:
-    """How `index_put` finds what falls into the box, by indices of the dims `used`."""
+    """Locates the elements in the box, by indices of the dims `used`."""
 
     def __init__(self, used: tuple[int, ...]) -> None:
         self.used = used

@@ -12,7 +12,6 @@ import torch
 from .._torch import OpOverload
 from . import (
     attention,
-    bags,
     creation,
     images,
     indexing,
@@ -21,7 +20,6 @@ from . import (
     losses,
     norms,
     scattering,
-    searching,
     slices,
     structure,
     views,
@@ -233,14 +231,9 @@ TABLE: dict[str, Family] = {
     **dict.fromkeys(_names("index_add index_copy index_fill index_reduce"), scattering.index_write),
     **dict.fromkeys(_names("index_put _unsafe_index_put _index_put_impl"), scattering.index_put),
     "put": scattering.put,
-    "_embedding_bag_dense_backward": bags.bag_backward,
-    "_embedding_bag_per_sample_weights_backward": bags.bag_weights_backward,
-    "embedding_renorm": bags.renorm,
-    "segment_reduce": bags.segment,
-    "_segment_reduce_backward": bags.segment_backward,
-    "bucketize.Tensor": notation("..., b -> ..."),
-    "searchsorted": searching.searchsorted,
-    "isin": searching.isin,
+    "_embedding_bag_dense_backward": indexing.bag_backward,
+    "bucketize.Tensor": notation("..., _ -> ...", reduce=None),
+    "searchsorted": indexing.searchsorted,
     **dict.fromkeys(
         _names(
             "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "

@@ -1,4 +1,4 @@
-"""Batch norm: the statistics of a batch are those of the whole batch, wherever its parts are."""
+"""Batch norm in training: the statistics are those of the whole batch, over all shards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ..rules import Call
 from ..storage.ragged import as_dtensor
 from .decomposed import aligned, in_full, moments, reduced
 
-__all__ = ["batch_norm", "batch_norm_backward"]
-
 aten = torch.ops.aten
 
 
@@ -24,12 +22,12 @@ def _dims(x: Any) -> list[int]:
 
 
 def _wide(x: Any, value: Any) -> Any:
-    """A value of each channel, beside `x`."""
+    """A value for each channel, shaped to broadcast with `x`."""
     return value.reshape([1, -1, *[1] * (x.ndim - 2)])
 
 
 def _on_mesh(x: Any, *others: Any) -> Any:
-    """`x`, a plain tensor too, as a DTensor beside the others."""
+    """`x` as a DTensor on the mesh of the others."""
     return as_dtensor(x, mesh_of("batch_norm", [x, *others]))
 
 
@@ -38,7 +36,7 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _normalised(x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any, Any]:
-    """The result, and mean, variance and inverse deviation of the whole batch."""
+    """The result, and mean, variance and reciprocal deviation of the whole batch."""
     var, mean = moments(in_full(x), _dims(x), correction=0)
     params = (_as(weight, mean.dtype), _as(bias, mean.dtype))
     out = aten._native_batch_norm_legit_no_training.default(x, *params, mean, var, 0.0, eps)[0]
@@ -46,7 +44,7 @@ def _normalised(x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, A
 
 
 def _kept(x: Any, params: Sequence[Any], *stats: Any) -> list[Any]:
-    """Statistics in the dtype in which a kernel keeps them for its backward."""
+    """Statistics in the dtype in which the kernel saves them for its backward."""
     narrow = x.device.type == "cpu" and not any(
         p is not None and p.dtype is torch.float32 for p in params
     )
@@ -68,7 +66,7 @@ def batch_norm_functional(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """In training the statistics are those of all ranks' parts of the batch."""
+    """Training that returns new running statistics."""
     given = (weight, bias, running_mean, running_var)
     out, mean, var, rstd = _normalised(_on_mesh(x, *given), weight, bias, eps)
     count = x.numel() // max(x.shape[1], 1)
@@ -98,7 +96,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Running statistics keep their layout; one that is a plain tensor is written in place too."""
+    """Writes the running statistics, which keep their layout; plain ones are written too."""
     given = (weight, bias, running_mean, running_var)
     x = _on_mesh(x, *given)
     if not training:
@@ -121,7 +119,7 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """As `batch_norm`: it writes into the running statistics too, though its schema is silent."""
+    """As `batch_norm`. It writes the running statistics too, though its schema does not say so."""
     if running_mean is None or running_var is None:
         x = _on_mesh(x, weight, bias)
         op = aten._native_batch_norm_legit.no_stats
@@ -131,12 +129,12 @@ def native_batch_norm(
 
 @register_form("cudnn_batch_norm", always=True)
 def cudnn_batch_norm(x: Any, *args: Any) -> Any:
-    """With the reserve of cuDNN, which its backward has no use for here."""
+    """As `native_batch_norm`, with an empty reserve: the backward here does not use it."""
     return *native_batch_norm(x, *args), x.new_empty([0], dtype=torch.uint8)
 
 
 def _with(training: bool, form: Any) -> Any:
-    """A batch norm that is not told whether it trains: its name says it."""
+    """A batch norm without a `training` argument."""
 
     def run(x: Any, *args: Any) -> Any:
         *given, momentum, eps = args
@@ -156,7 +154,7 @@ for _name, _run in {
 def batch_norm_with_update_functional(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
 ) -> tuple[Any, ...]:
-    """Training, with a reserve and new running statistics in place of a write."""
+    """Training that returns a reserve and new running statistics."""
     op = aten._native_batch_norm_legit_functional.default
     out, *saved, mean, var = op(x, weight, bias, mean, var, True, momentum, eps)
     return out, *saved, x.new_empty([0], dtype=torch.uint8), mean, var
@@ -175,8 +173,8 @@ def batch_norm_backward(
     eps: float,
     output_mask: Sequence[bool],
 ) -> Any:
-    """In training: the gradient with fixed statistics, less the share that they have. That is made
-    of two sums of each channel, which are also the gradients of the parameters."""
+    """The gradient with fixed statistics, minus what flows through the statistics: two sums of each
+    channel, which are also the gradients of the parameters."""
     given = (grad, x, weight, running_mean, running_var, save_mean, save_invstd)
     x = _on_mesh(x, *given)
     like, dtype = x, x.dtype if weight is None else weight.dtype
@@ -187,7 +185,7 @@ def batch_norm_backward(
         in_full(save_invstd),
     )
     scale = None if weight is None else weight.to(rstd.dtype)
-    # A kernel that is given fixed statistics makes both sums, and the first part.
+    # The kernel with fixed statistics returns both sums, and the first part of the gradient.
     fixed = (grad, x, scale, mean, rstd**-2, None, None, False, 0.0)
     made = aten.native_batch_norm_backward.default(*fixed, [output_mask[0], True, True])
     out, of_weight, of_bias = made[0], reduced(made[1]), reduced(made[2])

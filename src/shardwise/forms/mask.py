@@ -1,0 +1,225 @@
+"""Masks, and results whose size depends on values.
+
+Such results are replicated. With `ragged_results()` they are sharded: what each rank finds in its
+own shard of dim 0 stays there, and only the counts are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ..dispatch.fallback import fallback_form, mesh_of
+from ..dispatch.operator import register_form
+from ..errors import OutOfRangeError
+from ..layout.placement import Placement, Replicate, Shard
+from ..rules.indexing import has_mask
+from ..storage.ragged import (
+    as_dtensor,
+    divided,
+    is_requested,
+    joined,
+    move_to,
+    reduce_partial,
+    requested,
+)
+from ..storage.wrapper import Wrapper
+
+aten = torch.ops.aten
+
+
+# --- nonzero, unique, bincount -------------------------------------------------------------------
+
+
+@register_form("nonzero")
+def nonzero(x: Any) -> Any:
+    """The indices of true elements, from the gathered truth values."""
+    op = aten.nonzero.default
+    true = reduce_partial(op, x) != 0
+    spec = true._spec
+    if not is_requested() or not spec.slot_axes or spec.dim_axes[0] != spec.slot_axes:
+        return fallback_form(op)(true)
+    parts = []
+    for coord, part in zip(spec.slots, true._locals, strict=True):
+        found = op(part)
+        found[:, 0] += spec.box(coord)[0][0]
+        parts.append(found)
+    return joined(
+        op, spec.topology, spec.placements, parts, [x.ndim], stride=lambda count: (1, count)
+    )
+
+
+# Its strides are not those that PyTorch tells before it runs.
+register_form("nonzero_static", always=True)(fallback_form(aten.nonzero_static.default))
+
+
+def _divided(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The values and counts of a gathered tensor. With `ragged_results()` each rank keeps a share
+    of them."""
+    made = fallback_form(op)(x, *args, **kwargs)
+    if not isinstance(x, Wrapper):
+        return made
+    axes = x._spec.slot_axes
+    if not isinstance(made, (list, tuple)):
+        return divided(op, made, axes)
+    dim = kwargs.get("dim", args[0] if "dim" in op._schema.name else None) or 0
+    cut = dim % max(x.ndim, 1)
+    values, inverse, *counts = made
+    return divided(op, values, axes, cut), inverse, *(divided(op, each, axes) for each in counts)
+
+
+for _name in (
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+    "bincount",
+):
+    register_form(_name)(partial(_divided, getattr(aten, _name).default))
+
+
+# --- reading by masks ----------------------------------------------------------------------------
+
+
+def is_mask(index: Any) -> bool:
+    """True for a tensor of bools or bytes among indices."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _as_integers(x: Any, indices: Sequence[Any]) -> list[Any]:
+    """Indices, with each mask replaced by the indices of its true elements."""
+    made: list[Any] = []
+    for index in indices:
+        if is_mask(index):
+            at = len(made)
+            _check_shape(index.shape, x.shape[at : at + index.ndim], at)
+            made.extend(aten.nonzero.default(index).unbind(1))
+        else:
+            made.append(index)
+    return made
+
+
+def _check_shape(mask: Sequence[int], indexed: Sequence[int], at: int) -> None:
+    """Raise for a mask of another shape: the indices of a smaller one would be in range."""
+    if tuple(mask) != tuple(indexed):
+        raise OutOfRangeError(
+            f"The shape of the mask {list(mask)} at index {at} does not match that of the dims that"
+            f" it indexes, {list(indexed)}. Give a mask that says yes or no of each of them."
+        )
+
+
+def _only_mask(x: Any, indices: Sequence[Any]) -> Any:
+    """The mask, if it is the only index and covers the first dims; else None."""
+    given = [index for index in indices if index is not None]
+    mask = indices[0]
+    if len(given) > 1 or mask is None or not is_mask(mask) or not mask.ndim:
+        return None
+    return mask if tuple(x.shape[: mask.ndim]) == tuple(mask.shape) else None
+
+
+def masked_index(x: Any, indices: Sequence[Any]) -> Any:
+    """What masks pick: on each rank from its shard of dim 0, or by the indices of true elements."""
+    op = aten.index.Tensor
+    mesh = mesh_of(op, [x, *(index for index in indices if index is not None)])
+    mask = _only_mask(x, indices)
+    if mask is not None:
+        x = reduce_partial(op, as_dtensor(x, mesh))
+        own, inner = x._spec.dim_axes[0], x._spec.dim_axes[1 : mask.ndim]
+        if own and not any(inner):
+            return _picked(op, x, as_dtensor(mask, mesh))
+    return op(x, _as_integers(x, indices))
+
+
+def _picked(op: Any, x: Any, mask: Any) -> Any:
+    """x[mask] with `x` sharded on dim 0 and not on the other dims of the mask."""
+    spec, own = x._spec, x._spec.dim_axes[0]
+    places = [Shard(0) if axis in own else Replicate() for axis in range(spec.topology.ndim)]
+    cuts = [spec.dim_cuts[0], *[None] * (mask.ndim - 1)]
+    mask = reduce_partial(op, mask)
+    mask = move_to(op, mask, mask._spec.with_placements(places, cuts))
+    parts = [
+        op(part, [mask._locals[mask._spec.slot(coord)].to(torch.bool)])
+        for coord, part in zip(spec.slots, x._locals, strict=True)
+    ]
+    found: list[Placement] = [
+        Shard(place.dim - mask.ndim + 1) if isinstance(place, Shard) and place.dim else place
+        for place in spec.placements
+    ]
+    rest_cuts = None if spec.cuts is None else spec.cuts[mask.ndim :]
+    rest, stride = spec.shape[mask.ndim :], _strides(op, x, mask.ndim)
+    return requested(op, joined(op, spec.topology, found, parts, rest, rest_cuts, stride=stride))
+
+
+def _strides(op: Any, x: Any, ndim: int) -> Callable[[int], Sequence[int]]:
+    """The strides of so many picked rows on one device."""
+    meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    def stride(count: int) -> Sequence[int]:
+        one = torch.empty(count, dtype=torch.int64, device="meta")
+        made: Sequence[int] = op(meta, [one] * ndim).stride()
+        return made
+
+    return stride
+
+
+@register_form("masked_select")
+def masked_select(x: Any, mask: Any) -> Any:
+    """x[mask], after both are expanded to one shape."""
+    shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
+    return aten.index.Tensor(x.expand(shape), [mask.expand(shape)])
+
+
+# --- writing by masks ----------------------------------------------------------------------------
+
+
+def index_put(
+    op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *rest: Any
+) -> Any:
+    """A value for all true elements is written pointwise, other values by the indices of those."""
+    mask = _only_mask(x, indices)
+    if mask is not None:
+        behind = x.ndim - mask.ndim
+        if values.ndim == behind + 1 and values.shape[0] == 1:
+            values = values.squeeze(0)
+        if values.ndim <= behind:
+            wide = mask.to(torch.bool).view(*mask.shape, *[1] * behind)
+            return torch.where(wide, x + values if accumulate else values, x)
+    return op(x, _as_integers(x, indices), values, accumulate, *rest)
+
+
+for _name in ("index_put", "_unsafe_index_put", "_index_put_impl"):
+    register_form(_name, when=has_mask)(partial(index_put, getattr(aten, _name).default))
+
+
+@register_form("masked_scatter")
+def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """Each true element takes the element of `source` that its rank among the true ones names."""
+    if mask.dtype is not torch.bool or x.dtype is not source.dtype:
+        raise RuntimeError(
+            f"masked_scatter: a mask of {mask.dtype} and a source of {source.dtype} were given for "
+            f"a tensor of {x.dtype}. Give a mask of torch.bool and a source of the tensor's dtype."
+        )
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    mask = mask.expand(shape)
+    count = int(mask.sum())
+    if source.numel() < count:
+        raise RuntimeError(
+            f"masked_scatter: the mask has {count} places, but the source has only "
+            f"{source.numel()} elements."
+        )
+    if not count:
+        return x.expand(shape).clone()
+    nth = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0).view(shape)
+    return torch.where(mask, source.reshape(-1)[nth], x)
+
+
+@register_form("masked_scatter_backward")
+def masked_scatter_backward(grad: Any, mask: Any, sizes: Sequence[int]) -> Any:
+    """What the mask picks of the gradient, then zeros for elements that were not used."""
+    picked = aten.masked_select.default(grad, mask)
+    return torch.cat([picked, picked.new_zeros(prod(sizes) - picked.numel())]).view(sizes)
