@@ -28,6 +28,7 @@ MOST = 16384
 """The most elements of a tile. A new state costs about as much as drawing an eighth of this."""
 
 _WORDS = 624
+_AT_ONCE = 64
 _BLANK = torch.zeros(632, dtype=torch.int64)
 """A state in PyTorch's format: seed; left and seeded; next; a word in each int64; no normal number
 kept from the last call."""
@@ -74,15 +75,22 @@ def generator_state(key: Key, tile: int, nbytes: int = 4 * _WORDS) -> bytes:
     return hashlib.shake_128(label).digest(nbytes)
 
 
-def tile_generator(device: torch.device, key: Key, tile: int) -> torch.Generator:
-    """The generator that a tile is drawn from."""
+def generators(device: torch.device, key: Key, tiles: Sequence[int]) -> Iterator[torch.Generator]:
+    """One generator, set to the state of each tile in turn."""
     generator = torch.Generator(device)
     if device.type != "cpu":  # counter-based themselves, with a seed of 64 bits
-        return generator.manual_seed(int.from_bytes(generator_state(key, tile, 8), "little"))
-    words = torch.frombuffer(bytearray(generator_state(key, tile)), dtype=torch.int32)
+        for tile in tiles:
+            yield generator.manual_seed(int.from_bytes(generator_state(key, tile, 8), "little"))
+        return
     state = _BLANK.clone()
-    state[3 : 3 + _WORDS] = words.to(torch.int64) & 0xFFFFFFFF
-    return generator.set_state(state.view(torch.uint8))
+    twister, whole = state[3 : 3 + _WORDS], state.view(torch.uint8)
+    for first in range(0, len(tiles), _AT_ONCE):
+        some = tiles[first : first + _AT_ONCE]
+        raw = bytearray().join(generator_state(key, tile) for tile in some)
+        words = torch.frombuffer(raw, dtype=torch.int32).view(len(some), _WORDS)
+        for row in words.to(torch.int64) & 0xFFFFFFFF:
+            twister.copy_(row)  # set_state reads a tensor from the start of its memory
+            yield generator.set_state(whole)
 
 
 def draw_held(
@@ -102,11 +110,13 @@ def draw_held(
     sides = tile_sides(shape)
     dims = [list(_pieces(*each)) for each in zip(held, shape, sides, strict=True)]
     space = torch.empty(prod(sides), dtype=local.dtype, device=local.device)
-    for pieces in product(*dims):
-        drawn = space[: prod(piece.size for piece in pieces)]
-        tile = _flat_index([piece.tile for piece in pieces], shape, sides)
-        draw(drawn, tile_generator(local.device, key, tile))
-        part = drawn.view([piece.size for piece in pieces])[tuple(p.in_tile for p in pieces)]
+    met = list(product(*dims))
+    tiles = [_flat_index([piece.tile for piece in pieces], shape, sides) for pieces in met]
+    for pieces, generator in zip(met, generators(local.device, key, tiles), strict=True):
+        sizes = [piece.size for piece in pieces]
+        drawn = space[: prod(sizes)]
+        draw(drawn, generator)
+        part = drawn.view(sizes)[tuple(piece.in_tile for piece in pieces)]
         local[tuple(piece.in_local for piece in pieces)] = part
     return local
 
