@@ -29,8 +29,8 @@ PARAMETER = "_is_param"
 """The attribute that makes `isinstance(x, nn.Parameter)` true for a tensor of another class."""
 
 _DTENSORS = "DeferredInit"
-"""A dispatch key above autograd that PyTorch does not use. Only DTensors have it: a kernel at this key
-runs for them and for no other tensor."""
+"""A dispatch key above autograd that PyTorch does not use. Only DTensors have it: a kernel at this
+key runs for them and for no other tensor."""
 _parsed: Any = torch._C._parse_dispatch_key(_DTENSORS)
 _dtensors = torch._C.DispatchKeySet(_parsed)
 _others = torch.library.Library("_", "IMPL")

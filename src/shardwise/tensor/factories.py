@@ -15,24 +15,6 @@ from ..random import permuted
 from ..storage.wrapper import wrap
 from .dtensor import DTensor, distribute_tensor
 
-__all__ = [
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-]
-
 
 class _Where(TypedDict, total=False):
     """What every factory takes by name: where to make the tensor, and what kind of tensor."""

@@ -23,8 +23,6 @@ from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import plan, run_steps
 
-__all__ = ["calibrate", "measure"]
-
 _SMALL = 1024
 _TURNS = 9
 

@@ -8,8 +8,6 @@ from typing import Any, Self
 from ..comm.events import listen, unlisten
 from ..layout.mesh import Topology
 
-__all__ = ["CommDebugMode"]
-
 
 class CommDebugMode:
     """A context manager that counts collectives; entering it again starts from zero.

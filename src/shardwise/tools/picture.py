@@ -14,8 +14,6 @@ from ..layout.spec import DTensorSpec
 from ..layout.split_dims import held_of
 from ..storage.wrapper import Wrapper
 
-__all__ = ["picture"]
-
 Intervals = tuple[Interval, ...]
 
 

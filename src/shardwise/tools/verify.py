@@ -30,8 +30,6 @@ from ..rules import Call, Dims, Operand, Row, Rule
 from ..rules.call import has_fractions
 from ..storage.wrapper import wrap
 
-__all__ = ["CheckedRow", "Report", "Trial", "verify"]
-
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
 
 
