@@ -142,7 +142,7 @@ def _propagated(
     written: int | None,
 ) -> Decided:
     """Ask the rule, again with the layouts that it asks for, until it gives those of results."""
-    given = schema = OpSchema(call.op, *with_operands(call, lambda i: call.specs[i]), info)
+    given = schema = OpSchema(call.op, *with_operands(call, call.specs.__getitem__), info)
     seen = [_layouts(schema)]
     while True:
         answer = rule(schema)
@@ -314,8 +314,7 @@ def _strategy_decision(
 
 def _positional(call: Call) -> int:
     """The number of operands among the positional arguments; they come first."""
-    schema = OpSchema(call.op, *with_operands(call, lambda i: call.specs[i]))
-    return len(schema.args_spec)
+    return len(OpSchema(call.op, *with_operands(call, call.specs.__getitem__)).args_spec)
 
 
 def _given_prices(call: Call, strategies: Sequence[OpSpec]) -> list[float] | None:
@@ -364,12 +363,9 @@ def _decision(
     )
     if written is None:
         return Decision(ins, _output_specs(call, outputs, structure))
-    result = ins[written] if outputs is None else _output_specs(call, outputs, structure)[0]
-    return Decision(ins, ins[written : written + 1]) if _alike(result, ins[written]) else None
-
-
-def _alike(one: DTensorSpec, other: DTensorSpec) -> bool:
-    return one.placements == other.placements
+    own = ins[written]
+    result = own if outputs is None else _output_specs(call, outputs, structure)[0]
+    return Decision(ins, (own,)) if result.placements == own.placements else None
 
 
 def _output_specs(call: Call, outputs: OutputSpecs, structure: Any) -> tuple[DTensorSpec, ...]:

@@ -175,25 +175,6 @@ class OpSchema:
         """True if the operator has out= arguments. Rules are asked for the form without."""
         return any(argument.is_out for argument in self.op._schema.arguments)
 
-    def is_view_op(self) -> bool:
-        """True if a result shares memory with an operand."""
-        aliases = [result.alias_info for result in self.op._schema.returns]
-        return any(alias is not None and not alias.is_write for alias in aliases)
-
-    def return_type_tensor(self) -> bool:
-        """True if the first result is a tensor."""
-        returns = self.op._schema.returns
-        return len(returns) > 0 and isinstance(returns[0].type, torch.TensorType)
-
-    def return_type_tuple_tensor_like(self) -> bool:
-        """True if there are several results, and the first is a tensor."""
-        return len(self.op._schema.returns) > 1 and self.return_type_tensor()
-
-    def return_type_list_tensor_like(self) -> bool:
-        """True if the result is a list."""
-        returns = self.op._schema.returns
-        return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
-
     def with_specs(self, specs: Sequence[DTensorSpec]) -> OpSchema:
         """The same call with other layouts for the operands among the positional arguments."""
         if len(specs) != len(self.args_spec):

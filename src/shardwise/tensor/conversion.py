@@ -33,9 +33,10 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
         grad_spec = _given_grads("to_local", spec, grad_placements)
     else:
         grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
-        _say_assumption(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
-        grad_spec = _with_slots(spec, grad_spec)
+        if grad_placements is None and any(place.is_replicate() for place in spec.placements):
+            _warn_of_equal_gradients()
+        _check_slots(spec, grad_spec)
         parts = ToLocal.apply(tensor, grad_spec)
     else:
         parts = exposed_locals(tensor)
@@ -88,30 +89,28 @@ def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placeme
     return grad_spec
 
 
-def _with_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorSpec:
+def _check_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
     if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
         raise LayoutError(
             f"to_local: grad_placements {list(grad_spec.placements)} vary over other axes than the "
             f"placements {list(spec.placements)}, which a virtual mesh cannot follow. "
             "Redistribute to a sharded or partial layout before to_local."
         )
-    return grad_spec
 
 
 _said: set[str] = set()
 
 
-def _say_assumption(tensor: Any) -> None:
-    replicated = any(place.is_replicate() for place in tensor.placements)
-    if replicated and tensor.requires_grad and torch.is_grad_enabled() and "to_local" not in _said:
-        _said.add("to_local")
-        warnings.warn(
-            "to_local() of a replicated DTensor that requires grad: the gradient of its local "
-            "tensor is taken to be equal on all ranks. If each rank computes a part of it, say so "
-            "with "
-            "grad_placements=[Partial()]. This is said once.",
-            stacklevel=4,
-        )
+def _warn_of_equal_gradients() -> None:
+    if "to_local" in _said:
+        return
+    _said.add("to_local")
+    warnings.warn(
+        "to_local() of a replicated DTensor that requires grad: the gradient of its local tensor "
+        "is taken to be equal on all ranks. If each rank computes a part of it, say so with "
+        "grad_placements=[Partial()]. This is said once.",
+        stacklevel=4,
+    )
 
 
 def from_local(
