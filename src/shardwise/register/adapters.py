@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, TypeVar
 
-from .._torch import OpOverload
 from ..dispatch.decide import Decision
 from ..errors import LayoutError, RuleError
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
@@ -106,14 +105,11 @@ def _put(what: str, op: Any, info: RuntimeSchemaInfo | None, decide: Callable[..
     if info is not None and not isinstance(info, RuntimeSchemaInfo):
         raise RuleError(f"{what}: schema_info must be a RuntimeSchemaInfo, but got {info!r}.")
     for each in overloads(what, op):
-        put([each], Registered(decide=decide, by_value=_numbers_read(each, info)))
-
-
-def _numbers_read(op: OpOverload, info: RuntimeSchemaInfo | None) -> frozenset[str] | None:
-    if info is None:
-        return None
-    names = [argument.name for argument in op._schema.arguments]
-    return frozenset([*names[info.static_argnum :], *(info.static_kwargkey or ())])
+        read = None
+        if info is not None:
+            names = [argument.name for argument in each._schema.arguments]
+            read = frozenset([*names[info.static_argnum :], *(info.static_kwargkey or ())])
+        put([each], Registered(decide=decide, by_value=read))
 
 
 def _takes_mesh(rule: Callable[..., Any]) -> bool:
@@ -256,34 +252,27 @@ def _joined(call: Call, made: TupleStrategy) -> OpStrategy:
     """
     values = (*call.args, *call.kwargs.values())
     lists = [each if isinstance(each, (list, tuple)) else [each] for each in values]
-    arguments = [[v for v in each if isinstance(v, Operand)] for each in lists]
-    arguments = [operands for operands in arguments if operands]
-    picked: list[OpSpec] = []
+    found = [[v for v in each if isinstance(v, Operand)] for each in lists]
+    arguments = [operands for operands in found if operands]
+    outputs: list[Any] = []
+    inputs: list[Sequence[DTensorSpec]] = []
     for element, child in enumerate(made.children):
         if not isinstance(child, OpStrategy) or not child.strategies:
             raise RuleError(f"{call.name}: {child!s} is no strategy for an element of a list.")
         own = [each[element] if len(each) > 1 else each[0] for each in arguments]
+        ways = [s.input_specs or [s.output_spec] * len(own) for s in child.strategies]
         prices = [
-            sum(
-                _move_price(call, operand, _element_input(strategy, argument))
-                for argument, operand in enumerate(own)
-            )
-            for strategy in child.strategies
+            sum(_move_price(call, *pair) for pair in zip(own, way, strict=True)) for way in ways
         ]
-        picked.append(child.strategies[prices.index(min(prices))])
-    inputs = [
-        _element_input(picked[element if len(operands) > 1 else 0], argument)
+        best = prices.index(min(prices))
+        inputs.append(ways[best])
+        outputs.append(child.strategies[best].output_specs)
+    flat = [
+        inputs[element if len(operands) > 1 else 0][argument]
         for argument, operands in enumerate(arguments)
         for element in range(len(operands))
     ]
-    outputs: Any = tuple(strategy.output_specs for strategy in picked)
-    return OpStrategy([OpSpec(outputs, inputs)])
-
-
-def _element_input(strategy: OpSpec, argument: int) -> DTensorSpec:
-    if strategy.input_specs is None:
-        return strategy.output_spec
-    return strategy.input_spec(argument)
+    return OpStrategy([OpSpec(tuple(outputs), flat)])
 
 
 def _strategy_decision(
@@ -383,22 +372,17 @@ def _output_specs(call: Call, outputs: OutputSpecs, structure: Any) -> tuple[DTe
             f"{len(places)} results."
         )
     kept = [spec for spec, place in zip(given, places, strict=True) if place is not None]
-    return tuple(
-        _output(call, index, spec, meta)
-        for index, (spec, meta) in enumerate(zip(kept, call.results, strict=True))
-    )
-
-
-def _output(call: Call, index: int, spec: DTensorSpec | None, meta: TensorMeta) -> DTensorSpec:
-    if spec is not None:
-        return _placed(call, f"result {index}", spec, meta)
     mesh = call.specs[0].topology
-    if 0 in meta.shape:  # nothing to lay out
-        return DTensorSpec(mesh, default_placements(mesh), meta)
-    raise RuleError(
-        f"{call.name}: the rule gives no spec for result {index}, but the operator returns a "
-        f"tensor of shape {list(meta.shape)} there."
-    )
+    nothing = DTensorSpec(mesh, default_placements(mesh))
+    made = []
+    for index, (spec, meta) in enumerate(zip(kept, call.results, strict=True)):
+        if spec is None and 0 not in meta.shape:
+            raise RuleError(
+                f"{call.name}: the rule gives no spec for result {index}, but the operator returns "
+                f"a tensor of shape {list(meta.shape)} there."
+            )
+        made.append(_placed(call, f"result {index}", spec or nothing, meta))
+    return tuple(made)
 
 
 def _placed(call: Call, what: str, spec: Any, meta: TensorMeta) -> DTensorSpec:
