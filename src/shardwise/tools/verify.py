@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..comm.reduction import check_reducible
+from ..comm.dtypes import check_reducible
 from ..dispatch.decide import spec_for
 from ..dispatch.infer import infer
 from ..dispatch.operator import Operator
