@@ -35,6 +35,7 @@ class Settings:
     """None outside of all blocks, where random numbers are drawn as in "exact"."""
     random_check: bool = True
     buffer: int = 32 << 20
+    lockstep: bool = False
     meshes: tuple[Any, ...] = ()
     """The virtual meshes of `with mesh:`, innermost last; PyTorch keeps those over processes."""
 
