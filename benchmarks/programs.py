@@ -52,7 +52,7 @@ def _draw() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
-def text(batch: int = 8, length: int = transformer.LENGTH) -> Values:
+def text(batch: int = 4, length: int = transformer.LENGTH) -> Values:
     """Tokens and the next tokens."""
     tokens = torch.randint(1, transformer.VOCAB, (batch, length + 1), generator=_draw())
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -60,7 +60,7 @@ def text(batch: int = 8, length: int = transformer.LENGTH) -> Values:
 
 def padded_text() -> Values:
     """Texts of several lengths; a target of -100 is none."""
-    values = text()
+    values = text(8)
     length = torch.arange(transformer.LENGTH - 7, transformer.LENGTH + 1)
     beyond = torch.arange(transformer.LENGTH) >= length[:, None]
     asked = torch.rand(8, transformer.LENGTH, generator=_draw()) < 0.5
@@ -74,7 +74,7 @@ def small_texts() -> Values:
 
 
 def prompt() -> Values:
-    return {"tokens": text(length=6)["tokens"]}
+    return {"tokens": text(8, 6)["tokens"]}
 
 
 def images(batch: int = 8) -> Values:
@@ -93,7 +93,7 @@ def noisy_images() -> Values:
 
 
 def pairs() -> Values:
-    return {"images": images()["images"], "tokens": text(length=8)["tokens"]}
+    return {"images": images()["images"], "tokens": text(8, 8)["tokens"]}
 
 
 def clicks(batch: int = 16) -> Values:
@@ -296,7 +296,7 @@ def fully_sharded(layout: Layout) -> Layout:
 
 
 def _transformers() -> Iterator[Program]:
-    many = partial(text, 32)  # fully sharded models have more activations than parameters
+    many = partial(text, 128)  # fully sharded models have more activations than parameters
     few = partial(text, 4)
     gpt = partial(
         Program, model=transformer.GPT, batch=text, step=partial(train, next_token), optimizer=adamw

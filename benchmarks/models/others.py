@@ -29,7 +29,7 @@ class DLRM(nn.Module):
 class LSTM(nn.Module):
     """A language model with two recurrent layers."""
 
-    def __init__(self, vocab: int = 96, width: int = 32) -> None:
+    def __init__(self, vocab: int = 512, width: int = 32) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.lstm = nn.LSTM(width, width, 2, batch_first=True, dropout=0.1)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-VOCAB, WIDTH, HEADS, LENGTH = 96, 32, 8, 16
+VOCAB, WIDTH, HEADS, LENGTH = 512, 32, 8, 16
 Cache = tuple[Tensor, Tensor]
 
 

@@ -188,7 +188,7 @@ class UNet(nn.Module):
 class CLIP(nn.Module):
     """Images and texts of a pair point the same way; the loss compares all pairs of the batch."""
 
-    def __init__(self, vocab: int = 96, width: int = 32) -> None:
+    def __init__(self, vocab: int = 512, width: int = 32) -> None:
         super().__init__()
         self.image = ViT(width, dropout=0.0)
         self.embed = nn.Embedding(vocab, width)

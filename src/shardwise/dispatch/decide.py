@@ -8,6 +8,7 @@ taken; otherwise every row is priced and the cheapest wins. No rank, clock or se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 
 from ..layout.cost import debt, move_cost, recut_cost
@@ -129,6 +130,13 @@ def _leaders(rule: Rule, specs: tuple[DTensorSpec, ...], written: int | None) ->
     return leaders
 
 
+def _is_product(rule: Rule) -> bool:
+    """True if two operands share a factor that is summed, as in a matrix product."""
+    names = [{at.factor for at in dims if at is not None} for dims in rule.inputs]
+    kept = {at.factor for dims in rule.outputs for at in dims if at is not None}
+    return any((a & b) - kept for a, b in combinations(names, 2))
+
+
 def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
     return cuts if at.link is None else at.link.to_factor(cuts)
 
@@ -206,8 +214,13 @@ class _Choice:
         return tuple(row for row in rows if row.inputs[written] is place) or rows
 
     def _grows(self, row: Row) -> bool:
-        """True if what is pending would become more than twice as large: it is reduced while
-        small."""
+        """True if the row would make a Partial more than twice as large: it is reduced first.
+
+        Matrix products are exempt: a low-rank adapter widens a Partial that is then added to the
+        Partial of the layer it adapts, and both are reduced at once.
+        """
+        if _is_product(self.rule):
+            return False
         pending = [n for n, p in zip(self.counts[0], row.inputs, strict=True) if p.is_partial()]
         made = [n for n, p in zip(self.counts[1], row.outputs, strict=True) if p.is_partial()]
         return bool(pending) and sum(made) > 2 * sum(pending)
