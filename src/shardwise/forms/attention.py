@@ -26,8 +26,7 @@ from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import steps_between
 from ..rules import Call, Operand
-from ..rules.attention import attention
-from ..rules.visible import attended, named, of_own_shape
+from ..rules.attention import attended, attention, named, of_own_shape
 from ..storage.ragged import as_dtensor
 from ..storage.wrapper import Wrapper, wrap
 from .shards import relaid

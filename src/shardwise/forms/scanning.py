@@ -10,8 +10,8 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..dispatch.operator import register_differentiable, register_form
 from ..layout.geometry import Box
-from ..rules.call import keeps_sums
-from ..rules.sliding import in_order
+from ..rules import keeps_sums
+from ..storage.match_meta import in_memory_order
 from ..storage.wrapper import Wrapper, wrap
 from .shards import candidates, columns, metas, placed, reduce_partial, relaid, shard_of, sharded_on
 
@@ -144,7 +144,7 @@ def _from_here_on(x: Any, dim: int) -> Any:
         seen = sum(filled[: shard_of(spec, dim, coord) + 1])
         after = totals._locals[at.slot(coord)].narrow(dim, seen, sum(filled) - seen)
         made = scan + after.sum(dim, True) if after.shape[dim] else scan
-        found.append(in_order(made, spec))
+        found.append(in_memory_order(spec, made))
     return wrap(spec, tuple(found))
 
 

@@ -16,8 +16,7 @@ from ..dispatch.decide import Decision
 from ..errors import LayoutError, RuleError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..rules import Call, Local, Operand, Site
-from ..rules.registered import Registered
+from ..rules import Call, Local, Operand, Registered, Site
 from .helpers import ExpandedStrategy, redistribute_cost
 from .operators import check_shapes, overloads, put
 from .schema import (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call import Call
 from .indexing import Names, within
-from .rule import Rule, Site, along, anywhere
+from .language import Call, Rule, Site, along, anywhere
 
 __all__ = ["bag_backward", "bag_weights_backward", "renorm", "segment", "segment_backward"]
 

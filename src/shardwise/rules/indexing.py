@@ -16,8 +16,7 @@ import torch
 from .._torch import check_when_run, is_tracing
 from ..errors import OutOfRangeError
 from ..layout.geometry import Interval
-from .call import Call, has_fractions
-from .rule import Dims, Local, Rule, Site, along
+from .language import Call, Dims, Local, Rule, Site, along, has_fractions
 
 __all__ = [
     "embedding",

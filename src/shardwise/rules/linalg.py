@@ -10,24 +10,10 @@ from typing import Any
 
 import torch
 
-from .call import Call, Family
+from .language import Call, Family, Rule, Site, along, anywhere, unless_empty
 from .notation import notation
 from .pointwise import broadcast_dims
 from .reductions import dimwise
-from .rule import Rule, Site, along, anywhere
-
-__all__ = [
-    "addmv_local",
-    "cdist_backward",
-    "cross",
-    "fourier",
-    "grouped_mm",
-    "least_squares",
-    "matrices",
-    "solve",
-    "solve_by_factors",
-    "trilinear",
-]
 
 
 def matrices(text: str, *, alike: Sequence[int] = ()) -> Family:
@@ -136,19 +122,7 @@ def fourier(call: Call) -> Rule:
     """A transform is linear, and works apart on all dims but its own."""
     if not prod(call.shape(0)):
         return dimwise("dim")(call)
-    return replace(dimwise("dim", local=_of_none, unless=_holds_some)(call), linear=((0,),))
-
-
-def _holds_some(site: Site) -> bool:
-    return prod(site.inputs[0].local_shape(site.coord)) > 0
-
-
-@anywhere
-def _of_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """The kernels refuse an empty batch, which a rank may hold."""
-    if args[0].numel():
-        return op(*args, **kwargs)
-    return args[0].new_empty(site.out_shapes[0], dtype=site.outputs[0].dtype)
+    return replace(dimwise("dim")(call), linear=((0,),), **unless_empty(call))
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -181,17 +155,3 @@ def trilinear(call: Call) -> Rule:
         {f"i{dim}": size for dim, size in sizes.items()},
         linear=((0,), (1,), (2,)),
     )
-
-
-def cdist_backward(call: Call) -> Rule:
-    """`"... p r, ... p m, ... r m, ... p r -> ... p m"`"""
-    family = notation("... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),))
-    return replace(family(call), local=_of_distances)
-
-
-@anywhere
-def _of_distances(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """Of no distances the kernel gives zeros that are not broadcast."""
-    if not args[0].numel():
-        return args[1].new_zeros(site.out_shapes[0])
-    return op(*args, **kwargs)

@@ -12,20 +12,9 @@ import torch
 
 from .._torch import check_when_run, is_tracing
 from ..errors import LayoutError
-from .call import Call, Operand
+from .language import Call, Dims, Operand, Rule, Site, along, anywhere
 from .pointwise import broadcast_dims, pointwise
 from .reductions import wide
-from .rule import Dims, Rule, Site, along, anywhere
-
-__all__ = [
-    "ctc",
-    "linear_cross_entropy",
-    "loss",
-    "loss_backward",
-    "margin",
-    "nll_backward",
-    "nll_forward",
-]
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from .call import Call, Operand, has_fractions, is_finite, keeps_sums, stored, wraps_alike
-from .rule import Along, Dims, Rule
+from .language import (
+    Along,
+    Call,
+    Dims,
+    Operand,
+    Rule,
+    has_fractions,
+    is_finite,
+    keeps_sums,
+    stored,
+    wraps_alike,
+)
 
 _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("add", "sub", "rsub", "copy"), ((0, 1),)),

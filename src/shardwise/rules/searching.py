@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from .call import Call, Operand
-from .rule import Rule, Site, along, anywhere
+from .language import Call, Operand, Rule, Site, along, anywhere
 
 __all__ = ["isin", "searchsorted"]
 

@@ -1,11 +1,14 @@
-"""The one page: which family or notation each operator follows.
+"""The one page: which family or notation each operator follows, and the rules that users gave.
 
 A key is an operator's name, or name and overload where overloads differ. In-place, `out=`, `_copy`
-and
-foreach forms are derived from these and never written.
+and foreach forms are derived from these and never written.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,25 +16,23 @@ from .._torch import OpOverload
 from . import (
     attention,
     bags,
-    creation,
-    images,
+    convolution,
+    halo,
     indexing,
-    layers,
     linalg,
     losses,
     norms,
+    resample,
     scattering,
     searching,
     slices,
     structure,
     views,
 )
-from .call import Family
+from .language import Family
 from .notation import notation
 from .pointwise import pointwise
 from .reductions import dimwise, largest, mean, reduction, slicewise, smallest, variance
-
-__all__ = ["TABLE", "family_of"]
 
 _total = reduction("sum", linear=True)
 _count = reduction("sum")
@@ -41,6 +42,58 @@ _each = ((0,), (1,))
 def _names(text: str) -> list[str]:
     return text.split()
 
+
+def _planes(text: str, linear: bool = True) -> Family:
+    """Each plane of a batch and a channel apart; `2` and `3` are planes of so many dims."""
+    for count in "123":
+        text = text.replace(count, f"[n] c{' _' * int(count)}")
+    return notation(text, reduce=None, linear=((0,),) if linear else (), refuses_empty=0)
+
+
+_RESAMPLED = _names(
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d"
+)
+
+IMAGES: dict[str, Family] = {
+    "convolution": convolution.convolution,
+    "convolution_backward": convolution.convolution_backward,
+    "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
+    **dict.fromkeys(("avg_pool2d", "avg_pool3d"), halo.avg_pool),
+    **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"), halo.avg_pool_backward),
+    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), halo.max_pool),
+    "max_pool2d_with_indices_backward": halo.max_pool_backward,
+    "max_pool3d_with_indices_backward": halo.max_pool_backward,
+    **dict.fromkeys(_RESAMPLED, resample.resampled),
+    **dict.fromkeys([f"{name}_backward" for name in _RESAMPLED], resample.resampled_backward),
+    "constant_pad_nd": halo.constant_pad,
+    "unfold": halo.unfold,
+    "unfold_backward": halo.unfold_backward,
+    "im2col": notation("[n] _ _ _ -> [n] _ _", reduce=None, linear=((0,),)),
+    "col2im": notation("[n] _ _ -> [n] _ _ _", reduce=None, linear=((0,),)),
+    "grid_sampler_2d": notation("n c _ _, n p q _ -> n c p q", reduce=None, linear=((0,),)),
+    "grid_sampler_3d": notation("n c _ _ _, n p q r _ -> n c p q r", reduce=None, linear=((0,),)),
+    "grid_sampler_2d_backward": notation(
+        "n c p q, n c _ _, n p q _ -> n c _ _, n p q _", linear=((0,),)
+    ),
+    "grid_sampler_3d_backward": notation(
+        "n c p q r, n c _ _ _, n p q r _ -> n c _ _ _, n p q r _", linear=((0,),)
+    ),
+}
+for _d in "23":
+    IMAGES |= {
+        f"adaptive_max_pool{_d}d": _planes(f"{_d} -> {_d}, {_d}", linear=False),
+        f"adaptive_max_pool{_d}d_backward": _planes(f"{_d}, {_d}, {_d} -> {_d}"),
+        f"fractional_max_pool{_d}d": _planes(f"{_d}, n c _ -> {_d}, {_d}", linear=False),
+        f"fractional_max_pool{_d}d_backward": _planes(f"{_d}, {_d}, {_d} -> {_d}"),
+        f"max_unpool{_d}d": _planes(f"{_d}, {_d} -> {_d}"),
+    }
+for _d in "123":
+    for _kind in ("reflection", "replication"):
+        IMAGES[f"{_kind}_pad{_d}d"] = _planes(f"{_d} -> {_d}")
+        IMAGES[f"{_kind}_pad{_d}d_backward"] = _planes(f"{_d}, {_d} -> {_d}")
 
 TABLE: dict[str, Family] = {
     # matrix products
@@ -167,29 +220,19 @@ TABLE: dict[str, Family] = {
     **dict.fromkeys(("flip", "roll"), structure.turned),
     "repeat": structure.repeat,
     **dict.fromkeys(("tril", "triu"), structure.triangle),
-    "trace": structure.trace,
     "diagonal": structure.diagonal,
-    "diagonal_backward": structure.diagonal_backward,
-    "diagonal_scatter": structure.diagonal_scatter,
-    "diag_embed": structure.diag_embed,
     # factories by example
-    **dict.fromkeys(_names("empty_like zeros_like ones_like full_like"), creation.like),
+    **dict.fromkeys(_names("empty_like zeros_like ones_like full_like"), structure.like),
     **dict.fromkeys(
-        _names("new_empty new_zeros new_ones new_full new_empty_strided"), creation.new
+        _names("new_empty new_zeros new_ones new_full new_empty_strided"), structure.new
     ),
     # networks
-    **images.IMAGES,
-    "native_layer_norm": norms.layer_norm,
-    "native_layer_norm_backward": norms.layer_norm_backward,
-    "_fused_rms_norm": norms.layer_norm,
-    "_fused_rms_norm_backward": norms.rms_norm_backward,
-    **dict.fromkeys(
-        _names(
-            "_native_batch_norm_legit_no_training _native_batch_norm_legit_functional "
-            "_native_batch_norm_legit.no_stats"
-        ),
-        norms.batch_norm,
-    ),
+    **IMAGES,
+    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), norms.layer_norm),
+    **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), norms.layer_norm),
+    "_native_batch_norm_legit_no_training": norms.batch_norm_evaluation,
+    "_native_batch_norm_legit_functional": norms.batch_norm,
+    "_native_batch_norm_legit.no_stats": norms.batch_norm,
     "native_batch_norm_backward": norms.batch_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,
@@ -212,16 +255,16 @@ TABLE: dict[str, Family] = {
         ),
         attention.attention_backward,
     ),
-    "_native_multi_head_attention": layers.multi_head_attention,
-    "_transformer_encoder_layer_fwd": layers.encoder_layer,
+    "_native_multi_head_attention": attention.encoder_layer,
+    "_transformer_encoder_layer_fwd": attention.encoder_layer,
     # distances
     **dict.fromkeys(
         _names("_cdist_forward _euclidean_dist"),
         notation("... p _, ... r _ -> ... p r", reduce=None),
     ),
-    "_cdist_backward": linalg.cdist_backward,
-    "_pdist_forward": notation("_ _ -> _"),
-    "_pdist_backward": notation("_, _ m, _ -> _ m", linear=((0,),)),
+    "_cdist_backward": notation(
+        "... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),), refuses_empty=0
+    ),
     # by index
     "gather": indexing.gather,
     "index_select": indexing.index_select,
@@ -288,7 +331,7 @@ def family_of(op: OpOverload) -> Family | None:
 
 
 def _functional_tags(op: OpOverload, name: str) -> list[torch.Tag]:
-    """The tags of what an operator in place is a form of: PyTorch does not tag all of both."""
+    """The tags of the functional form of an in-place operator: PyTorch does not tag all of both."""
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     functional = getattr(packet, op._overloadname or "default", None)
     return [] if functional is None else list(functional.tags)
@@ -301,3 +344,43 @@ def _functional(overload: str) -> str:
     for suffix in ("_out", "_max", "_min"):
         overload = overload.removesuffix(suffix)
     return overload
+
+
+# --- rules that users gave ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A rule for one axis (`family`), or a function that decides for all axes at once (`decide`).
+
+    `decide(call, structure, written)` returns the decision, and a local call or None.
+    `check(call, rule, decision, structure)` raises if the rule is wrong. `by_value` are the numbers
+    that the rule reads, None for all: their values are part of the key.
+    """
+
+    family: Family | None = None
+    decide: Callable[..., Any] | None = None
+    check: Callable[..., None] | None = None
+    by_value: frozenset[str] | None = None
+
+    def reads(self, name: str) -> bool:
+        """True if the rule reads the value of an argument."""
+        return self.by_value is None or name in self.by_value
+
+
+REGISTERED: dict[str, Registered] = {}
+
+
+def key_of(op: OpOverload) -> str:
+    """The name of an operator with its namespace and overload."""
+    return f"{op._schema.name}.{op._overloadname}"
+
+
+def registered(op: OpOverload) -> Registered | None:
+    """The rule that a user gave for an operator; an in-place form follows its base's family."""
+    found = REGISTERED.get(key_of(op))
+    if found is None and op._schema.name.endswith("_") and not op._schema.name.endswith("__"):
+        found = REGISTERED.get(f"{op._schema.name[:-1]}.{op._overloadname}")
+        if found is not None and found.family is None:
+            return None
+    return found

@@ -26,8 +26,7 @@ from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
 from ..layout.placement import Partial, Placement, Shard
 from ..layout.spec import DTensorSpec, Groups, TensorMeta, default_placements
-from ..rules import Call, Dims, Operand, Row, Rule
-from ..rules.call import has_fractions
+from ..rules import Call, Dims, Operand, Row, Rule, has_fractions
 from ..storage.wrapper import wrap
 
 __all__ = ["CheckedRow", "Report", "Trial", "verify"]
