@@ -19,6 +19,7 @@ from .language import (
     dims_of,
     has_fractions,
     keeps_sums,
+    named,
     split_factors,
     stored,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "has_fractions",
     "keeps_sums",
     "key_of",
+    "named",
     "notation",
     "parse",
     "registered",

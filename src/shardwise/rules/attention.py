@@ -21,11 +21,11 @@ from .language import (
     Along,
     Call,
     Dims,
-    Operand,
     Rule,
     Scaled,
     Site,
     along,
+    named,
     unless_empty,
     zeros_at,
 )
@@ -89,9 +89,9 @@ def _cuts_queries(call: Call) -> bool:
 
 
 def _rule(call: Call, outputs: Sequence[Dims], dims: _Dims, **options: Any) -> Rule:
-    names = [name for name, value in call.values.items() if isinstance(value, Operand)]
     inputs = tuple(
-        dims.operand(name, spec.meta.shape) for name, spec in zip(names, call.specs, strict=True)
+        dims.operand(name, spec.meta.shape)
+        for name, spec in zip(call.operand_names, call.specs, strict=True)
     )
     rest = tuple((None,) * len(meta.shape) for meta in call.results[len(outputs) :])
     query, key = call.get("query"), call.get("key")
@@ -209,13 +209,6 @@ def blocks(rows: Interval, keys: Interval, causal: bool) -> Iterator[Block]:
     yield from block(max(first, stop), last, start, stop, False)
 
 
-def named(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
-    """The arguments of a call by name, with those that were not given."""
-    given = {argument.name: argument.default_value for argument in op._schema.arguments}
-    given |= dict(zip(given, args, strict=False))
-    return {**given, **kwargs}
-
-
 def without_shape(lse: torch.Tensor, rows: int) -> torch.Tensor:
     """A logsumexp as [batch, head, query]: some kernels pad it, some have a dim more."""
     return (lse.squeeze(-1) if lse.ndim == 4 else lse)[..., :rows]
@@ -329,11 +322,10 @@ def encoder_layer(call: Call) -> Rule:
     batched = {"query", "key", "value", "src"}
     if call.get("mask_type") in (_PADDING, _BOTH):  # other masks are the same for all batches
         batched.add("mask")
-    names = [name for name, value in call.values.items() if isinstance(value, Operand)]
     return Rule(
         tuple(
             along(["b" if name in batched and dim == 0 else None for dim in range(spec.ndim)])
-            for name, spec in zip(names, call.specs, strict=True)
+            for name, spec in zip(call.operand_names, call.specs, strict=True)
         ),
         tuple(along(["b", *[None] * (len(meta.shape) - 1)]) for meta in call.results),
         {"b": call.shape(0)[0]},

@@ -372,6 +372,11 @@ class Call:
     def name(self) -> str:
         return str(self.op)
 
+    @property
+    def operand_names(self) -> list[str]:
+        """The names of the tensor arguments that were given."""
+        return [name for name, value in self.values.items() if isinstance(value, Operand)]
+
 
 def together(call: Call, operands: Sequence[int] | None = None) -> dict[str, Any]:
     """The traits of a call that joins elements of its operands: a sum passes if it is pending in
@@ -388,6 +393,13 @@ def together(call: Call, operands: Sequence[int] | None = None) -> dict[str, Any
 
 Family = Callable[[Call], Rule]
 """From a call to its rule."""
+
+
+def named(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with those that were not given."""
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    given |= dict(zip(given, args, strict=False))
+    return {**given, **kwargs}
 
 
 def replicated(call: Call) -> Rule:

@@ -126,14 +126,6 @@ largest = _of_some(reduction("max", local=extreme_local, unless=_holds_some))
 smallest = _of_some(reduction("min", local=extreme_local, unless=_holds_some))
 
 
-def slicewise(call: Call) -> Rule:
-    """An operator that works apart on the slice at each place of one dim, and needs it whole."""
-    shape = call.shape(0)
-    dim = call.get("dim") % len(shape)
-    dims = along([f"i{d}" if d == dim else None for d in range(len(shape))])
-    return Rule((dims,), (dims,), {f"i{dim}": shape[dim]}, reduce=None)
-
-
 def dimwise(*names: str, linear: bool = False) -> Family:
     """An operator that needs the named dims whole and works on every other dim apart.
 

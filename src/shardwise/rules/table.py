@@ -32,7 +32,7 @@ from . import (
 from .language import Family
 from .notation import notation
 from .pointwise import pointwise
-from .reductions import dimwise, largest, mean, reduction, slicewise, smallest, variance
+from .reductions import dimwise, largest, mean, reduction, smallest, variance
 
 _total = reduction("sum", linear=True)
 _count = reduction("sum")
@@ -111,7 +111,9 @@ TABLE: dict[str, Family] = {
     "baddbmm": notation("[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addbmm": notation("[m] [n], b m k, b k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
     "linear": notation("... k, n k, n -> ... n", linear=((0, 2), (1, 2)), added=(2,)),
-    "_grouped_mm": linalg.grouped_mm,
+    "_int_mm": notation("m k, k n -> m n"),
+    "_scaled_mm": linalg.scaled_mm,
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), linalg.grouped_mm),
     # reductions
     "sum": _total,
     "nansum": _count,
@@ -139,7 +141,6 @@ TABLE: dict[str, Family] = {
     "cumsum": dimwise("dim", linear=True),
     "cumprod": dimwise("dim"),
     **dict.fromkeys(_names("var std var_mean std_mean"), variance),
-    "renorm": slicewise,
     # pointwise, though not tagged so
     **dict.fromkeys(
         _names(
@@ -198,22 +199,15 @@ TABLE: dict[str, Family] = {
     "linalg_lu": linalg.matrices("... _ _ -> ... _ _, ... _ _, ... _ _"),
     "lu_unpack": linalg.matrices("... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
     "linalg_householder_product": linalg.matrices("... _ _, ... _ -> ... _ _"),
-    "ormqr": linalg.solve_by_factors(
-        "... _ _, ... _, ... _ k -> ... _ k", "... _ _, ... _, ... k _ -> ... k _"
-    ),
+    "ormqr": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
     "linalg_pinv.atol_rtol_tensor": linalg.matrices("... _ _, ..., ... -> ... _ _"),
     "linalg_lstsq": linalg.least_squares,
     "_linalg_solve_ex": linalg.solve,
-    "linalg_solve_triangular": linalg.solve_by_factors(
-        "... _ _, ... _ k -> ... _ k", "... _ _, ... k _ -> ... k _"
-    ),
-    "linalg_lu_solve": linalg.solve_by_factors(
-        "... _ _, ... _, ... _ k -> ... _ k", "... _ _, ... _, ... k _ -> ... k _"
-    ),
-    "linalg_ldl_solve": linalg.matrices("... _ _, ... _, ... _ k -> ... _ k"),
-    "cholesky_solve": linalg.matrices("... _ k, ... _ _ -> ... _ k"),
-    "triangular_solve": linalg.matrices("... _ k, ... _ _ -> ... _ k, ... _ _", alike=(1,)),
-    "linalg_cross": linalg.cross,
+    "linalg_solve_triangular": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
+    "linalg_lu_solve": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
+    "linalg_ldl_solve": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
+    "cholesky_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
+    "triangular_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _, ... _ _", alike=(1,)),
     "linalg__powsum": _count,
     **dict.fromkeys(_names("_fft_c2c _fft_r2c _fft_c2r"), linalg.fourier),
     # where elements go
@@ -298,15 +292,6 @@ TABLE: dict[str, Family] = {
         ),
         losses.loss_backward,
     ),
-    **dict.fromkeys(
-        _names(
-            "multi_margin_loss multi_margin_loss_backward "
-            "multilabel_margin_loss_forward multilabel_margin_loss_backward"
-        ),
-        losses.margin,
-    ),
-    **dict.fromkeys(_names("_ctc_loss.default _ctc_loss_backward.default"), losses.ctc),
-    "_trilinear": linalg.trilinear,
     "torch_nn::_linear_cross_entropy_batch_chunked": losses.linear_cross_entropy,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": notation(
         "n _, _ _, n, _, _ -> n", reduce=None
