@@ -153,9 +153,7 @@ def scaled_grouped_mm(
     if offs is None:
         return (rows @ wide).to(out_dtype)
     ends = [0, *offs.tolist()]
-    made = torch.full(
-        (len(a), b.shape[-1]), float("nan")
-    )  # the GPU leaves other rows
+    made = torch.full((len(a), b.shape[-1]), float("nan"))  # the GPU leaves other rows
     for at, matrix in enumerate(wide):
         made[ends[at] : ends[at + 1]] = rows[ends[at] : ends[at + 1]] @ matrix
     return made.to(out_dtype)

@@ -113,9 +113,9 @@ def _of_experts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Si
     start, stop = site.box(1)[0]
     rows = torch.arange(len(a), device=a.device)
     first = offs[start - 1] if start else 0
-    for name in ("self", "scale_a"):
-        if name in given:
-            given[name] = given[name][(rows + first) % len(a)]
+    given["self"] = _aligned(a[(rows + first) % len(a)])
+    if "scale_a" in given:
+        given["scale_a"] = given["scale_a"][(rows + first) % len(a)]
     given["offs"] = offs[start:stop] - first
     made = op(**given)
     made = torch.where((rows < given["offs"][-1]).unsqueeze(-1), made, 0)
@@ -149,4 +149,5 @@ def scaled_mm(call: Call) -> Rule:
             inputs.append(per_row[name][1])
         else:
             return replicated(call)  # scales of blocks
-    return Rule(tuple(inputs), ((m, n),), {"m": rows, "n": columns // 16}, reduce=None)
+    sizes = {"m": rows, "n": columns // 16}
+    return Rule(tuple(inputs), ((m, n),), sizes, reduce=None, **unless_empty(call))

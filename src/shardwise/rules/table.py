@@ -29,7 +29,7 @@ from . import (
     structure,
     views,
 )
-from .language import Family
+from .language import Family, replicated
 from .notation import notation
 from .pointwise import pointwise
 from .reductions import dimwise, largest, mean, reduction, smallest, variance
@@ -291,6 +291,13 @@ TABLE: dict[str, Family] = {
             "binary_cross_entropy_backward soft_margin_loss_backward"
         ),
         losses.loss_backward,
+    ),
+    **dict.fromkeys(  # PyTorch's decompositions give other values
+        _names(
+            "multi_margin_loss multi_margin_loss_backward "
+            "multilabel_margin_loss_forward multilabel_margin_loss_backward"
+        ),
+        replicated,
     ),
     "torch_nn::_linear_cross_entropy_batch_chunked": losses.linear_cross_entropy,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": notation(
