@@ -52,6 +52,11 @@ class Slide:
     dilation: int = 1
     pad: int = 0
 
+    @property
+    def is_identity(self) -> bool:
+        """True if each stop reads the element at its own index."""
+        return self == Slide(self.size, self.size)
+
     def reads(self, stops: Interval) -> Interval:
         """The elements that these stops read; padding is outside of the dim.
 
@@ -161,7 +166,8 @@ class Halo:
 
     def is_cut(self, spec: DTensorSpec) -> bool:
         """True if a dim with windows is sharded."""
-        return any(spec.dim_axes[self.first : self.first + len(self.slides)])
+        pairs = zip(spec.dim_axes[self.first :], self.slides, strict=False)
+        return any(axes and not slide.is_identity for axes, slide in pairs)
 
     def reads(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
         return tables(reader, read, [slide.reads for slide in self.slides], self.first)

@@ -158,25 +158,3 @@ def nll_backward(call: Call) -> Rule:
         linear=((0,),),
         **_classes_here(call, 1),
     )
-
-
-# --- products with classes -----------------------------------------------------------------------
-
-
-def linear_cross_entropy(call: Call) -> Rule:
-    """The sum over the batch, and with it the gradients; the mean is a form."""
-    inputs = (
-        along(
-            ["n", *[None] * (spec.ndim - 1)] if name in ("input", "target") else [None] * spec.ndim
-        )
-        for spec, name in zip(call.specs, call.operand_names, strict=True)
-    )
-    grads = ("compute_input_grad", "compute_linear_weight_grad", "compute_linear_bias_grad")
-    unasked = frozenset(index for index, name in enumerate(grads, 1) if not call.get(name))
-    of_input = along([None if 1 in unasked else "n", None])
-    return Rule(
-        tuple(inputs),
-        ((), of_input, (None, None), (None,)),
-        {"n": call.shape(0)[0]} if call.get("reduction") == "sum" else {},
-        alike=unasked,
-    )

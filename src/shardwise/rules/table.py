@@ -299,10 +299,8 @@ TABLE: dict[str, Family] = {
         ),
         replicated,
     ),
-    "torch_nn::_linear_cross_entropy_batch_chunked": losses.linear_cross_entropy,
-    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": notation(
-        "n _, _ _, n, _, _ -> n", reduce=None
-    ),
+    "torch_nn::_linear_cross_entropy_batch_chunked": replicated,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": replicated,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), losses.nll_forward),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), losses.nll_backward),
 }
