@@ -268,29 +268,14 @@ def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
     """
     if src is dst:
         return src is not torch.bool
-    return has_fractions(src) and has_fractions(dst) and is_wider(src, dst)
-
-
-def is_wider(src: torch.dtype, dst: torch.dtype) -> bool:
-    """True if `dst` holds all values of `src`. (PyTorch promotes no 8-bit float, and few unsigned
-    integers.)"""
-    if src is dst:
-        return True
-    if torch.bool not in (src, dst) and not has_fractions(src) and not has_fractions(dst):
-        own, wide = torch.iinfo(src), torch.iinfo(dst)
-        return wide.min <= own.min and own.max <= wide.max
-    if dst.is_floating_point and dst.itemsize == 1:
+    if not (has_fractions(src) and has_fractions(dst)) or _is_tiny(dst):
         return False
-    if src.is_floating_point and src.itemsize == 1:
-        return has_fractions(dst)
-    return torch.promote_types(src, dst) is dst
+    return _is_tiny(src) or torch.promote_types(src, dst) is dst
 
 
-def wraps_alike(src: torch.dtype, dst: torch.dtype) -> bool:
-    """True for a cast of integers to no more bits: sums and products may be taken after it. PyTorch
-    cannot reduce uint64."""
-    whole = not any(has_fractions(dtype) or dtype is torch.bool for dtype in (src, dst))
-    return whole and dst.itemsize <= src.itemsize and dst is not torch.uint64
+def _is_tiny(dtype: torch.dtype) -> bool:
+    """True for 8-bit floats, which PyTorch does not promote."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 LEAST, MOST = 1e-38, 1e38

@@ -15,7 +15,6 @@ from .language import (
     is_finite,
     keeps_sums,
     stored,
-    wraps_alike,
 )
 
 _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -105,5 +104,4 @@ def _has_finite_numbers(call: Call, name: str) -> bool:
 
 def _keeps_sums(call: Call, name: str, operand: int) -> bool:
     src, dst = call.specs[operand].dtype, call.results[0].dtype
-    moved = (src is dst and name in _COPIES) or (name == "_to_copy" and wraps_alike(src, dst))
-    return moved or keeps_sums(src, dst)
+    return (src is dst and name in _COPIES) or keeps_sums(src, dst)

@@ -39,31 +39,41 @@ _count = reduction("sum")
 _each = ((0,), (1,))
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
+def _all(names: str, family: Family) -> dict[str, Family]:
+    return dict.fromkeys(names.split(), family)
 
 
 def _planes(text: str, linear: bool = True) -> Family:
-    """Each plane of a batch and a channel apart; `2` and `3` are planes of so many dims."""
+    """Each plane of a batch and a channel apart; in `text` a digit is a plane of so many dims."""
     for count in "123":
         text = text.replace(count, f"[n] c{' _' * int(count)}")
     return notation(text, reduce=None, linear=((0,),) if linear else (), refuses_empty=0)
 
 
-_RESAMPLED = _names(
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
-    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
-    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d"
-)
+_RESAMPLED = [
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+]
 
 IMAGES: dict[str, Family] = {
     "convolution": convolution.convolution,
     "convolution_backward": convolution.convolution_backward,
     "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
-    **dict.fromkeys(("avg_pool2d", "avg_pool3d"), halo.avg_pool),
-    **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"), halo.avg_pool_backward),
-    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), halo.max_pool),
+    **_all("avg_pool2d avg_pool3d", halo.avg_pool),
+    **_all("avg_pool2d_backward avg_pool3d_backward", halo.avg_pool_backward),
+    **_all("max_pool2d_with_indices max_pool3d_with_indices", halo.max_pool),
     "max_pool2d_with_indices_backward": halo.max_pool_backward,
     "max_pool3d_with_indices_backward": halo.max_pool_backward,
     **dict.fromkeys(_RESAMPLED, resample.resampled),
@@ -113,7 +123,7 @@ TABLE: dict[str, Family] = {
     "linear": notation("... k, n k, n -> ... n", linear=((0, 2), (1, 2)), added=(2,)),
     "_int_mm": notation("m k, k n -> m n"),
     "_scaled_mm": linalg.scaled_mm,
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), linalg.grouped_mm),
+    **_all("_grouped_mm _scaled_grouped_mm", linalg.grouped_mm),
     # reductions
     "sum": _total,
     "nansum": _count,
@@ -127,29 +137,22 @@ TABLE: dict[str, Family] = {
     "any": reduction("max"),
     "all": reduction("min"),
     # one dim whole, the others apart
-    **dict.fromkeys(
-        _names(
-            "max.dim min.dim argmax argmin median nanmedian mode kthvalue sort topk "
-            "cummax cummin logcumsumexp logsumexp _softmax _log_softmax _safe_softmax "
-            "linalg_vector_norm"
-        ),
+    **_all(
+        "max.dim min.dim argmax argmin median nanmedian mode kthvalue sort topk cummax cummin "
+        "logcumsumexp logsumexp _softmax _log_softmax _safe_softmax linalg_vector_norm",
         dimwise("dim"),
     ),
-    **dict.fromkeys(
-        _names("_softmax_backward_data _log_softmax_backward_data"), dimwise("dim", linear=True)
-    ),
+    **_all("_softmax_backward_data _log_softmax_backward_data", dimwise("dim", linear=True)),
     "cumsum": dimwise("dim", linear=True),
     "cumprod": dimwise("dim"),
-    **dict.fromkeys(_names("var std var_mean std_mean"), variance),
+    **_all("var std var_mean std_mean", variance),
     # pointwise, though not tagged so
-    **dict.fromkeys(
-        _names(
-            "copy fill zero detach alias lift_fresh lift_fresh_copy _to_copy _conj _conj_physical "
-            "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
-            "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
-            "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
-            "logit_backward isin.Tensor_Scalar masked_fill complex polar"
-        ),
+    **_all(
+        "copy fill zero detach alias lift_fresh lift_fresh_copy _to_copy _conj _conj_physical "
+        "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
+        "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
+        "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
+        "logit_backward isin.Tensor_Scalar masked_fill complex polar",
         pointwise,
     ),
     # views
@@ -177,21 +180,15 @@ TABLE: dict[str, Family] = {
     "cat": slices.cat,
     "stack": slices.stack,
     # matrices: batches are apart
-    **dict.fromkeys(
-        _names("cholesky cholesky_inverse linalg_matrix_exp"), linalg.matrices("... _ _ -> ... _ _")
-    ),
-    **dict.fromkeys(
-        _names("linalg_cholesky_ex linalg_inv_ex"), linalg.matrices("... _ _ -> ... _ _, ...")
-    ),
-    **dict.fromkeys(
-        _names("linalg_ldl_factor_ex linalg_lu_factor_ex"),
+    **_all("cholesky cholesky_inverse linalg_matrix_exp", linalg.matrices("... _ _ -> ... _ _")),
+    **_all("linalg_cholesky_ex linalg_inv_ex", linalg.matrices("... _ _ -> ... _ _, ...")),
+    **_all(
+        "linalg_ldl_factor_ex linalg_lu_factor_ex",
         linalg.matrices("... _ _ -> ... _ _, ... _, ..."),
     ),
     "_linalg_det": linalg.matrices("... _ _ -> ..., ... _ _, ... _"),
     "_linalg_slogdet": linalg.matrices("... _ _ -> ..., ..., ... _ _, ... _"),
-    **dict.fromkeys(
-        _names("linalg_eig _linalg_eigh"), linalg.matrices("... _ _ -> ... _, ... _ _")
-    ),
+    **_all("linalg_eig _linalg_eigh", linalg.matrices("... _ _ -> ... _, ... _ _")),
     "_linalg_eigvals": linalg.matrices("... _ _ -> ... _"),
     "_linalg_svd": linalg.matrices("... _ _ -> ... _ _, ... _, ... _ _"),
     "linalg_qr": linalg.matrices("... _ _ -> ... _ _, ... _ _"),
@@ -209,66 +206,56 @@ TABLE: dict[str, Family] = {
     "cholesky_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
     "triangular_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _, ... _ _", alike=(1,)),
     "linalg__powsum": _count,
-    **dict.fromkeys(_names("_fft_c2c _fft_r2c _fft_c2r"), linalg.fourier),
+    **_all("_fft_c2c _fft_r2c _fft_c2r", linalg.fourier),
     # where elements go
-    **dict.fromkeys(("flip", "roll"), structure.turned),
+    **_all("flip roll", structure.turned),
     "repeat": structure.repeat,
-    **dict.fromkeys(("tril", "triu"), structure.triangle),
+    **_all("tril triu", structure.triangle),
     "diagonal": structure.diagonal,
     # factories by example
-    **dict.fromkeys(_names("empty_like zeros_like ones_like full_like"), structure.like),
-    **dict.fromkeys(
-        _names("new_empty new_zeros new_ones new_full new_empty_strided"), structure.new
-    ),
+    **_all("empty_like zeros_like ones_like full_like", structure.like),
+    **_all("new_empty new_zeros new_ones new_full new_empty_strided", structure.new),
     # networks
     **IMAGES,
-    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), norms.layer_norm),
-    **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), norms.layer_norm),
+    **_all("native_layer_norm native_layer_norm_backward", norms.layer_norm),
+    **_all("_fused_rms_norm _fused_rms_norm_backward", norms.layer_norm),
     "_native_batch_norm_legit_no_training": norms.batch_norm_evaluation,
     "_native_batch_norm_legit_functional": norms.batch_norm,
     "_native_batch_norm_legit.no_stats": norms.batch_norm,
     "native_batch_norm_backward": norms.batch_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,
-    **dict.fromkeys(
-        _names(
-            "_scaled_dot_product_flash_attention_for_cpu "
-            "_scaled_dot_product_flash_attention.default "
-            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-            "_scaled_dot_product_fused_attention_overrideable"
-        ),
+    **_all(
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention.default _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
         attention.attention,
     ),
-    **dict.fromkeys(
-        _names(
-            "_scaled_dot_product_flash_attention_for_cpu_backward "
-            "_scaled_dot_product_flash_attention_backward "
-            "_scaled_dot_product_efficient_attention_backward "
-            "_scaled_dot_product_cudnn_attention_backward "
-            "_scaled_dot_product_fused_attention_overrideable_backward"
-        ),
+    **_all(
+        "_scaled_dot_product_flash_attention_for_cpu_backward "
+        "_scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_cudnn_attention_backward "
+        "_scaled_dot_product_fused_attention_overrideable_backward",
         attention.attention_backward,
     ),
     "_native_multi_head_attention": attention.encoder_layer,
     "_transformer_encoder_layer_fwd": attention.encoder_layer,
     # distances
-    **dict.fromkeys(
-        _names("_cdist_forward _euclidean_dist"),
-        notation("... p _, ... r _ -> ... p r", reduce=None),
-    ),
+    **_all("_cdist_forward _euclidean_dist", notation("... p _, ... r _ -> ... p r", reduce=None)),
     "_cdist_backward": notation(
         "... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),), refuses_empty=0
     ),
     # by index
     "gather": indexing.gather,
     "index_select": indexing.index_select,
-    **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), indexing.index),
+    **_all("index.Tensor _unsafe_index.Tensor", indexing.index),
     "take": indexing.take,
     "embedding": indexing.embedding,
     "embedding_dense_backward": indexing.embedding_backward,
-    **dict.fromkeys(_names("scatter scatter_add scatter_reduce.two"), scattering.scatter),
-    **dict.fromkeys(_names("index_add index_copy index_fill index_reduce"), scattering.index_write),
-    **dict.fromkeys(_names("index_put _unsafe_index_put _index_put_impl"), scattering.index_put),
+    **_all("scatter scatter_add scatter_reduce.two", scattering.scatter),
+    **_all("index_add index_copy index_fill index_reduce", scattering.index_write),
+    **_all("index_put _unsafe_index_put _index_put_impl", scattering.index_put),
     "put": scattering.put,
     "_embedding_bag_dense_backward": bags.bag_backward,
     "_embedding_bag_per_sample_weights_backward": bags.bag_weights_backward,
@@ -278,31 +265,25 @@ TABLE: dict[str, Family] = {
     "bucketize.Tensor": notation("..., b -> ..."),
     "searchsorted": searching.searchsorted,
     "isin": searching.isin,
-    **dict.fromkeys(
-        _names(
-            "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
-            "binary_cross_entropy_with_logits soft_margin_loss"
-        ),
+    **_all(
+        "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
+        "binary_cross_entropy_with_logits soft_margin_loss",
         losses.loss,
     ),
-    **dict.fromkeys(
-        _names(
-            "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
-            "binary_cross_entropy_backward soft_margin_loss_backward"
-        ),
+    **_all(
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+        "binary_cross_entropy_backward soft_margin_loss_backward",
         losses.loss_backward,
     ),
-    **dict.fromkeys(  # PyTorch's decompositions give other values
-        _names(
-            "multi_margin_loss multi_margin_loss_backward "
-            "multilabel_margin_loss_forward multilabel_margin_loss_backward"
-        ),
+    **_all(  # PyTorch's decompositions give other values
+        "multi_margin_loss multi_margin_loss_backward "
+        "multilabel_margin_loss_forward multilabel_margin_loss_backward",
         replicated,
     ),
     "torch_nn::_linear_cross_entropy_batch_chunked": replicated,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": replicated,
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), losses.nll_forward),
-    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), losses.nll_backward),
+    **_all("nll_loss_forward nll_loss2d_forward", losses.nll_forward),
+    **_all("nll_loss_backward nll_loss2d_backward", losses.nll_backward),
 }
 
 
