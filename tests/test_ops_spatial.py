@@ -259,6 +259,13 @@ def test_a_write_into_windows_reaches_the_tensor() -> None:
     assert x.full_tensor().equal(want)
 
 
+def test_padding_with_one_number_after_another() -> None:
+    x = numbers(2, 5)
+    for value in (0.0, 1.0, 2.5, float("inf")):
+        made = F.pad(spread(x, Shard(1), 2), (1, 2), value=value)
+        assert made.full_tensor().equal(F.pad(x, (1, 2), value=value))
+
+
 def test_padding_moves_what_changes_owner() -> None:
     x = spread(numbers(16, 6), Shard(0))
     row = 6 * 8

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..layout.geometry import Interval
+from ..storage.match_meta import in_memory_order
 from .language import (
     Along,
     Call,
@@ -146,7 +147,7 @@ def _local(call: Call, whole: tuple[int, int]) -> Any:
             own = [out, of_own_shape(lse.masked_fill(lse == -inf, 0), site.out_shapes[1])]
         for at, value in enumerate(own):
             spec = site.outputs[min(at, len(site.outputs) - 1)]
-            made[at] = None if value is None else value.to(spec.dtype)
+            made[at] = None if value is None else in_memory_order(spec, value.to(spec.dtype))
         return made
 
     return local

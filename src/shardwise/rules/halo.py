@@ -26,6 +26,7 @@ from .language import (
     Rule,
     Site,
     has_fractions,
+    named,
     replicated,
     zeros_at,
 )
@@ -215,8 +216,9 @@ Windowed = Callable[[Any, torch.Tensor, Site], Any]
 """A local call on a window with padding: `run(op, window, site)`."""
 
 
-def _forward(call: Call, halo: Halo, run: Windowed, fill: float = 0, **traits: Any) -> Rule:
-    """The rule of an operator on windows of its first operand."""
+def _forward(call: Call, halo: Halo, run: Windowed, fill: Any = 0, **traits: Any) -> Rule:
+    """The rule of an operator on windows of its first operand; `fill` is a number for the padding,
+    or the name of the argument that has it."""
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
         return {0: halo.reads(outputs[0], inputs[0])}
@@ -229,7 +231,8 @@ def _forward(call: Call, halo: Halo, run: Windowed, fill: float = 0, **traits: A
             return op(*args, **kwargs)
         if not all(map(prod, site.out_shapes)):
             return zeros_at(call, site, args[0])
-        return run(op, halo.window(args[0], site.out_boxes[0], fill), site)
+        number = named(op, args, kwargs)[fill] if isinstance(fill, str) else fill
+        return run(op, halo.window(args[0], site.out_boxes[0], number), site)
 
     places, stops = halo.dims()
     return Rule(
@@ -285,13 +288,12 @@ def constant_pad(call: Call) -> Rule:
     before = [0] * (len(call.shape(0)) - len(pads) // 2) + list(pads[::2][::-1])
     sizes = zip(call.shape(0), call.results[0].shape, before, strict=True)
     halo = Halo(tuple(Slide(size, stops, pad=pad) for size, stops, pad in sizes), 0)
-    value = call.get("value")
     return _forward(
         call,
         halo,
         lambda op, window, site: op(window, []),  # a copy, even if nothing was added
-        fill=value,
-        linear=((0,),) if value == 0 else (),
+        fill="value",  # it is not part of the plan's key
+        linear=((0,),) if call.get("value") == 0 else (),
     )
 
 

@@ -410,7 +410,9 @@ def unless_empty(call: Call, operand: int = 0) -> dict[str, Any]:
 
     def unless(site: Site) -> bool:
         spec = site.inputs[operand]
-        return prod(spec.local_shape(site.coord)) > 0 or not prod(spec.meta.shape)
+        if prod(spec.local_shape(site.coord)):
+            return True
+        return not prod(spec.meta.shape) and all(map(prod, site.out_shapes))
 
     @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:

@@ -50,22 +50,12 @@ def _planes(text: str, linear: bool = True) -> Family:
     return notation(text, reduce=None, linear=((0,),) if linear else (), refuses_empty=0)
 
 
-_RESAMPLED = [
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_trilinear3d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    "_adaptive_avg_pool2d",
-    "_adaptive_avg_pool3d",
-]
+_RESAMPLED = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d"
+)
 
 IMAGES: dict[str, Family] = {
     "convolution": convolution.convolution,
@@ -76,8 +66,8 @@ IMAGES: dict[str, Family] = {
     **_all("max_pool2d_with_indices max_pool3d_with_indices", halo.max_pool),
     "max_pool2d_with_indices_backward": halo.max_pool_backward,
     "max_pool3d_with_indices_backward": halo.max_pool_backward,
-    **dict.fromkeys(_RESAMPLED, resample.resampled),
-    **dict.fromkeys([f"{name}_backward" for name in _RESAMPLED], resample.resampled_backward),
+    **_all(_RESAMPLED, resample.resampled),
+    **_all(_RESAMPLED.replace(" ", "_backward ") + "_backward", resample.resampled_backward),
     "constant_pad_nd": halo.constant_pad,
     "unfold": halo.unfold,
     "unfold_backward": halo.unfold_backward,
