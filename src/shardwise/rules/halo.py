@@ -199,7 +199,7 @@ class Halo:
             want = slide.reads(piece)
             start, stop = clipped(want, slide.size)
             if value.shape[self.first + dim] == slide.size:  # the dim is not sharded
-                value = value.narrow(self.first + dim, start, stop - start)
+                value = narrowed(value, self.first + dim, (0, slide.size), (start, stop))
             before = start - want[0] if start < stop else want[1] - want[0]
             pads = [before, want[1] - stop if start < stop else 0, *pads]
         pads = [0, 0] * (value.ndim - self.first - len(self.slides)) + pads
