@@ -267,7 +267,10 @@ def test_linear_cross_entropy_in_chunks(reduction: str) -> None:
         check(run, X, MATRIX, TARGET, BIAS, mesh=virtual(*shape), limit=3)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+WHOLE_ROWS = ("multi_margin", "multi_margin weighted", "multilabel_margin")
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in WHOLE_ROWS])
 def test_a_sharded_batch_stays_where_it_is(name: str) -> None:
     """A mean over shards is a sum that is pending; a weighted one divides by another."""
     loss, inputs = LOSSES[name]
@@ -323,15 +326,6 @@ def test_margins_to_several_targets_of_classes_in_shards(where: str, kind: str) 
             assert_same(run, labels(1, 3, kind), layouts, eager(*shape))
             row = [each[0] for each in labels(1, 40, kind)]
             assert_same(run, row, [(Shard(0),), (Shard(0),)], eager(*shape))
-
-
-def test_margins_to_many_targets_go_to_the_rows() -> None:
-    """Their scores on every rank would be more than each row on one."""
-    x, target = labels(8, 400, "all")
-    mesh = virtual(8)
-    with CommDebugMode() as comm:
-        F.multilabel_margin_loss(*(spread(each, mesh, [Shard(1)]) for each in (x, target)))
-    assert sum(comm.bytes.values()) <= 2 * 400 * 8 + 200
 
 
 def test_a_target_that_is_no_class_is_told_to_every_rank() -> None:

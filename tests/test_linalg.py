@@ -111,16 +111,6 @@ def test_a_right_side_is_no_batch_of_vectors_on_a_small_shard(rows: int) -> None
     )
 
 
-def test_columns_of_the_right_side_are_solved_apart() -> None:
-    mesh = virtual(2)
-    a = distribute_tensor(A[0], mesh, [Replicate()])
-    b = distribute_tensor(B[0], mesh, [Shard(1)])
-    with communication("error", fallback="error"):
-        result = linalg.solve(a, b)
-    assert result.placements == (Shard(1),)
-    torch.testing.assert_close(result.full_tensor(), linalg.solve(A[0], B[0]))
-
-
 @pytest.mark.parametrize("function", [linalg.inv, linalg.cholesky, linalg.solve])
 def test_a_bad_matrix_is_named_by_its_place_in_the_whole_batch(function: Any) -> None:
     bad = definite(A)

@@ -216,6 +216,8 @@ MIXED = {
     ("constant", 0),
     ("constant", 1),
     ("channel_shuffle", 1),
+    ("unfold", 1),
+    ("fold", 1),
     ("tensor.unfold of the batch", 0),
     ("affine_grid", 1),
 }
@@ -237,7 +239,6 @@ def test_pooling_of_sharded_rows_receives_edges() -> None:
     assert received(lambda: F.avg_pool2d(x, 3, 1, 1)) == 2 * row
     assert received(lambda: F.max_pool2d(x, 3, 2, 1)) == row
     assert received(lambda: x.unfold(2, 3, 1)._locals) == 2 * row
-    assert received(lambda: F.unfold(x, 3, padding=1)) == 2 * row
 
 
 def test_a_window_of_nothing_but_the_least_value() -> None:
@@ -256,6 +257,13 @@ def test_a_write_into_windows_reaches_the_tensor() -> None:
     for value in (x, want):
         value.unfold(0, 2, 3)[1] = 5.0
     assert x.full_tensor().equal(want)
+
+
+def test_padding_with_one_number_after_another() -> None:
+    x = numbers(2, 5)
+    for value in (0.0, 1.0, 2.5, float("inf")):
+        made = F.pad(spread(x, Shard(1), 2), (1, 2), value=value)
+        assert made.full_tensor().equal(F.pad(x, (1, 2), value=value))
 
 
 def test_padding_moves_what_changes_owner() -> None:

@@ -144,6 +144,22 @@ def rms_norm_backward(
     )
 
 
+def scaled_grouped_mm(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any = None, bias: Any = None,
+    scale_result: Any = None, out_dtype: Any = None, use_fast_accum: bool = False,
+) -> Any:  # fmt: skip
+    wide = b.float() * scale_b.unsqueeze(-2)
+    rows = a.float() * scale_a.unsqueeze(-1)
+    if offs is None:
+        return (rows @ wide).to(out_dtype)
+    ends = [0, *offs.tolist()]
+    made = torch.full((len(a), b.shape[-1]), float("nan"))  # the GPU leaves other rows
+    for at, matrix in enumerate(wide):
+        made[ends[at] : ends[at + 1]] = rows[ends[at] : ends[at + 1]] @ matrix
+    return made.to(out_dtype)
+
+
+LIBRARY.impl("_scaled_grouped_mm", scaled_grouped_mm, "CPU")
 LIBRARY.impl("_fused_rms_norm_backward", rms_norm_backward, "CPU")
 KERNELS = {
     FLASH: (flash, flash_backward),

@@ -103,11 +103,6 @@ def _of_two() -> Iterator[Sample]:
 
 
 def _products() -> Iterator[Sample]:
-    for dtype in (F64, C128):
-        for a, b in (((5, 3), (5, 3)), ((4, 1, 3), (1, 5, 3)), ((3,), (3,)), ((0, 3), (0, 3))):
-            yield call(aten.linalg_cross.default, x(*a, dtype=dtype), x(*b, dtype=dtype, shift=2))
-        b = x(3, 1, dtype=dtype, shift=2)
-        yield call(aten.linalg_cross.default, x(3, 5, dtype=dtype), b, dim=0)
     for dim, keep in product(([0], [0, -1], None), (False, True)):
         yield call(aten.linalg__powsum.default, x(5, 3), 3, dim, keep)
 

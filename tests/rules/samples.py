@@ -308,7 +308,6 @@ def _dimwise() -> Iterator[Sample]:
                 back = getattr(aten, name + "_backward_data").default
                 samples.append(call(back, value, value.flip(0) if value.ndim else value, dim, F64))
             samples.append(call(aten._safe_softmax.default, value, dim))
-            samples.append(call(aten.renorm.default, value, 2, dim, 1.5))
         for name in ("argmax", "argmin", "median", "nanmedian"):
             samples.append(call(getattr(aten, name).default, value))
         for name in ("var", "std", "var_mean", "std_mean"):
@@ -527,6 +526,28 @@ def _grouped() -> Iterator[Sample]:
         yield call(aten._grouped_mm.default, f32(3, wide, 8), f32(7, 8, shift=1).t(), ends)
 
 
+def _scaled() -> Iterator[Sample]:
+    def f8(*shape: int, shift: int = 0) -> torch.Tensor:
+        return x(*shape, shift=shift).to(torch.float8_e4m3fn)
+
+    def ones(*shape: int) -> torch.Tensor:
+        return 1 + positive(*shape).float()
+
+    small = index(5, 3, below=100).to(torch.int8), index(3, 4, below=100).to(torch.int8)
+    yield call(aten._int_mm.default, *small)
+    for m, n in ((5, 48), (1, 16)):
+        for scales in ((ones(), ones(1)), (ones(m, 1), ones(1, n))):
+            a, b = f8(m, 16), f8(n, 16, shift=1).t()
+            for bias in (None, x(n).float()):
+                dtype = {"out_dtype": torch.float32}
+                yield call(aten._scaled_mm.default, a, b, *scales, bias, **dtype)
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    op, weight, dtype = aten._scaled_grouped_mm.default, f8(3, 32, 16).mT, torch.bfloat16
+    rows = f8(7, 16), weight, ones(7), ones(3, 32), ends
+    yield call(op, *rows, out_dtype=dtype)
+    yield call(op, f8(3, 4, 16), weight, ones(3, 4), ones(3, 32), out_dtype=dtype)
+
+
 def _batch_norms() -> Iterator[Sample]:
     evaluated = aten._native_batch_norm_legit_no_training.default
     functional = aten._native_batch_norm_legit_functional.default
@@ -622,10 +643,6 @@ def _distances() -> Iterator[Sample]:
             made = aten._cdist_forward.default(a, b, p, None)
             grad = x(*made.shape, shift=4)
             yield call(aten._cdist_backward.default, grad, a, b, p, made)
-    for p in (1.0, 2.0, 3.0):
-        made = aten._pdist_forward.default(x(5, 3), p)
-        yield call(aten._pdist_forward.default, x(5, 3), p)
-        yield call(aten._pdist_backward.default, x(10, shift=4), x(5, 3), p, made)
 
 
 def _embedding() -> Iterator[Sample]:
@@ -693,6 +710,7 @@ def table_samples() -> list[Sample]:
     parts = (
         _matrix,
         _grouped,
+        _scaled,
         _reductions,
         _dimwise,
         _untagged,

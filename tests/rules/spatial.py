@@ -155,19 +155,9 @@ def _sampling() -> Iterator[Sample]:
             grad = x(*op(image, grid, mode, border, False).shape, shift=2)
             for mask in ([True, True], [False, True]):
                 yield call(back, grad, image, grid, mode, border, False, mask)
-        yield call(
-            aten.affine_grid_generator.default,
-            x(3, dims, dims + 1),
-            [3, 1, 2, 4, 3][: dims + 2],
-            True,
-        )
 
 
 def _blocks() -> Iterator[Sample]:
-    yield call(aten.pixel_shuffle.default, x(2, 8, 3, 2), 2)
-    yield call(aten.pixel_unshuffle.default, x(3, 6, 4, dtype=I64), 2)
-    yield call(aten.channel_shuffle.default, x(2, 6, 3), 3)
-    yield call(aten.native_channel_shuffle.default, x(2, 6, 3, 2), 2)
     for lead in ((2,), ()):
         options = ([2, 2], [1, 2], [1, 0], [2, 1])
         yield call(aten.im2col.default, x(*lead, 3, 5, 4), *options)

@@ -21,15 +21,8 @@ def structure_samples() -> Iterator[Sample]:
             yield call(aten.roll.default, value, [2] * (len(dims) or 1), dims)
         for offset, dim1, dim2 in ((0, 0, 1), (1, 1, 2), (-2, 2, 0), (0, -1, -2), (9, 0, 2)):
             yield call(aten.diagonal.default, value, offset, dim1, dim2)
-            source = value.diagonal(offset, dim1, dim2).flip(-1).clone()
-            yield call(aten.diagonal_scatter.default, value, source, offset, dim1, dim2)
-            back = [source, list(value.shape), offset, dim1, dim2]
-            yield call(aten.diagonal_backward.default, *back)
         yield call(aten.tril.default, value, 1)
         yield call(aten.triu_.default, value.clone(), -1)
-    for offset in (0, 2, -1):
-        yield call(aten.diag_embed.default, x(4), offset)
-        yield call(aten.diag_embed.default, x(2, 3), offset, 0, 2)
     for times in ([2, 1], [1, 3], [2, 1, 1], [0, 1]):
         yield call(aten.repeat.default, x(5, 3), times)
     yield call(aten.flip.default, x(), [])
@@ -44,5 +37,3 @@ def _of_a_matrix(value: torch.Tensor) -> Iterator[Sample]:
         yield call(aten.triu.default, value, offset)
         yield call(aten.diagonal.default, value, offset)
         yield call(aten.diagonal_copy.default, value, offset)
-    if value.dtype is not BOOL:
-        yield call(aten.trace.default, value)

@@ -29,7 +29,7 @@ from ..comm import report
 from ..comm.events import planned
 from ..errors import LayoutError
 from ..layout.world import World, at_end
-from ..rules.call import LEAST, MOST, has_fractions
+from ..rules import LEAST, MOST, has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
 from ..storage.plain import adopt, check_plain

@@ -13,8 +13,7 @@ from .._torch import OpOverload
 from ..comm import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
-from ..rules import Call, Operand, Rule
-from ..rules.call import LEAST, MOST
+from ..rules import LEAST, MOST, Call, Operand, Rule
 from ..rules.pointwise import pointwise
 from ..storage import policy
 from ..storage.plain import adopt, bring_grads_back, check_plain, full_local

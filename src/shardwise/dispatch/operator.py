@@ -12,9 +12,8 @@ import torch
 
 from .._torch import OpOverload, is_composite, take_composite, take_differentiable
 from ..comm import report
-from ..rules import Call, family_of
-from ..rules.registered import Registered, registered
-from ..rules.resampling import READ_NUMBERS
+from ..rules import Call, Registered, family_of, registered
+from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper
 from .lists import is_list_op, run_list
 from .plans import CallPlan, FormPlan, Plan, tensors_in

@@ -24,9 +24,8 @@ from ..layout.geometry import contiguous_stride
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import steps_between
-from ..rules import Call, Operand
-from ..rules.attention import attention
-from ..rules.visible import attended, named, of_own_shape
+from ..rules import Call, Operand, named
+from ..rules.attention import attended, attention, of_own_shape
 from ..storage.ragged import as_dtensor, move_to
 from ..storage.wrapper import Wrapper, wrap
 from .decomposed import reduced

@@ -10,7 +10,7 @@ import torch
 
 from ..dispatch.operator import register_form
 from ..layout.geometry import Box
-from ..rules.call import keeps_sums
+from ..rules import keeps_sums
 from ..storage.wrapper import wrap
 from .shards import candidates, columns, metas, placed, reduce_partial, shard_of, sharded_on
 

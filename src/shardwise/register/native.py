@@ -11,8 +11,7 @@ from ..dispatch.decide import Decision
 from ..errors import RuleError
 from ..layout.placement import Partial
 from ..layout.spec import TensorMeta
-from ..rules import Call, Dims, Family, Local, Rule, Scaled, notation, parse
-from ..rules.registered import Registered
+from ..rules import Call, Dims, Family, Local, Registered, Rule, Scaled, notation, parse
 from .operators import check_shapes, overloads, put
 
 

@@ -1,12 +1,35 @@
 """Rules: what layouts an operator may run in on one mesh axis."""
 
-from .apart import split_factors
-from .call import Call, Family, Operand, stored
+from .language import (
+    LEAST,
+    MOST,
+    Along,
+    Call,
+    Dims,
+    Family,
+    Link,
+    Local,
+    Operand,
+    Row,
+    Rule,
+    Scaled,
+    Site,
+    Windows,
+    along,
+    dims_of,
+    has_fractions,
+    keeps_sums,
+    named,
+    split_factors,
+    stored,
+)
 from .notation import notation, parse
-from .rule import Along, Dims, Link, Local, Row, Rule, Scaled, Site, Windows, along, dims_of
-from .table import TABLE, family_of
+from .table import REGISTERED, TABLE, Registered, family_of, key_of, registered
 
 __all__ = [
+    "LEAST",
+    "MOST",
+    "REGISTERED",
     "TABLE",
     "Along",
     "Call",
@@ -15,6 +38,7 @@ __all__ = [
     "Link",
     "Local",
     "Operand",
+    "Registered",
     "Row",
     "Rule",
     "Scaled",
@@ -23,8 +47,13 @@ __all__ = [
     "along",
     "dims_of",
     "family_of",
+    "has_fractions",
+    "keeps_sums",
+    "key_of",
+    "named",
     "notation",
     "parse",
+    "registered",
     "split_factors",
     "stored",
 ]

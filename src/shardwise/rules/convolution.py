@@ -1,11 +1,9 @@
-"""Convolution and its gradients: batch, channels, groups, and spatial dims by their edges.
-
-A convolution reads places of a fine dim into stops of a coarse one; a transposed convolution goes
-the other way, and each is the other's gradient.
-"""
+"""Convolution and its gradients: batch, channels and groups are apart, spatial dims by their
+edges."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -14,122 +12,60 @@ from typing import Any
 import torch
 
 from ..layout.geometry import Interval
-from ..layout.spec import DTensorSpec
-from .call import Call, Operand, has_fractions
-from .rule import Along, Dims, Rule, Scaled, Site
-from .sliding import (
-    Slide,
-    clipped,
-    fitted,
-    followed,
-    hull,
-    in_order,
-    margins,
-    narrowed,
-    padded,
-    reached,
-)
-
-__all__ = ["convolution", "convolution_backward"]
-
-aten = torch.ops.aten
+from .halo import Halo, Slide, Tables, each_dim_of, narrowed
+from .language import Along, Call, Dims, Operand, Rule, Scaled, Site, has_fractions, replicated
 
 
 @dataclass(frozen=True)
 class _Conv:
-    """The numbers of a convolution: a slide for each spatial dim, and its arguments."""
+    """The windows of a convolution, and the dims of its input, weight and result."""
 
-    slides: tuple[Slide, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
-    channels: int  # of the input
-
-    @staticmethod
-    def of(call: Call, x: int, weight: int, result: tuple[int, ...]) -> _Conv:
-        shape, kernel = call.shape(x), call.shape(weight)[2:]
-        spatial = len(shape) - 2
-
-        def each(name: str) -> tuple[int, ...]:
-            given = tuple(call.get(name))
-            return given * spatial if len(given) == 1 else given
-
-        transposed = bool(call.get("transposed"))
-        fine, coarse = (result, shape) if transposed else (shape, result)
-        stride, padding, dilation = each("stride"), each("padding"), each("dilation")
-        sizes = zip(fine[2:], coarse[2:], kernel, stride, dilation, padding, strict=True)
-        return _Conv(
-            tuple(Slide(*numbers) for numbers in sizes),
-            stride,
-            padding,
-            dilation,
-            transposed,
-            each("output_padding"),
-            call.get("groups"),
-            shape[1],
-        )
-
-    def arguments(self, x: torch.Tensor, cut: list[bool]) -> tuple[Any, ...]:
-        """What follows the tensors in a local call: padding is done by hand on dims that are
-        cut."""
-        own = [0 if c else p for c, p in zip(cut, self.padding, strict=True)]
-        more = [0 if c else p for c, p in zip(cut, self.output_padding, strict=True)]
-        groups = x.shape[1] * self.groups // self.channels if self.groups > 1 else 1
-        return (self.stride, own, self.dilation, self.transposed, more, groups)
-
-    def dims(self, size_of: tuple[int, ...], result: tuple[int, ...]) -> _Dims:
-        """How the dims of input, weight, bias and result walk along factors."""
-        spatial = range(2, len(size_of))
-        places = [Along(f"s{d}") for d in spatial]
-        stops = [followed(f"s{d}", size_of[d], result[d]) for d in spatial]
-        sizes = {"n": size_of[0], **{f"s{d}": size_of[d] for d in spatial}}
-        whole = [None] * len(self.slides)
-        if self.groups > 1:
-            per_in, per_out = size_of[1] // self.groups, result[1] // self.groups
-            inner, outer = _block("g", per_in), _block("g", per_out)
-            first = inner if self.transposed else outer
-            weight: Dims = (first, None, *whole)
-            sizes["g"] = self.groups
-        else:
-            inner, outer = Along("i"), Along("o")
-            weight = (inner, outer, *whole) if self.transposed else (outer, inner, *whole)
-            sizes |= {"i": size_of[1], "o": result[1]}
-        n = Along("n")
-        return _Dims((n, inner, *places), weight, (outer,), (n, outer, *stops), sizes)
-
-
-@dataclass(frozen=True)
-class _Dims:
+    halo: Halo
     x: Dims
     weight: Dims
-    bias: Dims
     result: Dims
     sizes: dict[str, int]
+
+
+def _conv(call: Call, x: int, weight: int, result: Sequence[int]) -> _Conv:
+    """`"n i s~, o i k! -> n o s~"`, or with groups `"n (g i) s~, (g o) i! k! -> n (g o) s~"`. A
+    transposed convolution needs the spatial dims `s` whole."""
+    shape, kernel, groups = call.shape(x), call.shape(weight)[2:], call.get("groups")
+    transposed, count = call.get("transposed"), len(kernel)
+    numbers = [each_dim_of(call, name, count, ()) for name in ("stride", "dilation", "padding")]
+    each = zip(shape[2:], result[2:], kernel, *numbers, strict=True)
+    halo = Halo(tuple(Slide(*own) for own in each), 2)
+    places, stops = (dims[2:] for dims in halo.dims())
+    whole: Dims = (None,) * count
+    sizes = {"n": shape[0]}
+    if transposed:
+        places = stops = whole
+    else:
+        sizes |= {f"i{dim}": size for dim, size in enumerate(shape[2:], 2)}
+    if groups > 1:
+        inner, outer = _block("g", shape[1] // groups), _block("g", result[1] // groups)
+        channels: Dims = (inner if transposed else outer, None)
+        sizes["g"] = groups
+    else:
+        inner, outer = Along("c"), Along("o")
+        channels = (inner, outer) if transposed else (outer, inner)
+        sizes |= {"c": shape[1], "o": result[1]}
+    n = Along("n")
+    return _Conv(halo, (n, inner, *places), (*channels, *whole), (n, outer, *stops), sizes)
 
 
 def _block(factor: str, size: int) -> Along:
     return Along(factor, Scaled(size) if size > 1 else None)
 
 
-def _cut(spec: DTensorSpec) -> list[bool]:
-    """Which spatial dims are sharded."""
-    return [bool(axes) for axes in spec.dim_axes[2:]]
-
-
 def _is_plain(site: Site) -> bool:
-    """Whether the operator's own call does: no spatial dim is cut, and no channel is missing."""
+    """True if the operator's own call does: no spatial dim is cut, and no channel is missing."""
     whole = all(
         spec.meta.shape[1:] == spec.local_shape(site.coord)[1:]
         for spec in (*site.inputs[:2], *site.outputs[:1])
         if spec.ndim > 1
     )
     return whole and all(prod(spec.local_shape(site.coord)) for spec in site.inputs)
-
-
-# --- forward ---------------------------------------------------------------------------------
 
 
 def _usual(weight: torch.Tensor) -> torch.Tensor:
@@ -140,43 +76,34 @@ def _usual(weight: torch.Tensor) -> torch.Tensor:
     return weight if usual else weight.contiguous()
 
 
-def _all_whole(call: Call) -> Rule:
-    """Of no channels PyTorch makes results that have none either, whatever the weight has."""
-    inputs = tuple((None,) * spec.ndim for spec in call.specs)
-    return Rule(inputs, tuple((None,) * len(meta.shape) for meta in call.results), {}, reduce=None)
+def _local_groups(call: Call, x: int, value: torch.Tensor) -> int:
+    groups: int = call.get("groups")
+    return value.shape[1] * groups // call.shape(x)[1] if groups > 1 else 1
 
 
 def convolution(call: Call) -> Rule:
-    """`"n i s~, o i k!, o -> n o s~"`, or with groups `"n (g i) s~, (g o) i! k!, (g o) -> ..."`"""
-    if not call.shape(0)[1]:
-        return _all_whole(call)
-    result = call.results[0].shape
-    conv = _Conv.of(call, 0, 1, result)
-    dims = conv.dims(call.shape(0), result)
-    biased = isinstance(call.get("bias"), Operand)
-    reaches = [s.readers if conv.transposed else s.reads for s in conv.slides]
+    """The result of a convolution; spatial dims read the edges of neighbouring shards."""
+    if not call.shape(0)[1]:  # PyTorch's result has no channels either, whatever the weight has
+        return replicated(call)
+    conv = _conv(call, 0, 1, call.results[0].shape)
+    halo, biased = conv.halo, isinstance(call.get("bias"), Operand)
 
-    def windows(inputs: Any, outputs: Any) -> dict[int, dict[int, tuple[Interval, ...]]]:
-        return {0: reached(outputs[0], inputs[0], reaches, 2)}
+    def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
+        return {0: halo.reads(outputs[0], inputs[0])}
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        x, weight, bias = args[0], _usual(args[1]), args[2] if biased else None
-        shape = site.out_shapes[0]
-        if 0 in shape or not x.numel() or not weight.numel():
-            made = x.new_zeros(shape)
-            made = made if bias is None else made + bias.view(-1, *[1] * len(conv.slides))
-        elif conv.transposed:
-            made = _spread(conv, x, weight, bias, site)
-        else:
-            cut = _cut(site.inputs[0])
-            x = _window(conv, x, site.out_boxes[0][2:], cut)
-            made = aten.convolution.default(x, weight, bias, *conv.arguments(x, cut))
-        return in_order(made, site.outputs[0])
+        x, weight, bias, stride, pad, *rest, _ = args
+        if not (x.numel() and weight.numel() and prod(site.out_shapes[0])):
+            made = x.new_zeros(site.out_shapes[0])
+            return made if bias is None else made + bias.view(-1, *[1] * len(halo.slides))
+        if halo.is_cut(site.inputs[0]):
+            x, pad = halo.window(x, site.out_boxes[0]), [0] * len(halo.slides)
+        return op(x, _usual(weight), bias, stride, pad, *rest, _local_groups(call, 0, x))
 
     return Rule(
-        (dims.x, dims.weight, *([dims.bias] if biased else [])),
-        (dims.result,),
-        dims.sizes,
+        (conv.x, conv.weight, *([conv.result[1:2]] if biased else [])),
+        (conv.result,),
+        conv.sizes,
         added=frozenset([2] if biased else []),
         linear=((0, 2), (1, 2)) if biased else ((0,), (1,)),
         averages=has_fractions(call.results[0].dtype),
@@ -186,163 +113,92 @@ def convolution(call: Call) -> Rule:
     )
 
 
-def _window(
-    conv: _Conv, value: torch.Tensor, stops: tuple[Interval, ...], cut: list[bool]
-) -> torch.Tensor:
-    """What was fetched of the fine dims that are cut, with the padding that these stops read."""
-    edges = [
-        margins(slide.reads(piece), slide.size) if c else (0, 0)
-        for slide, piece, c in zip(conv.slides, stops, cut, strict=True)
-    ]
-    return padded(value, 2, edges)
-
-
-def _spread(conv: _Conv, x: Any, weight: Any, bias: Any, site: Site) -> torch.Tensor:
-    """The piece of a transposed convolution that the fetched stops reach, cut to its box."""
-    cut = _cut(site.inputs[0])
-    wide = None if any(cut) else bias  # where no stop reaches, the bias still counts
-    made = aten.convolution.default(x, weight, wide, *conv.arguments(x, cut))
-    made = _boxed(conv, made, site.out_boxes[0][2:], cut)
-    return made if wide is bias else made + bias.view(-1, *[1] * len(cut))
-
-
-def _boxed(
-    conv: _Conv, made: torch.Tensor, boxes: tuple[Interval, ...], cut: list[bool]
-) -> torch.Tensor:
-    """The places of a box out of all that its readers reach."""
-    for d, (slide, piece, c) in enumerate(zip(conv.slides, boxes, cut, strict=True)):
-        if c:
-            made = fitted(made, d + 2, slide.reads(slide.readers(piece)), piece)
-    return made
-
-
-# --- backward --------------------------------------------------------------------------------
-
-
 def convolution_backward(call: Call) -> Rule:
     """Gradients of input, weight and bias, as far as they are asked for."""
     if not call.shape(1)[1]:
-        return _all_whole(call)
+        return replicated(call)
     mask = tuple(call.get("output_mask"))
-    result = call.shape(0)
-    conv = _Conv.of(call, 1, 2, result)
-    dims = conv.dims(call.shape(1), result)
-    kinds = ((dims.x, mask[0]), (dims.weight, mask[1]), (dims.bias, mask[2]))
+    conv = _conv(call, 1, 2, call.shape(0))
+    kinds = zip((conv.x, conv.weight, conv.result[1:2]), mask, strict=True)
     linear: list[tuple[int, ...]] = [(0,)]
-    if mask == (False, True, False):
-        linear.append((1,))
-    if mask == (True, False, False):
-        linear.append((2,))
-    back = _Gradients(conv, mask)
-
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        made = back(args[0], args[1], _usual(args[2]), site)
-        specs = iter(site.outputs)
-        return [None if value is None else in_order(value, next(specs)) for value in made]
-
+    linear += [(1,)] if mask == (False, True, False) else []
+    linear += [(2,)] if mask == (True, False, False) else []
+    gradients = _Gradients(call, conv.halo, mask)
     return Rule(
-        (dims.result, dims.x, dims.weight),
-        tuple(kind for kind, asked in kinds if asked),
-        dims.sizes,
+        (conv.result, conv.x, conv.weight),
+        tuple(dims for dims, asked in kinds if asked),
+        conv.sizes,
         linear=tuple(linear),
         averages=has_fractions(call.specs[0].dtype),
-        local=local,
+        local=gradients.local,
         unless=_is_plain,
-        windows=back.windows,
-        same=frozenset([(sum(mask) - 1, "i")] if mask[2] else []),
+        windows=gradients.windows,
+        same=frozenset([(sum(mask) - 1, "c")] if mask[2] else []),
     )
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradients of a convolution on one rank, of which some are asked for."""
+    """The gradients of a convolution on one rank.
 
-    conv: _Conv
+    That of the input needs the gradients of all windows that read this rank's piece; those of
+    weight and bias need this rank's own windows.
+    """
+
+    call: Call
+    halo: Halo
     mask: tuple[bool, ...]
 
-    def windows(self, inputs: Any, outputs: Any) -> dict[int, dict[int, tuple[Interval, ...]]]:
+    def _held(self, slide: Slide, piece: Interval, own: Interval) -> Interval:
+        """The stops whose gradients are fetched: this rank's own, and the readers of its piece."""
+        every = [own, slide.readers(piece)] if self.mask[0] else [own]
+        filled = [each for each in every if each[0] < each[1]] or [own]
+        return min(start for start, _ in filled), max(stop for _, stop in filled)
+
+    def windows(self, inputs: Any, outputs: Any) -> dict[int, Tables]:
         grad, x = inputs[:2]
-        grads, places = {}, {}
-        for dim, slide in enumerate(self.conv.slides, 2):
-            if not x.dim_axes[dim]:
-                continue
-            mine, theirs = x.pieces(dim), grad.pieces(dim)
-            grads[dim] = tuple(map(partial(self._held, slide), mine, theirs))
-            if self.mask[1] and not self.conv.transposed:
-                places[dim] = tuple(clipped(slide.reads(piece), slide.size) for piece in theirs)
-        return {0: grads, 1: places}
+        grads = {
+            dim: tuple(map(partial(self._held, slide), x.pieces(dim), grad.pieces(dim)))
+            for dim, slide in enumerate(self.halo.slides, 2)
+            if x.dim_axes[dim]
+        }
+        return {0: grads, 1: self.halo.reads(grad, x) if self.mask[1] else {}}
 
-    def _needed(self, slide: Slide, mine: Interval) -> Interval:
-        """The interval of the result's gradient on which a piece of the input depends."""
-        if self.conv.transposed:
-            asked = self.mask[0] or self.mask[1]
-            return clipped(slide.reads(mine), slide.size) if asked else (0, 0)
-        return slide.readers(mine) if self.mask[0] else (0, 0)
+    def local(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        grad, x, weight, _, stride, pad, *rest, _, _ = args
+        weight, groups = _usual(weight), _local_groups(self.call, 1, x)
 
-    def _held(self, slide: Slide, mine: Interval, own: Interval) -> Interval:
-        """The interval of the gradient that is fetched: what is needed, and this rank's own."""
-        return hull(own, self._needed(slide, mine))
+        def run(grad: Any, x: Any, pad: Any, mask: Sequence[bool]) -> list[Any]:
+            if grad.numel() and x.numel() and weight.numel():
+                asked = [*mask, False]
+                return list(op(grad, x, weight, None, stride, pad, *rest, groups, asked)[:2])
+            pairs = zip((x, weight), mask, strict=True)
+            return [torch.zeros_like(value) if asked else None for value, asked in pairs]
 
-    def __call__(self, grad: Any, x: Any, weight: Any, site: Site) -> list[Any]:
-        cut = _cut(site.inputs[1])
-        owned, needed = self._parts(grad, site, cut)
-        made: list[Any] = [None] * 3
-        if self.mask[2]:
-            made[2] = owned.sum([0, *range(2, owned.ndim)])
-        args = (None, *self.conv.arguments(x, cut))
-        if self.conv.transposed:
-            made[:2] = self._both(needed, x, weight, args, site)
-            return made
-        shapes = iter(site.out_shapes)
-        if self.mask[0]:
-            made[0] = self._of_input(needed, x, weight, args, site, next(shapes))
-        if self.mask[1]:
-            made[1] = self._of_weight(owned, x, weight, args, site, next(shapes))
-        return made
+        own = grad
+        if not self.halo.is_cut(site.inputs[1]):
+            made = run(grad, x, pad, self.mask[:2])
+        else:
+            made, pad = [None, None], [0] * len(pad)
+            own, needed = self._parts(grad, site)
+            if self.mask[0]:
+                shape = self.halo.span_shape(site.inputs[1].local_shape(site.coord), site.box(1))
+                found = run(needed, x.new_empty(shape), pad, (True, False))[0]
+                made[0] = self.halo.cut_out(found, site.box(1))
+            if self.mask[1]:
+                window = self.halo.window(x, site.box(0))
+                made[1] = run(own, window, pad, (False, True))[1]
+        return [*made, own.sum([0, *range(2, own.ndim)]) if self.mask[2] else None]
 
-    def _parts(self, grad: Any, site: Site, cut: list[bool]) -> tuple[Any, Any]:
-        """This rank's own part of the gradient, and the part that its input depends on."""
-        owned = needed = grad
-        boxes = zip(self.conv.slides, site.box(1)[2:], site.box(0)[2:], cut, strict=True)
-        for dim, (slide, mine, own, c) in enumerate(boxes, 2):
-            if c:
-                held = self._held(slide, mine, own)
-                owned = narrowed(owned, dim, held, own)
-                needed = narrowed(needed, dim, held, self._needed(slide, mine))
-        return owned, needed
-
-    def _both(self, grad: Any, x: Any, weight: Any, args: Any, site: Site) -> list[Any]:
-        """A transposed convolution: one call on the window of the gradient."""
-        asked = [*self.mask[:2], False]
-        if not any(asked):
-            return [None, None]
-        if not (x.numel() and weight.numel()):
-            wanted = zip((x, weight), self.mask[:2], strict=True)
-            return [torch.zeros_like(value) if asked else None for value, asked in wanted]
-        wide = _window(self.conv, grad, site.box(1)[2:], _cut(site.inputs[1]))
-        return list(aten.convolution_backward.default(wide, x, weight, *args, asked)[:2])
-
-    def _of_input(
-        self, grad: Any, x: Any, weight: Any, args: Any, site: Site, shape: tuple[int, ...]
-    ) -> Any:
-        if not (grad.numel() and weight.numel() and prod(shape)):
-            return x.new_zeros(shape)
-        cut, boxes = _cut(site.inputs[1]), site.box(1)[2:]
-        spans = [
-            b - a if c else mine[1]
-            for slide, mine, c in zip(self.conv.slides, boxes, cut, strict=True)
-            for a, b in [slide.reads(slide.readers(mine))]
-        ]
-        example = x.new_empty((*shape[:2], *spans))
-        only = [True, False, False]
-        made = aten.convolution_backward.default(grad, example, weight, *args, only)[0]
-        return _boxed(self.conv, made, boxes, cut)
-
-    def _of_weight(
-        self, grad: Any, x: Any, weight: Any, args: Any, site: Site, shape: tuple[int, ...]
-    ) -> Any:
-        if not (grad.numel() and weight.numel()):
-            return weight.new_zeros(shape)
-        wide = _window(self.conv, x, site.box(0)[2:], _cut(site.inputs[1]))
-        only = [False, True, False]
-        return aten.convolution_backward.default(grad, wide, weight, *args, only)[1]
+    def _parts(self, grad: torch.Tensor, site: Site) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of this rank's own windows, and of those that read its piece."""
+        own = needed = grad
+        for dim, slide in enumerate(self.halo.slides, 2):
+            if site.inputs[1].dim_axes[dim]:
+                piece, stops = site.box(1)[dim], site.box(0)[dim]
+                held = self._held(slide, piece, stops)
+                own = narrowed(own, dim, held, stops)
+                needed = narrowed(
+                    needed, dim, held, slide.readers(piece) if self.mask[0] else stops
+                )
+        return own, needed

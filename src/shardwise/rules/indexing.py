@@ -16,8 +16,7 @@ import torch
 from .._torch import check_when_run, is_tracing
 from ..errors import OutOfRangeError
 from ..layout.geometry import Interval
-from .call import Call, Operand, has_fractions
-from .rule import Dims, Local, Rule, Site, along
+from .language import Call, Dims, Local, Operand, Rule, Site, along, has_fractions
 
 _CANNOT_FILL = frozenset(
     dtype

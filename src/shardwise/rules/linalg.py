@@ -1,154 +1,71 @@
-"""Matrices and Fourier transforms: what is transformed is whole, all other dims are apart; and
-products that no notation says."""
+"""Matrices and Fourier transforms: transformed dims are whole, all others apart; and grouped
+products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from .call import Call, Family
+from .language import (
+    Along,
+    Call,
+    Dims,
+    Family,
+    Local,
+    Rule,
+    Scaled,
+    Site,
+    anywhere,
+    named,
+    replicated,
+    unless_empty,
+)
 from .notation import notation
-from .pointwise import broadcast_dims
 from .reductions import dimwise
-from .rule import Rule, Site, along, anywhere
 
-__all__ = [
-    "addmv_local",
-    "cdist_backward",
-    "cross",
-    "fourier",
-    "grouped_mm",
-    "least_squares",
-    "matrices",
-    "solve",
-    "solve_by_factors",
-    "trilinear",
-]
+# --- batches of matrices -------------------------------------------------------------------------
 
 
-def matrices(text: str, *, alike: Sequence[int] = ()) -> Family:
+def matrices(text: str, *, alike: tuple[int, ...] = (), local: Local | None = None) -> Family:
     """An operator on batches of matrices: dims in `...` are apart, the matrices whole.
 
-    `alike` are results that follow from one operand: where it has no batch, or not the columns of
-    the other one, every rank makes them whole.
+    `alike` are results of one operand: if that has no batch, every rank makes them whole.
     """
-    return notation(text, reduce=None, alike=alike)
-
-
-_GROUPED = {
-    (2, 3): notation("_ k, _ k n, _ -> _ n", linear=((0,), (1,))),
-    (3, 2): notation("_ m k, k _, _ -> m _", linear=((0,), (1,))),
-    (2, 2): notation("m _, _ n, _ -> _ m n", linear=((0,), (1,))),
-    (3, 3): notation("g m k, g k n -> g m n", linear=((0,), (1,))),
-}
-"""Products of groups of rows, or of columns, by the dims of both matrices. Offsets say where groups
-end, so that a dim in groups is whole."""
-
-
-def grouped_mm(call: Call) -> Rule:
-    """A product for each group."""
-    rule = _GROUPED[len(call.shape(0)), len(call.shape(1))](call)
-    return replace(rule, local=_of_aligned)
-
-
-@anywhere
-def _of_aligned(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """The local call: kernels refuse shards whose rows are not multiples of 16 bytes apart."""
-    a, b, *rest = args
-    if not (a.numel() and b.numel()):
-        return a.new_zeros(site.out_shapes[0])
-    return op(_aligned(a), _aligned(b), *rest, **kwargs)
-
-
-def _aligned(value: torch.Tensor) -> torch.Tensor:
-    unit, size = 16 // value.element_size(), value.shape[-1]
-    if sorted(step % unit for step in value.stride()[-2:]) == [0, 1 % unit]:
-        return value
-    wide = value.new_empty((*value.shape[:-1], size + -size % unit))
-    return wide[..., :size].copy_(value)
-
-
-def _is_vectors(call: Call) -> bool:
-    a, b = call.shape(0), call.shape(1)
-    return len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-
-
-_COLUMNS = matrices("... _ _, ... _ k -> ... _ k, ... _ _, ... _, ...", alike=(1, 2, 3))
-_ROWS = matrices("... _ _, ... k _ -> ... k _, ... _ _, ... _, ...", alike=(1, 2, 3))
-_VECTORS = matrices("... _ _, ... _ -> ... _, ... _ _, ... _, ...", alike=(1, 2, 3))
-
-
-def solve(call: Call) -> Rule:
-    """One system for each matrix; the columns of the right side are apart, too."""
-    if _is_vectors(call):
-        return _VECTORS(call)
-    rule = _COLUMNS(call) if call.get("left") else _ROWS(call)
-    return replace(rule, local=_as_matrices)
-
-
-_LEAST_MATRICES = matrices("... _ _, ... _ _ -> ... _ _, ... _, ..., ... _", alike=(2, 3))
-_LEAST_VECTORS = matrices("... _ _, ... _ -> ... _, ... _, ..., ... _", alike=(2, 3))
-
-
-def least_squares(call: Call) -> Rule:
-    """As `solve`; the columns stay together, for a matrix has no rank where there are none."""
-    if _is_vectors(call):
-        return _LEAST_VECTORS(call)
-    return replace(_LEAST_MATRICES(call), local=_as_matrices)
+    return notation(text, reduce=None, alike=alike, local=local)
 
 
 @anywhere
 def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """A matrix on the right side must not look like a batch of vectors, however large a shard
-    is."""
+    """The local call: PyTorch takes a right side of fewer dims for vectors if the sizes fit."""
     a, b = args[:2]
     return op(a, b.unsqueeze(0) if b.ndim == a.ndim - 1 else b, *args[2:], **kwargs)
 
 
-def solve_by_factors(left: str, right: str) -> Family:
-    """A system whose matrix is factored: the columns, or rows, of the other side are apart."""
-    by_side = {True: matrices(left), False: matrices(right)}
+def _solver(rest: str, alike: tuple[int, ...]) -> Family:
+    """A linear system for each matrix: the right side is a matrix or a vector."""
+    of_matrices = matrices(f"... _ _, ... _ _ -> ... _ _, {rest}", alike=alike, local=_as_matrices)
+    of_vectors = matrices(f"... _ _, ... _ -> ... _, {rest}", alike=alike)
 
     def family(call: Call) -> Rule:
-        return by_side[bool(call.get("left", True))](call)
+        a, b = call.shape(0), call.shape(1)
+        has_vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
+        return of_vectors(call) if has_vectors else of_matrices(call)
 
     return family
 
 
-def cross(call: Call) -> Rule:
-    """The product of vectors along one dim; the others broadcast."""
-    out = call.results[0].shape
-    dim = call.get("dim") % len(out)
-    inputs = [list(broadcast_dims(spec.meta.shape, out)) for spec in call.specs]
-    result = list(broadcast_dims(out, out))
-    for dims in (*inputs, result):
-        dims[dim] = None
-    sizes = {f"i{d}": size for d, size in enumerate(out) if d != dim}
-    linear = ((0,), (1,)) if call.results[0].dtype is not torch.bool else ()
-    return Rule(tuple(map(tuple, inputs)), (tuple(result),), sizes, reduce=None, linear=linear)
+solve = _solver("... _ _, ... _, ...", (1, 2, 3))
+least_squares = _solver("... _, ..., ... _", (2, 3))
 
 
 def fourier(call: Call) -> Rule:
     """A transform is linear, and works apart on all dims but its own."""
     if not prod(call.shape(0)):
         return dimwise("dim")(call)
-    return replace(dimwise("dim", local=_of_none, unless=_holds_some)(call), linear=((0,),))
-
-
-def _holds_some(site: Site) -> bool:
-    return prod(site.inputs[0].local_shape(site.coord)) > 0
-
-
-@anywhere
-def _of_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """The kernels refuse an empty batch, which a rank may hold."""
-    if args[0].numel():
-        return op(*args, **kwargs)
-    return args[0].new_empty(site.out_shapes[0], dtype=site.outputs[0].dtype)
+    return replace(dimwise("dim")(call), linear=((0,),), **unless_empty(call))
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -156,42 +73,81 @@ def _of_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site)
 
 @anywhere
 def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """With an empty matrix PyTorch forgets to broadcast the first operand."""
+    """With an empty matrix PyTorch does not broadcast the first operand."""
     return op(args[0].expand(site.out_shapes[0]), *args[1:], **kwargs)
 
 
-def trilinear(call: Call) -> Rule:
-    """The product of three tensors that are unsqueezed at some dims, summed over others."""
-    ndim = len(call.shape(0)) + len(call.get("expand1"))
-    sizes: dict[int, int] = {}
-    places = []
-    for operand, name in enumerate(("expand1", "expand2", "expand3")):
-        own = [dim for dim in range(ndim) if dim not in call.get(name)]
-        places.append(own)
-        for dim, size in zip(own, call.shape(operand), strict=True):
-            sizes[dim] = max(sizes.get(dim, 0), size) if size else 0
-    inputs = tuple(
-        along([f"i{d}" if size == sizes[d] else None for d, size in zip(own, shape, strict=True)])
-        for own, shape in zip(places, map(call.shape, range(3)), strict=True)
-    )
-    kept = [dim for dim in range(ndim) if dim not in call.get("sumdim")]
-    return Rule(
-        inputs,
-        (along([f"i{dim}" if dim in sizes else None for dim in kept]),),
-        {f"i{dim}": size for dim, size in sizes.items()},
-        linear=((0,), (1,), (2,)),
-    )
+_GROUPED = {
+    (2, 3): notation("_ k, g k n, _ -> _ n", linear=((0,), (1,))),
+    (3, 2): notation("_ m k, k _, _ -> m _", linear=((0,), (1,))),
+    (2, 2): notation("m _, _ n, _ -> _ m n", linear=((0,), (1,))),
+    (3, 3): notation("g m k, g k n -> g m n", linear=((0,), (1,))),
+}
+_SCALED_GROUPED = {
+    (2, 3): notation("_ _, g _ _, _, g _, _ -> _ _"),
+    (3, 3): notation("g m _, g _ _, g m, g _ -> g m _", reduce=None),
+}
+"""Products of groups, by the number of dims of both matrices. Offsets say where groups of rows end;
+experts `g` may be sharded, and give a pending sum."""
 
 
-def cdist_backward(call: Call) -> Rule:
-    """`"... p r, ... p m, ... r m, ... p r -> ... p m"`"""
-    family = notation("... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),))
-    return replace(family(call), local=_of_distances)
+def grouped_mm(call: Call) -> Rule:
+    """A product for each group of rows, or for each matrix."""
+    kind = len(call.shape(0)), len(call.shape(1))
+    if "scaled" in call.name:
+        if kind not in _SCALED_GROUPED or len(call.shape(2)) != kind[0] - 1:
+            return replicated(call)  # groups of columns, or scales of blocks
+        return replace(_SCALED_GROUPED[kind](call), local=_of_experts, placed=frozenset("g"))
+    return replace(_GROUPED[kind](call), local=_of_experts, placed=frozenset("g"))
 
 
-@anywhere
-def _of_distances(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """Of no distances the kernel gives zeros that are not broadcast."""
-    if not args[0].numel():
-        return args[1].new_zeros(site.out_shapes[0])
-    return op(*args, **kwargs)
+def _of_experts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """The local call: the rows of the experts that are here come first, the other rows are zero."""
+    given = named(op, args, kwargs)
+    a, b, offs = given["self"], given["mat2"], given["offs"]
+    if not (a.numel() and b.numel()):
+        return a.new_zeros(site.out_shapes[0], dtype=site.outputs[0].dtype)
+    given["self"], given["mat2"] = _aligned(a), _aligned(b)
+    if offs is None or a.ndim == 3 or b.ndim == 2 or len(offs) == len(b):
+        return op(**given)
+    start, stop = site.box(1)[0]
+    rows = torch.arange(len(a), device=a.device)
+    first = offs[start - 1] if start else 0
+    given["self"] = _aligned(a[(rows + first) % len(a)])
+    if "scale_a" in given:
+        given["scale_a"] = given["scale_a"][(rows + first) % len(a)]
+    given["offs"] = offs[start:stop] - first
+    made = op(**given)
+    made = torch.where((rows < given["offs"][-1]).unsqueeze(-1), made, 0)
+    return made[(rows - first) % len(a)]
+
+
+def _aligned(value: torch.Tensor) -> torch.Tensor:
+    """Kernels refuse shards whose rows are not multiples of 16 bytes apart."""
+    unit, size = 16 // value.element_size(), value.shape[-1]
+    if sorted(step % unit for step in value.stride()[-2:]) == [0, 1 % unit]:
+        return value
+    wide = value.new_empty((*value.shape[:-1], size + -size % unit))
+    return wide[..., :size].copy_(value)
+
+
+def scaled_mm(call: Call) -> Rule:
+    """`"m _, _ n, m _, _ n, n -> m n"`: 8-bit floats with a scale for each tensor, or for each row
+    and column. Kernels take columns in multiples of 16."""
+    rows, columns = call.shape(0)[0], call.shape(1)[1]
+    m, n = Along("m"), Along("n", Scaled(16))
+    known: dict[str, Dims] = {"self": (m, None), "mat2": (None, n), "bias": (n,)}
+    per_row = {"scale_a": ((rows, 1), (m, None)), "scale_b": ((1, columns), (None, n))}
+    inputs = []
+    for name, spec in zip(call.operand_names, call.specs, strict=True):
+        shape = spec.meta.shape
+        if name in known:
+            inputs.append(known[name])
+        elif prod(shape) == 1:
+            inputs.append((None,) * len(shape))
+        elif per_row[name][0] == shape:
+            inputs.append(per_row[name][1])
+        else:
+            return replicated(call)  # scales of blocks
+    sizes = {"m": rows, "n": columns // 16}
+    return Rule(tuple(inputs), ((m, n),), sizes, reduce=None, **unless_empty(call))

@@ -1,10 +1,11 @@
 """The little language of rules: `"m k, k n -> m n"`.
 
-Operands are separated by commas, dims by spaces. A name is a factor; `k!` is needed whole; `_` is
-a dim of
-size 1 or without meaning; `(a b)` is a dim made of two factors, outer first; `...` stands for any
-number
-of dims; `[m]` is a dim that may be missing or of size 1 (broadcast).
+Operands are separated by commas, dims by spaces.
+
+- `m` is a factor; `k!` and `_` are dims that are needed whole.
+- `(a b)` is a dim made of two factors, outer first.
+- `...` stands for any number of dims that broadcast; `...!` needs them whole.
+- `[m]` is a dim that may be missing or of size 1 (broadcast).
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..errors import RuleError
-from .call import Call, Family, has_fractions
-from .rule import Along, Dims, Local, Rule, Scaled
-
-__all__ = ["Pattern", "notation", "parse"]
+from .language import (
+    Along,
+    Call,
+    Dims,
+    Family,
+    Local,
+    Rule,
+    Scaled,
+    has_fractions,
+    unless_empty,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class DimPattern:
 
 Pattern = tuple[DimPattern, ...]
 
-_TOKEN = re.compile(r"\s*(\.\.\.|\([^()]*\)|\[[^\[\]]*\]|[A-Za-z][A-Za-z0-9]*!?|_)")
+_TOKEN = re.compile(r"\s*(\.\.\.!?|\([^()]*\)|\[[^\[\]]*\]|[A-Za-z][A-Za-z0-9]*!?|_)")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 
 
@@ -71,7 +79,7 @@ def _operand(rule: str, text: str) -> Pattern:
         if match is None:
             raise RuleError(
                 f"rule {rule!r}: cannot read {rest!r}. A dim is a name like 'm', 'k!' (needed "
-                "whole), '_', '(a b)', '[m]' or '...'."
+                "whole), '_', '(a b)', '[m]', '...' or '...!'."
             )
         dims.append(_dim(rule, match.group(1)))
         rest = rest[match.end() :].strip()
@@ -81,8 +89,8 @@ def _operand(rule: str, text: str) -> Pattern:
 
 
 def _dim(rule: str, token: str) -> DimPattern:
-    if token == "...":
-        return DimPattern((), ellipsis=True)
+    if token.startswith("..."):
+        return DimPattern((), whole=token.endswith("!"), ellipsis=True)
     if token == "_":
         return DimPattern(())
     if token[0] in "([":
@@ -116,13 +124,12 @@ def notation(
     reduce: str | None = "sum",
     alike: Sequence[int] = (),
     local: Local | None = None,
+    refuses_empty: int | None = None,
 ) -> Family:
-    """A family written in index notation.
+    """A family written in index notation; for the traits see `Rule`.
 
-    `linear` are sets of operands that may hold pending sums together; `added` are operands that
-    are added to the result, so that they count once; `alike` are results that an operand with a
-    factor which they lack does not enter. `local` replaces the local call. A result of shape [0]
-    where there should be more dims is one that was not asked for.
+    If the kernel refuses an empty shard of operand `refuses_empty`, such a rank makes zeros. A
+    result that is None, or of shape [0] where there should be more dims, was not asked for.
     """
     inputs, outputs = parse(text)
 
@@ -141,7 +148,7 @@ def notation(
             for operand, pattern in enumerate(patterns):
                 _bind(call, text, operand, pattern, sizes, optional)
         whole = {name for p in patterns for dim in p if dim.whole for name in dim.factors}
-        made = [_expand(pattern, rank) for pattern in outputs]
+        made = [_expand(pattern, rank) for pattern in _returned(call, outputs)]
         unasked = [i for i, r in enumerate(call.results) if r.shape == (0,) and len(made[i]) != 1]
         return Rule(
             inputs=tuple(
@@ -162,14 +169,22 @@ def notation(
                 if (kept := tuple(given.index(index) for index in each if index in given))
             ),
             averages=all(has_fractions(spec.dtype) for spec in call.specs),
-            local=local,
+            **({"local": local} if refuses_empty is None else unless_empty(call, refuses_empty)),
         )
 
     return family
 
 
+def _returned(call: Call, outputs: Sequence[Pattern]) -> Sequence[Pattern]:
+    """The patterns of the results that are not None."""
+    if not isinstance(call.structure, (list, tuple)) or len(call.structure) != len(outputs):
+        return outputs
+    pairs = zip(call.structure, outputs, strict=True)
+    return [pattern for at, pattern in pairs if isinstance(at, int)]
+
+
 def _is_scaled_by_infinity(call: Call) -> bool:
-    """Whether the parts of a sum, multiplied by a number each, may be infinite both ways."""
+    """True if the terms of a sum are each multiplied by an infinite number."""
     numbers = [call.get(name) for name in ("alpha", "beta", "scale")]
     return any(isinstance(n, (float, complex)) and n - n != 0 for n in numbers)
 
@@ -187,7 +202,8 @@ def _expand(pattern: Pattern, rank: int) -> Pattern:
     dims: list[DimPattern] = []
     for dim in pattern:
         if dim.ellipsis:
-            dims.extend(DimPattern((f"i{index}",), optional=True) for index in range(rank))
+            names = [(f"i{index}",) for index in range(rank)]
+            dims.extend(DimPattern(name, whole=dim.whole, optional=True) for name in names)
         else:
             dims.append(dim)
     return tuple(dims)

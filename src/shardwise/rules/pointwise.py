@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from .call import Call, Operand, has_fractions, is_finite, keeps_sums, stored, wraps_alike
-from .rule import Along, Dims, Rule
+from .language import (
+    Along,
+    Call,
+    Dims,
+    Operand,
+    Rule,
+    has_fractions,
+    is_finite,
+    keeps_sums,
+    stored,
+)
 
 _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("add", "sub", "rsub", "copy"), ((0, 1),)),
@@ -95,5 +104,4 @@ def _has_finite_numbers(call: Call, name: str) -> bool:
 
 def _keeps_sums(call: Call, name: str, operand: int) -> bool:
     src, dst = call.specs[operand].dtype, call.results[0].dtype
-    moved = (src is dst and name in _COPIES) or (name == "_to_copy" and wraps_alike(src, dst))
-    return moved or keeps_sums(src, dst)
+    return (src is dst and name in _COPIES) or keeps_sums(src, dst)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
 from ..comm import identity
-from .call import Call, Family, has_fractions, keeps_sums
-from .rule import Dims, Rule, Site, along, anywhere
-
-__all__ = ["dimwise", "mean", "reduced_dims", "reduction", "slicewise", "wide"]
+from .language import (
+    Call,
+    Dims,
+    Family,
+    Rule,
+    Site,
+    along,
+    anywhere,
+    has_fractions,
+    keeps_sums,
+    unless_empty,
+)
 
 
 def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
@@ -117,20 +126,7 @@ largest = _of_some(reduction("max", local=extreme_local, unless=_holds_some))
 smallest = _of_some(reduction("min", local=extreme_local, unless=_holds_some))
 
 
-def slicewise(call: Call) -> Rule:
-    """An operator that works apart on the slice at each place of one dim, and needs it whole."""
-    shape = call.shape(0)
-    dim = call.get("dim") % len(shape)
-    dims = along([f"i{d}" if d == dim else None for d in range(len(shape))])
-    return Rule((dims,), (dims,), {f"i{dim}": shape[dim]}, reduce=None)
-
-
-def dimwise(
-    *names: str,
-    linear: bool = False,
-    local: Any = None,
-    unless: Any = None,
-) -> Family:
+def dimwise(*names: str, linear: bool = False) -> Family:
     """An operator that needs the named dims whole and works on every other dim apart.
 
     All operands have the shape of the first, or none of its dims; results have it too. With
@@ -159,20 +155,11 @@ def dimwise(
             reduce=None,
             linear=((0,),) if linear and keeps_sums(src, dst) else (),
             averages=has_fractions(src),
-            local=local,
-            unless=unless,
         )
 
     return family
 
 
-@anywhere
-def _nothing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """The results of an empty shard, without PyTorch's warning of too few elements."""
-    if not args[0].numel() and 0 in site.out_shapes[0]:
-        made = [args[0].new_empty(s.local_shape(site.coord), dtype=s.dtype) for s in site.outputs]
-        return made[0] if len(made) == 1 else tuple(made)
-    return op(*args, **kwargs)
-
-
-variance = dimwise("dim", local=_nothing, unless=_holds_some)
+def variance(call: Call) -> Rule:
+    """var, std and their like: an empty shard would make PyTorch warn of too few elements."""
+    return replace(dimwise("dim")(call), **unless_empty(call))

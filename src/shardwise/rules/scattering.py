@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from .call import Call, Operand, has_fractions, together
 from .indexing import Names, has_mask, index_dims, indexed_whole, local_address, within
+from .language import Call, Local, Operand, Rule, Site, along, has_fractions, together
 from .pointwise import base_name
-from .rule import Local, Rule, Site, along
 
 _PENDING = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}
 _SAME = {"add": "sum", "multiply": "prod"}

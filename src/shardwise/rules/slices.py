@@ -11,24 +11,8 @@ from typing import Any
 import torch
 
 from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals
-from .call import Call, together
-from .rule import Along, Dims, Rule, Site, along
+from .language import Along, Call, Dims, Rule, Site, along, together
 from .views import each_dim, form_of, reordered, sizes_of
-
-__all__ = [
-    "Spread",
-    "Window",
-    "cat",
-    "select",
-    "select_backward",
-    "select_scatter",
-    "slice_backward",
-    "slice_scatter",
-    "slice_tensor",
-    "split",
-    "stack",
-    "unbind",
-]
 
 aten = torch.ops.aten
 

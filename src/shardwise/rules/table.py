@@ -1,44 +1,97 @@
-"""The one page: which family or notation each operator follows.
+"""The one page: which family or notation each operator follows, and the rules that users gave.
 
 A key is an operator's name, or name and overload where overloads differ. In-place, `out=`, `_copy`
-and
-foreach forms are derived from these and never written.
+and foreach forms are derived from these and never written.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .._torch import OpOverload
 from . import (
     attention,
-    creation,
-    images,
+    convolution,
+    halo,
     indexing,
-    layers,
     linalg,
     losses,
     norms,
+    resample,
     scattering,
     slices,
     structure,
     views,
 )
-from .call import Family
+from .language import Family, replicated
 from .notation import notation
 from .pointwise import pointwise
-from .reductions import dimwise, largest, mean, reduction, slicewise, smallest, variance
-
-__all__ = ["TABLE", "family_of"]
+from .reductions import dimwise, largest, mean, reduction, smallest, variance
 
 _total = reduction("sum", linear=True)
 _count = reduction("sum")
 _each = ((0,), (1,))
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
+def _all(names: str, family: Family) -> dict[str, Family]:
+    return dict.fromkeys(names.split(), family)
 
+
+def _planes(text: str, linear: bool = True) -> Family:
+    """Each plane of a batch and a channel apart; in `text` a digit is a plane of so many dims."""
+    for count in "123":
+        text = text.replace(count, f"[n] c{' _' * int(count)}")
+    return notation(text, reduce=None, linear=((0,),) if linear else (), refuses_empty=0)
+
+
+_RESAMPLED = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d"
+)
+
+IMAGES: dict[str, Family] = {
+    "convolution": convolution.convolution,
+    "convolution_backward": convolution.convolution_backward,
+    "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
+    **_all("avg_pool2d avg_pool3d", halo.avg_pool),
+    **_all("avg_pool2d_backward avg_pool3d_backward", halo.avg_pool_backward),
+    **_all("max_pool2d_with_indices max_pool3d_with_indices", halo.max_pool),
+    "max_pool2d_with_indices_backward": halo.max_pool_backward,
+    "max_pool3d_with_indices_backward": halo.max_pool_backward,
+    **_all(_RESAMPLED, resample.resampled),
+    **_all(_RESAMPLED.replace(" ", "_backward ") + "_backward", resample.resampled_backward),
+    "constant_pad_nd": halo.constant_pad,
+    "unfold": halo.unfold,
+    "unfold_backward": halo.unfold_backward,
+    "im2col": notation("[n] _ _ _ -> [n] _ _", reduce=None, linear=((0,),)),
+    "col2im": notation("[n] _ _ -> [n] _ _ _", reduce=None, linear=((0,),)),
+    "grid_sampler_2d": notation("n c _ _, n p q _ -> n c p q", reduce=None, linear=((0,),)),
+    "grid_sampler_3d": notation("n c _ _ _, n p q r _ -> n c p q r", reduce=None, linear=((0,),)),
+    "grid_sampler_2d_backward": notation(
+        "n c p q, n c _ _, n p q _ -> n c _ _, n p q _", linear=((0,),)
+    ),
+    "grid_sampler_3d_backward": notation(
+        "n c p q r, n c _ _ _, n p q r _ -> n c _ _ _, n p q r _", linear=((0,),)
+    ),
+}
+for _d in "23":
+    IMAGES |= {
+        f"adaptive_max_pool{_d}d": _planes(f"{_d} -> {_d}, {_d}", linear=False),
+        f"adaptive_max_pool{_d}d_backward": _planes(f"{_d}, {_d}, {_d} -> {_d}"),
+        f"fractional_max_pool{_d}d": _planes(f"{_d}, n c _ -> {_d}, {_d}", linear=False),
+        f"fractional_max_pool{_d}d_backward": _planes(f"{_d}, {_d}, {_d} -> {_d}"),
+        f"max_unpool{_d}d": _planes(f"{_d}, {_d} -> {_d}"),
+    }
+for _d in "123":
+    for _kind in ("reflection", "replication"):
+        IMAGES[f"{_kind}_pad{_d}d"] = _planes(f"{_d} -> {_d}")
+        IMAGES[f"{_kind}_pad{_d}d_backward"] = _planes(f"{_d}, {_d} -> {_d}")
 
 TABLE: dict[str, Family] = {
     # matrix products
@@ -56,7 +109,9 @@ TABLE: dict[str, Family] = {
     "baddbmm": notation("[b] [m] [n], b m k, b k n -> b m n", linear=((0, 1), (0, 2)), added=(0,)),
     "addbmm": notation("[m] [n], b m k, b k n -> m n", linear=((0, 1), (0, 2)), added=(0,)),
     "linear": notation("... k, n k, n -> ... n", linear=((0, 2), (1, 2)), added=(2,)),
-    "_grouped_mm": linalg.grouped_mm,
+    "_int_mm": notation("m k, k n -> m n"),
+    "_scaled_mm": linalg.scaled_mm,
+    **_all("_grouped_mm _scaled_grouped_mm", linalg.grouped_mm),
     # reductions
     "sum": _total,
     "nansum": _count,
@@ -70,30 +125,22 @@ TABLE: dict[str, Family] = {
     "any": reduction("max"),
     "all": reduction("min"),
     # one dim whole, the others apart
-    **dict.fromkeys(
-        _names(
-            "max.dim min.dim argmax argmin median nanmedian mode kthvalue sort topk "
-            "cummax cummin logcumsumexp logsumexp _softmax _log_softmax _safe_softmax "
-            "linalg_vector_norm"
-        ),
+    **_all(
+        "max.dim min.dim argmax argmin median nanmedian mode kthvalue sort topk cummax cummin "
+        "logcumsumexp logsumexp _softmax _log_softmax _safe_softmax linalg_vector_norm",
         dimwise("dim"),
     ),
-    **dict.fromkeys(
-        _names("_softmax_backward_data _log_softmax_backward_data"), dimwise("dim", linear=True)
-    ),
+    **_all("_softmax_backward_data _log_softmax_backward_data", dimwise("dim", linear=True)),
     "cumsum": dimwise("dim", linear=True),
     "cumprod": dimwise("dim"),
-    **dict.fromkeys(_names("var std var_mean std_mean"), variance),
-    "renorm": slicewise,
+    **_all("var std var_mean std_mean", variance),
     # pointwise, though not tagged so
-    **dict.fromkeys(
-        _names(
-            "copy fill zero detach alias lift_fresh lift_fresh_copy _to_copy _conj _conj_physical "
-            "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
-            "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
-            "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
-            "logit_backward isin.Tensor_Scalar masked_fill complex polar"
-        ),
+    **_all(
+        "copy fill zero detach alias lift_fresh lift_fresh_copy _to_copy _conj _conj_physical "
+        "_neg_view elu_backward hardtanh_backward hardsigmoid_backward hardswish "
+        "hardswish_backward leaky_relu_backward softplus_backward softshrink_backward "
+        "hardshrink_backward log_sigmoid_forward log_sigmoid_backward mish_backward "
+        "logit_backward isin.Tensor_Scalar masked_fill complex polar",
         pointwise,
     ),
     # views
@@ -121,21 +168,15 @@ TABLE: dict[str, Family] = {
     "cat": slices.cat,
     "stack": slices.stack,
     # matrices: batches are apart
-    **dict.fromkeys(
-        _names("cholesky cholesky_inverse linalg_matrix_exp"), linalg.matrices("... _ _ -> ... _ _")
-    ),
-    **dict.fromkeys(
-        _names("linalg_cholesky_ex linalg_inv_ex"), linalg.matrices("... _ _ -> ... _ _, ...")
-    ),
-    **dict.fromkeys(
-        _names("linalg_ldl_factor_ex linalg_lu_factor_ex"),
+    **_all("cholesky cholesky_inverse linalg_matrix_exp", linalg.matrices("... _ _ -> ... _ _")),
+    **_all("linalg_cholesky_ex linalg_inv_ex", linalg.matrices("... _ _ -> ... _ _, ...")),
+    **_all(
+        "linalg_ldl_factor_ex linalg_lu_factor_ex",
         linalg.matrices("... _ _ -> ... _ _, ... _, ..."),
     ),
     "_linalg_det": linalg.matrices("... _ _ -> ..., ... _ _, ... _"),
     "_linalg_slogdet": linalg.matrices("... _ _ -> ..., ..., ... _ _, ... _"),
-    **dict.fromkeys(
-        _names("linalg_eig _linalg_eigh"), linalg.matrices("... _ _ -> ... _, ... _ _")
-    ),
+    **_all("linalg_eig _linalg_eigh", linalg.matrices("... _ _ -> ... _, ... _ _")),
     "_linalg_eigvals": linalg.matrices("... _ _ -> ... _"),
     "_linalg_svd": linalg.matrices("... _ _ -> ... _ _, ... _, ... _ _"),
     "linalg_qr": linalg.matrices("... _ _ -> ... _ _, ... _ _"),
@@ -143,126 +184,89 @@ TABLE: dict[str, Family] = {
     "linalg_lu": linalg.matrices("... _ _ -> ... _ _, ... _ _, ... _ _"),
     "lu_unpack": linalg.matrices("... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
     "linalg_householder_product": linalg.matrices("... _ _, ... _ -> ... _ _"),
-    "ormqr": linalg.solve_by_factors(
-        "... _ _, ... _, ... _ k -> ... _ k", "... _ _, ... _, ... k _ -> ... k _"
-    ),
+    "ormqr": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
     "linalg_pinv.atol_rtol_tensor": linalg.matrices("... _ _, ..., ... -> ... _ _"),
     "linalg_lstsq": linalg.least_squares,
     "_linalg_solve_ex": linalg.solve,
-    "linalg_solve_triangular": linalg.solve_by_factors(
-        "... _ _, ... _ k -> ... _ k", "... _ _, ... k _ -> ... k _"
-    ),
-    "linalg_lu_solve": linalg.solve_by_factors(
-        "... _ _, ... _, ... _ k -> ... _ k", "... _ _, ... _, ... k _ -> ... k _"
-    ),
-    "linalg_ldl_solve": linalg.matrices("... _ _, ... _, ... _ k -> ... _ k"),
-    "cholesky_solve": linalg.matrices("... _ k, ... _ _ -> ... _ k"),
-    "triangular_solve": linalg.matrices("... _ k, ... _ _ -> ... _ k, ... _ _", alike=(1,)),
-    "linalg_cross": linalg.cross,
+    "linalg_solve_triangular": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
+    "linalg_lu_solve": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
+    "linalg_ldl_solve": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
+    "cholesky_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
+    "triangular_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _, ... _ _", alike=(1,)),
     "linalg__powsum": _count,
-    **dict.fromkeys(_names("_fft_c2c _fft_r2c _fft_c2r"), linalg.fourier),
+    **_all("_fft_c2c _fft_r2c _fft_c2r", linalg.fourier),
     # where elements go
-    **dict.fromkeys(("flip", "roll"), structure.turned),
+    **_all("flip roll", structure.turned),
     "repeat": structure.repeat,
-    **dict.fromkeys(("tril", "triu"), structure.triangle),
-    "trace": structure.trace,
+    **_all("tril triu", structure.triangle),
     "diagonal": structure.diagonal,
-    "diagonal_backward": structure.diagonal_backward,
-    "diagonal_scatter": structure.diagonal_scatter,
-    "diag_embed": structure.diag_embed,
     # factories by example
-    **dict.fromkeys(_names("empty_like zeros_like ones_like full_like"), creation.like),
-    **dict.fromkeys(
-        _names("new_empty new_zeros new_ones new_full new_empty_strided"), creation.new
-    ),
+    **_all("empty_like zeros_like ones_like full_like", structure.like),
+    **_all("new_empty new_zeros new_ones new_full new_empty_strided", structure.new),
     # networks
-    **images.IMAGES,
-    "native_layer_norm": norms.layer_norm,
-    "native_layer_norm_backward": norms.layer_norm_backward,
-    "_fused_rms_norm": norms.layer_norm,
-    "_fused_rms_norm_backward": norms.rms_norm_backward,
-    **dict.fromkeys(
-        _names(
-            "_native_batch_norm_legit_no_training _native_batch_norm_legit_functional "
-            "_native_batch_norm_legit.no_stats"
-        ),
-        norms.batch_norm,
-    ),
+    **IMAGES,
+    **_all("native_layer_norm native_layer_norm_backward", norms.layer_norm),
+    **_all("_fused_rms_norm _fused_rms_norm_backward", norms.layer_norm),
+    "_native_batch_norm_legit_no_training": norms.batch_norm_evaluation,
+    "_native_batch_norm_legit_functional": norms.batch_norm,
+    "_native_batch_norm_legit.no_stats": norms.batch_norm,
     "native_batch_norm_backward": norms.batch_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,
-    **dict.fromkeys(
-        _names(
-            "_scaled_dot_product_flash_attention_for_cpu "
-            "_scaled_dot_product_flash_attention.default "
-            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-            "_scaled_dot_product_fused_attention_overrideable"
-        ),
+    **_all(
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention.default _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
         attention.attention,
     ),
-    **dict.fromkeys(
-        _names(
-            "_scaled_dot_product_flash_attention_for_cpu_backward "
-            "_scaled_dot_product_flash_attention_backward "
-            "_scaled_dot_product_efficient_attention_backward "
-            "_scaled_dot_product_cudnn_attention_backward "
-            "_scaled_dot_product_fused_attention_overrideable_backward"
-        ),
+    **_all(
+        "_scaled_dot_product_flash_attention_for_cpu_backward "
+        "_scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_cudnn_attention_backward "
+        "_scaled_dot_product_fused_attention_overrideable_backward",
         attention.attention_backward,
     ),
-    "_native_multi_head_attention": layers.multi_head_attention,
-    "_transformer_encoder_layer_fwd": layers.encoder_layer,
+    "_native_multi_head_attention": attention.encoder_layer,
+    "_transformer_encoder_layer_fwd": attention.encoder_layer,
     # distances
-    **dict.fromkeys(
-        _names("_cdist_forward _euclidean_dist"),
-        notation("... p _, ... r _ -> ... p r", reduce=None),
+    **_all("_cdist_forward _euclidean_dist", notation("... p _, ... r _ -> ... p r", reduce=None)),
+    "_cdist_backward": notation(
+        "... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),), refuses_empty=0
     ),
-    "_cdist_backward": linalg.cdist_backward,
-    "_pdist_forward": notation("_ _ -> _"),
-    "_pdist_backward": notation("_, _ m, _ -> _ m", linear=((0,),)),
     # by index
     "gather": indexing.gather,
     "index_select": indexing.index_select,
-    **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), indexing.index),
+    **_all("index.Tensor _unsafe_index.Tensor", indexing.index),
     "take": indexing.take,
     "embedding": indexing.embedding,
     "embedding_dense_backward": indexing.embedding_backward,
-    **dict.fromkeys(_names("scatter scatter_add scatter_reduce.two"), scattering.scatter),
-    **dict.fromkeys(_names("index_add index_copy index_fill index_reduce"), scattering.index_write),
-    **dict.fromkeys(_names("index_put _unsafe_index_put _index_put_impl"), scattering.index_put),
+    **_all("scatter scatter_add scatter_reduce.two", scattering.scatter),
+    **_all("index_add index_copy index_fill index_reduce", scattering.index_write),
+    **_all("index_put _unsafe_index_put _index_put_impl", scattering.index_put),
     "put": scattering.put,
     "_embedding_bag_dense_backward": indexing.bag_backward,
     "bucketize.Tensor": notation("..., _ -> ...", reduce=None),
     "searchsorted": indexing.searchsorted,
-    **dict.fromkeys(
-        _names(
-            "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
-            "binary_cross_entropy_with_logits soft_margin_loss"
-        ),
+    **_all(
+        "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
+        "binary_cross_entropy_with_logits soft_margin_loss",
         losses.loss,
     ),
-    **dict.fromkeys(
-        _names(
-            "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
-            "binary_cross_entropy_backward soft_margin_loss_backward"
-        ),
+    **_all(
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+        "binary_cross_entropy_backward soft_margin_loss_backward",
         losses.loss_backward,
     ),
-    **dict.fromkeys(
-        _names(
-            "multi_margin_loss multi_margin_loss_backward "
-            "multilabel_margin_loss_forward multilabel_margin_loss_backward"
-        ),
-        losses.margin,
+    **_all(  # PyTorch's decompositions give other values
+        "multi_margin_loss multi_margin_loss_backward "
+        "multilabel_margin_loss_forward multilabel_margin_loss_backward",
+        replicated,
     ),
-    **dict.fromkeys(_names("_ctc_loss.default _ctc_loss_backward.default"), losses.ctc),
-    "_trilinear": linalg.trilinear,
-    "torch_nn::_linear_cross_entropy_batch_chunked": losses.linear_cross_entropy,
-    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": notation(
-        "n _, _ _, n, _, _ -> n", reduce=None
-    ),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), losses.nll_forward),
-    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), losses.nll_backward),
+    "torch_nn::_linear_cross_entropy_batch_chunked": replicated,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": replicated,
+    **_all("nll_loss_forward nll_loss2d_forward", losses.nll_forward),
+    **_all("nll_loss_backward nll_loss2d_backward", losses.nll_backward),
 }
 
 
@@ -281,7 +285,7 @@ def family_of(op: OpOverload) -> Family | None:
 
 
 def _functional_tags(op: OpOverload, name: str) -> list[torch.Tag]:
-    """The tags of what an operator in place is a form of: PyTorch does not tag all of both."""
+    """The tags of the functional form of an in-place operator: PyTorch does not tag all of both."""
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     functional = getattr(packet, op._overloadname or "default", None)
     return [] if functional is None else list(functional.tags)
@@ -294,3 +298,43 @@ def _functional(overload: str) -> str:
     for suffix in ("_out", "_max", "_min"):
         overload = overload.removesuffix(suffix)
     return overload
+
+
+# --- rules that users gave ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A rule for one axis (`family`), or a function that decides for all axes at once (`decide`).
+
+    `decide(call, structure, written)` returns the decision, and a local call or None.
+    `check(call, rule, decision, structure)` raises if the rule is wrong. `by_value` are the numbers
+    that the rule reads, None for all: their values are part of the key.
+    """
+
+    family: Family | None = None
+    decide: Callable[..., Any] | None = None
+    check: Callable[..., None] | None = None
+    by_value: frozenset[str] | None = None
+
+    def reads(self, name: str) -> bool:
+        """True if the rule reads the value of an argument."""
+        return self.by_value is None or name in self.by_value
+
+
+REGISTERED: dict[str, Registered] = {}
+
+
+def key_of(op: OpOverload) -> str:
+    """The name of an operator with its namespace and overload."""
+    return f"{op._schema.name}.{op._overloadname}"
+
+
+def registered(op: OpOverload) -> Registered | None:
+    """The rule that a user gave for an operator; an in-place form follows its base's family."""
+    found = REGISTERED.get(key_of(op))
+    if found is None and op._schema.name.endswith("_") and not op._schema.name.endswith("__"):
+        found = REGISTERED.get(f"{op._schema.name[:-1]}.{op._overloadname}")
+        if found is not None and found.family is None:
+            return None
+    return found

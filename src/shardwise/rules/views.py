@@ -11,24 +11,7 @@ import torch
 
 from ..layout.spec import Groups
 from ..layout.split_dims import common, trivial
-from .call import Call
-from .rule import Along, Dims, Rule, Scaled, Site, along
-
-__all__ = [
-    "each_dim",
-    "expand",
-    "form_of",
-    "permute",
-    "reordered",
-    "sizes_of",
-    "squeeze",
-    "transpose",
-    "unsqueeze",
-    "view",
-    "view_as_complex",
-    "view_as_real",
-    "view_dtype",
-]
+from .language import Along, Call, Dims, Rule, Scaled, Site, along
 
 aten = torch.ops.aten
 

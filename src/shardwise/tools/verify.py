@@ -27,8 +27,7 @@ from ..layout.mesh import Topology, VirtualMesh, topology
 from ..layout.placement import Partial, Placement
 from ..layout.spec import DTensorSpec, Groups, TensorMeta, default_placements
 from ..redistribute import redistribute_locals
-from ..rules import Call, Dims, Operand, Row, Rule
-from ..rules.call import has_fractions
+from ..rules import Call, Dims, Operand, Row, Rule, has_fractions
 from ..storage.plain import full_local
 from ..storage.wrapper import Locals, wrap
 
