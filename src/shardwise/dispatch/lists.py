@@ -24,7 +24,6 @@ from .decide import decide
 from .infer import infer
 from .listplan import Element, ListPlan
 from .out_variants import functional_of, give_shape
-from .repeats import ask_about_repeats
 from .views import is_deferred, own_value, put_back
 
 __all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
@@ -325,8 +324,6 @@ def _run_on(
     )
     found = entry.plans.get(key)
     if found is None:
-        written = [each for n in entry.writes if n in listing.lists for each in args[n]]
-        ask_about_repeats(entry.op, written, args, kwargs)
         found = _build(entry, mesh, listing, operands, args, kwargs)
         kept.put(entry.plans, key, found, plan_bytes(operands))
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
