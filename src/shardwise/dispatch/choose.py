@@ -296,6 +296,7 @@ def _by_rule(
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
+    plan.quick = None if plan.deferred else plan.quick
     return plan
 
 

@@ -30,6 +30,7 @@ from ..storage.plain import adopt, bring_grads_back, check_plain, full_local
 from ..storage.wrapper import Locals, Plain, Wrapper, wrap
 from .cache import kept, plan_bytes
 from .decide import decide
+from .fallback import fallback_form
 from .infer import infer
 from .out_variants import functional_of, give_shape
 from .plans import Plan, tensors_in
@@ -125,7 +126,7 @@ class ListPlan(Plan):
     `inputs` and `outputs` are the layouts of each element's operands and results.
     """
 
-    __slots__ = ("_listing", "_moves", "_notice", "_op", "_outputs", "_sites", "_written")
+    __slots__ = ("_listing", "_moves", "_notice", "_op", "_outputs", "_sites", "_written", "is_local")
 
     def __init__(
         self,
@@ -147,6 +148,7 @@ class ListPlan(Plan):
         ]
         self._moves = [(i, dst) for own in pairs for i, dst in own if specs[i] is not dst]
         self._notice = bool(describe_moves(self._moves, specs))
+        self.is_local = not self._moves
         topology = specs[0].topology
         axes = [
             {axis for spec in (*own, *outputs[i : i + 1]) for axis in spec.slot_axes}
@@ -161,10 +163,6 @@ class ListPlan(Plan):
             ]
             for coord in topology.coords_here(sorted(set().union(*axes)))
         ]
-
-    @property
-    def is_local(self) -> bool:
-        return not self._moves
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
@@ -223,10 +221,9 @@ def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     form = LIST_FORMS.get(op._schema.name.split("::")[-1])
     if form is not None:
         return form(op, *args, **kwargs)
-    if len(op._schema.returns) > 1:
-        return _functional(op, args, kwargs)
-    if op._overloadname == "Tensor" and op._schema.arguments[-1].name == "scalars":
-        return _with_numbers(op, args, kwargs)
+    by_vector = op._overloadname == "Tensor" and op._schema.arguments[-1].name == "scalars"
+    if by_vector or len(op._schema.returns) > 1:  # nobody's optimizer
+        return fallback_form(op)(*args, **kwargs)
     listing = _Listing(args, kwargs)
     listing.check()
     tensors = list(tensors_in(args, kwargs))
@@ -283,40 +280,6 @@ def _into_out(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> No
     for target, value in zip(targets, results, strict=True):
         give_shape(op, target, value)
         target.copy_(value)
-
-
-def _in_place(op: OpOverload) -> OpOverload:
-    """The overload that writes into the lists it is given."""
-    packet = getattr(torch.ops.aten, op._schema.name.split("::")[-1] + "_")
-    return getattr(packet, op._overloadname or "default")  # type: ignore[no-any-return]
-
-
-def _functional(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The operators that update several lists are their forms in place, on copies."""
-    writer = _in_place(op)
-    given, made = list(args), []
-    for place, argument in enumerate(writer._schema.arguments):
-        if argument.alias_info is None:
-            continue
-        value = args[place]
-        copied = value.clone() if isinstance(value, torch.Tensor) else [v.clone() for v in value]
-        given[place] = copied
-        made.append(copied)
-    writer(*given, **kwargs)
-    return tuple(made)
-
-
-def _with_numbers(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A vector that holds a number for each element is read, and its numbers are given."""
-    named = dict(kwargs)
-    *lists, scalars = (*args, named.pop("scalars")) if "scalars" in named else args
-    numbers = full_local(scalars)
-    if numbers.ndim != 1 or len(numbers) != len(lists[0]):
-        raise LayoutError(
-            f"{op}: scalars has shape {list(numbers.shape)}, but there are {len(lists[0])} "
-            "elements. Give a vector with a number for each."
-        )
-    return op._overloadpacket.ScalarList(*lists, numbers.tolist(), **named)
 
 
 def _overlap(tensors: Sequence[Any], listing: _Listing, written: Sequence[int]) -> bool:
@@ -450,7 +413,8 @@ def _build(
             )
     returns = bool(op._schema.returns)
     metas = infer(op, args, kwargs, specs)[0] if returns else ()
-    inputs, outputs = [], []
+    inputs: list[Sequence[DTensorSpec]] = []
+    outputs: list[DTensorSpec] = []
     for index in range(listing.length):
         own = [specs[i] for i in listing.operands(index)]
         result = metas[index] if returns else own[0].meta

@@ -48,7 +48,7 @@ class _Read:
     __slots__ = ("seen", "value")
 
     def __init__(self) -> None:
-        self.seen: tuple[object, ...] | None = None
+        self.seen: object = None
         self.value: Locals = ()
 
 

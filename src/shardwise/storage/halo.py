@@ -17,8 +17,6 @@ from ..redistribute import DimMap, Layout, Step, bytes_received, move, run_toget
 from . import policy
 from .wrapper import Locals
 
-__all__ = ["bring_all", "fetch", "fetch_all", "fetch_parts"]
-
 Windows = tuple[tuple[int, DimMap], ...]
 
 
