@@ -126,7 +126,16 @@ class ListPlan(Plan):
     `inputs` and `outputs` are the layouts of each element's operands and results.
     """
 
-    __slots__ = ("_listing", "_moves", "_notice", "_op", "_outputs", "_sites", "_written", "is_local")
+    __slots__ = (
+        "_listing",
+        "_moves",
+        "_notice",
+        "_op",
+        "_outputs",
+        "_sites",
+        "_written",
+        "is_local",
+    )
 
     def __init__(
         self,

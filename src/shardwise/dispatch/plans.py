@@ -15,7 +15,7 @@ from ..redistribute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
 from ..storage.halo import fetch_parts
-from ..storage.match_meta import in_memory_order, is_in_memory_order
+from ..storage.match_meta import in_memory_order
 from ..storage.operands import (
     announce_moves,
     cached_reduction,
@@ -263,7 +263,8 @@ class CallPlan(Plan):
         if local is not None and unless is not None and all(map(unless, self._sites)):
             local = None
         self._local = local
-        self._rewrites = _shape_rewrites(shape_arg, self._sites)
+        shapes = tuple(site.out_shapes[0] for site in self._sites if shape_arg is not None)
+        self._rewrites = None if shape_arg is None else (shape_arg, shapes)
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
         # Whether local results are brought into memory order: None until some have been seen.
@@ -398,14 +399,6 @@ class CallPlan(Plan):
         places = (self._shape,) if isinstance(self._shape, int) else self._shape or ()
         each = [(made,) if alone else made for made in results]
         specs = [self.outs[at] if isinstance(at, int) else None for at in places]
-        if self._orders is None:
-            self._orders = not all(
-                spec is None or local is None or is_in_memory_order(spec, local)
-                for made in each
-                for spec, local in zip(specs, made, strict=True)
-            )
-        if not self._orders:
-            return results
         new = [
             tuple(
                 local if spec is None or local is None else in_memory_order(spec, local)
@@ -413,6 +406,11 @@ class CallPlan(Plan):
             )
             for made in each
         ]
+        if self._orders is None:
+            pairs = [
+                pair for both in zip(each, new, strict=True) for pair in zip(*both, strict=True)
+            ]
+            self._orders = any(before is not after for before, after in pairs)
         return [made[0] for made in new] if alone else new
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
@@ -443,14 +441,6 @@ def _returned_type(op: Any) -> type:
 def _at_site(local: Local, op: Any, site: Site, *args: Any, **kwargs: Any) -> Any:
     """A local call that depends on where it runs."""
     return local(op, args, kwargs, site)
-
-
-def _shape_rewrites(
-    shape_arg: int | None, sites: Sequence[Site]
-) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-    if shape_arg is None:
-        return None
-    return shape_arg, tuple(site.out_shapes[0] for site in sites)
 
 
 def _picks(topology: Topology, coords: Sequence[Coord], spec: DTensorSpec) -> tuple[int, ...]:
