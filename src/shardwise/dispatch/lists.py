@@ -163,15 +163,16 @@ class ListPlan(Plan):
             {axis for spec in (*own, *outputs[i : i + 1]) for axis in spec.slot_axes}
             for i, own in enumerate(inputs)
         ]
-        # On a virtual mesh an element runs once for all coordinates that differ in other axes.
-        self._sites = [
-            [
-                (index, [(i, spec.slot(coord)) for i, spec in pairs[index]])
+        self._sites: list[tuple[list[int], list[tuple[int, int]]]] = []
+        for coord in topology.coords_here(sorted(set().union(*axes))):
+            # On a virtual mesh an element runs once for all coordinates that differ in other axes.
+            indices = [
+                index
                 for index, own in enumerate(axes)
-                if not topology.virtual or not any(c and a not in own for a, c in enumerate(coord))
+                if not (topology.virtual and any(c and a not in own for a, c in enumerate(coord)))
             ]
-            for coord in topology.coords_here(sorted(set().union(*axes)))
-        ]
+            slots = [(i, spec.slot(coord)) for index in indices for i, spec in pairs[index]]
+            self._sites += [(indices, slots)] if indices else []
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
@@ -182,14 +183,13 @@ class ListPlan(Plan):
             for (index, _), made in zip(self._moves, all_in_layout(wanted), strict=True):
                 local[index] = made
         results: list[list[Any]] = [[] for _ in self._outputs]
-        for site in filter(None, self._sites):
-            here = {i: local[i][slot] for _, slots in site for i, slot in slots}
-            indices = [index for index, _ in site]
+        for indices, slots in self._sites:
+            here = {i: local[i][slot] for i, slot in slots}
             given, named = self._listing.chosen(args, kwargs, indices, here)
             values = self._op._op(*given, **named)
             for index, value in zip(indices, values or (), strict=False):
                 results[index].append(value)
-        if self._outputs:
+        if results:
             pairs = zip(self._outputs, results, strict=True)
             return [wrap(spec, tuple(made)) for spec, made in pairs]
         self._write_back(operands, local)
@@ -238,10 +238,14 @@ def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = list(tensors_in(args, kwargs))
     if any(is_deferred(tensors[i]) for i in listing.written(entry.writes)):
         return _one_by_one(op, entry.writes, listing, args, kwargs)
-    meshes = [_mesh(tensors, listing, index) for index in range(listing.length)]
-    ours = {t._spec.topology for t in tensors if isinstance(t, Wrapper)}
-    if len(ours) == 1 and None not in meshes:
-        return _run_on(entry, ours.pop(), listing, tensors, args, kwargs)
+    found = [t._spec.topology if isinstance(t, Wrapper) else None for t in tensors]
+    first = next(iter(listing.lists.values()))
+    mesh = found[first.start]
+    if mesh is not None and {*found} <= {mesh, None} and None not in found[: first.stop]:
+        return _run_on(entry, mesh, listing, tensors, args, kwargs)
+    # An element's mesh is that of its own operands, for a shared one serves all meshes.
+    owns = [[found[ids[i]] for ids in listing.lists.values()] for i in range(listing.length)]
+    meshes = [next(filter(None, own), None) for own in owns]
     results: list[Any] = [None] * listing.length
     for mesh, indices in by_mesh(meshes).items():
         given, named = listing.chosen(args, kwargs, indices)
@@ -291,8 +295,9 @@ def _into_out(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> No
         target.copy_(value)
 
 
-def _overlap(tensors: Sequence[Any], listing: _Listing, written: Sequence[int]) -> bool:
+def _overlap(tensors: Sequence[Any], listing: _Listing, writes: Sequence[int]) -> bool:
     """True if an element writes into memory that another one writes into or reads."""
+    written = set(listing.written(writes))
     cells = [getattr(tensor, "_cell", None) for tensor in tensors]
     memory = [id(t if c is None else c) for t, c in zip(tensors, cells, strict=True)]
     owner: dict[int, int] = {}
@@ -318,12 +323,6 @@ def _one_by_one(
         op(*given, **named)
         for place, view in views.items():
             put_back(view, given[place][0])
-
-
-def _mesh(tensors: Sequence[Any], listing: _Listing, index: int) -> Topology | None:
-    """The mesh of an element: that of its own operands, for a shared one serves all meshes."""
-    own = (tensors[ids[index]] for ids in listing.lists.values())
-    return next((t._spec.topology for t in own if isinstance(t, Wrapper)), None)
 
 
 def _kind(value: Any) -> Any:
@@ -367,8 +366,7 @@ def _run_on(
     if found is None:
         found = _build(entry, mesh, listing, operands, args, kwargs)
         kept.put(entry.plans, key, found, plan_bytes(operands))
-    written = listing.written(entry.writes)
-    if written and not found.is_local and _overlap(tensors, listing, written):
+    if entry.writes and not found.is_local and _overlap(tensors, listing, entry.writes):
         return _one_by_one(entry.op, entry.writes, listing, args, kwargs)
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
         found.plain_checked = check_plain(entry.op, entry.write_only_args, operands, args, kwargs)
