@@ -34,12 +34,7 @@ def every(step: int) -> list[Setting]:
 
 
 def test_a_sample_of_all_layouts(processes: Pools) -> None:
-    processes(4).run(check_all, every(41))
-
-
-@pytest.mark.thorough
-def test_a_tenth_of_all_layouts(processes: Pools) -> None:
-    processes(4).run(check_all, every(10), timeout=300)
+    processes(4).run(check_all, every(20), timeout=200)
 
 
 def draw_on_each(seeds: list[int] | None, mode: str) -> list[torch.Tensor]:

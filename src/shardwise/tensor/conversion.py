@@ -8,10 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .._torch import PARAMETER, is_traced
-from ..comm import as_bytes, engine_of
+from ..comm import as_bytes, broadcast_from, engine_of
 from ..errors import LayoutError, MeshError, PlainTensorError
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
@@ -382,14 +381,6 @@ def _from_source(
             f"gives {parts[0].dtype}{list(parts[0].shape)}. All must give the same shape and "
             "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
         )
-    assert mesh.coordinate is not None
     value = parts[0].contiguous().clone()
-    raw = as_bytes(value)
-    coords = list(mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim)))
-    origin = coords[source]
-    for axis in range(mesh.ndim):
-        group = mesh.mesh.get_group(axis)
-        from_coord = (*mesh.coordinate[:axis], origin[axis], *mesh.coordinate[axis + 1 :])
-        if all(mesh.coordinate[later] == origin[later] for later in range(axis + 1, mesh.ndim)):
-            dist.broadcast(raw, mesh.rank_of(from_coord), group=group)
+    broadcast_from(mesh, as_bytes(value), source)
     return (value,)

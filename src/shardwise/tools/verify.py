@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..comm.reduction import check_reducible, reduce_list
+from ..comm.dtypes import check_reducible, reduce_list
 from ..dispatch.decide import spec_for
 from ..dispatch.infer import infer
 from ..dispatch.operator import Operator
@@ -339,4 +339,6 @@ def _joined(spec: DTensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
             part.reshape(fine.local_shape(at)) for at, part in zip(fine.slots, parts, strict=True)
         ]
         return torch.cat(seen, place.dim).reshape(spec.shape)
-    return reduce_list(parts, place.reduce_op) if isinstance(place, Partial) else parts[0]
+    return (
+        reduce_list(parts, place.reduce_op, len(parts)) if isinstance(place, Partial) else parts[0]
+    )
