@@ -75,7 +75,7 @@ def _infer(
 ) -> Results:
     name = op._schema.name.removeprefix("aten::")
     by_values = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
-    if by_values:
+    if by_values and name not in _CORRECTED:
         raise Unknown
     tensors = [
         torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -295,7 +295,48 @@ def _margin(op: Any, own: int) -> Any:
     return shapes
 
 
+def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(a.mT, memory_format=torch.contiguous_format).mT, a.new_empty(
+        (*a.shape[:-2], min(a.shape[-2:]))
+    )
+
+
+def _lstsq(
+    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    rows, columns = a.shape[-2:]
+    chosen = driver or "gelsy"
+    by_values = chosen in ("gelsd", "gelss")
+    if by_values and rows > columns:
+        raise Unknown  # there are residuals if all matrices have full rank
+    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: -1 if is_vector else -2])
+    width = 1 if is_vector else b.shape[-1]
+    solution = a.new_empty((*batch, width, max(rows, columns))).mT[..., :columns, :]
+    real = a.dtype.to_real()
+    none = a.new_empty(0, dtype=real)
+    asked = rows > columns and chosen == "gels"
+    return (
+        solution[..., 0] if is_vector else solution,
+        a.new_empty((*batch, width), dtype=real) if asked else none,
+        a.new_empty(0 if chosen == "gels" else batch, dtype=torch.int64),
+        a.new_empty((*batch, min(rows, columns)), dtype=real) if by_values else none,
+    )
+
+
+def _like_second(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A gradient for which PyTorch has no meta kernel."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 _CORRECTED: dict[str, Any] = {
+    "_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known
+    "_ctc_loss_backward": _like_second,
+    "fractional_max_pool3d_backward": _like_second,
+    "geqrf": _geqrf,
+    "linalg_lstsq": _lstsq,
+    "multi_margin_loss_backward": _like_second,
+    "multilabel_margin_loss_backward": _like_second,
     "multi_margin_loss": _margin(aten.multi_margin_loss.default, 0),
     "multilabel_margin_loss_forward": _margin(aten.multilabel_margin_loss_forward.default, 1),
     "nll_loss_backward": _of_bytes(aten.nll_loss_backward.default, 2),
