@@ -141,7 +141,9 @@ def dispatch(
                 return _resolved(entry.run(found, operands, args, kwargs))
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
-        return entry.run(found, operands, args, kwargs)
+        if entry.has_views:
+            return entry.run_view(found, operands, args, kwargs)
+        return found.run(operands, args, kwargs)
     except BaseException as error:
         if is_tracing():  # no rank waits for this one
             _refuse_reading(op, error)
