@@ -236,8 +236,11 @@ def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     listing = _Listing(args, kwargs)
     listing.check()
     tensors = list(tensors_in(args, kwargs))
-    if any(is_deferred(tensors[i]) for i in listing.written(entry.writes)):
+    written: list[Any] = [tensors[i] for i in listing.written(entry.writes)]
+    if any(map(is_deferred, written)):
         return _one_by_one(op, entry.writes, listing, args, kwargs)
+    if any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written):
+        return fallback_form(op)(*args, **kwargs)  # as of a single operator: see choose.py
     found = [t._spec.topology if isinstance(t, Wrapper) else None for t in tensors]
     first = next(iter(listing.lists.values()))
     mesh = found[first.start]
@@ -413,11 +416,6 @@ def _build(
         if spec.topology is not mesh:
             raise LayoutError(f"{op}: an element has operands on different meshes: {spec}, {mesh}.")
     written = [i for i in listing.written(entry.writes) if isinstance(operands[i], Wrapper)]
-    for i in written:
-        if specs[i].meta.overlaps and 0 not in specs[i].shape:
-            raise RuntimeError(
-                f"{op}: several elements of {specs[i]} are one memory. Write into its clone()."
-            )
     returns = bool(op._schema.returns)
     metas = infer(op, args, kwargs, specs)[0] if returns else ()
     inputs: list[Sequence[DTensorSpec]] = []
