@@ -116,7 +116,7 @@ def counted(check: bool) -> tuple[int, int]:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(torch.full((8, 6), 0.5), mesh, [Shard(0)])
     with sw.random.mode("counter", check=check), sw.CommDebugMode() as comm:
-        torch.bernoulli(x)
+        torch.rand_like(x)
         F.dropout(x, 0.5)
         torch.normal(x, 1.0)
     return comm.get_total_counts(), comm.checks

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
 from types import FrameType
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, NoReturn
 import torch.distributed as dist
 
 from .._torch import gloo_timeout
+from ..config import Block, current
 from ..errors import CommunicationError
 from ..layout.mesh import Topology
 from ..layout.user_line import user_line
@@ -39,7 +39,6 @@ class LockstepError(CommunicationError):
 class _State:
     """One for the process: a backward runs in other threads than its forward."""
 
-    depth = 0
     session = 0  # how many contexts were left: all ranks count alike
     counts: ClassVar[dict[tuple[int, ...], int]] = {}  # comparisons of each set of ranks
 
@@ -47,11 +46,10 @@ class _State:
 def is_compared() -> bool:
     """True under `lockstep()`, or if a mesh was made with `lockstep=True`."""
     world = known_world()
-    return _State.depth > 0 or (world is not None and world.lockstep)
+    return current().lockstep or (world is not None and world.lockstep)
 
 
-@contextmanager
-def lockstep() -> Iterator[None]:
+class lockstep(Block):
     """Let the ranks compare, before each collective, the operator, the layouts and the user's line.
 
     A difference is an error on all ranks that shows what each of them runs. All ranks enter and
@@ -67,19 +65,17 @@ def lockstep() -> Iterator[None]:
     ...     x.sum().item()
     6.0
     """
-    _State.depth += 1
-    try:
-        yield
-    except BaseException as error:
-        _leave(error)
-        raise
-    else:
-        _leave(None)
+
+    def __init__(self) -> None:
+        super().__init__(lockstep=True)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        _leave(raised[1])
 
 
 def _leave(error: BaseException | None) -> None:
-    """Leave a context; the outermost one waits until all ranks leave it too, unless by an error."""
-    _State.depth -= 1
+    """After a context; the outermost one waits until all ranks leave it too, unless by an error."""
     world = known_world()
     if is_compared() or world is None or not world.is_current():
         return
@@ -102,7 +98,7 @@ def _end(world: World) -> None:
     except dist.DistNetworkError:
         pass  # the process that has the store saw that all have left, and went first
     finally:
-        _State.depth, _State.session, _State.counts = 0, 0, {}
+        _State.session, _State.counts = 0, {}
 
 
 def _leave_together(world: World, what: str) -> None:
