@@ -394,20 +394,6 @@ def test_targets_in_bytes(classes: int, reduction: str) -> None:
     check(run, x, target, weight, mesh=virtual(2), limit=8)
 
 
-@pytest.mark.parametrize("place", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_targets_of_a_dtype_that_no_kernel_takes(place: Any) -> None:
-    """Forms that look at targets themselves do not take them either."""
-    x, target = spread(numbers(40, 20), eager(4), [place]), ints(40, high=5).int()
-    labels = ints(40, 20, high=5).int()
-    for loss, given in (
-        (F.nll_loss, spread(target, eager(4), [Shard(0)])),
-        (F.multi_margin_loss, target),
-        (F.multilabel_margin_loss, labels),
-    ):
-        with pytest.raises(RuntimeError, match=r"expected a target of .* but got torch\.int32"):
-            loss(x, given)
-
-
 @pytest.mark.parametrize("place", [Shard(0), Replicate()], ids=str)
 def test_one_row_has_a_loss_for_each_target(place: Any) -> None:
     """As many dims as the target has, whatever the scores have."""

@@ -354,3 +354,23 @@ def test_what_is_written_into_out(name: str) -> None:
             f(spread(X, mesh, [place]), out)
             torch.testing.assert_close(out.full_tensor(), wanted)
             assert out.placements == (at,)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("at", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_a_row_changed_in_place_moves_nothing(at: Any, tracked: bool) -> None:
+    """`x[3] += 1` copies the row onto itself at its end."""
+    want = numbers(8, 6).requires_grad_(tracked)
+    have = spread(numbers(8, 6).requires_grad_(tracked), virtual(2), [at])
+    y, z = want * 1, have * 1
+    with CommDebugMode() as seen:
+        for x in (y, z):
+            x[3] += 1
+            x[:, 2] *= 2
+            x[-1] = x[-1]
+    assert not seen.get_comm_counts()
+    torch.testing.assert_close(z.detach().full_tensor(), y.detach())
+    if tracked:
+        for x in (y, z):
+            (x * x).sum().backward()
+        torch.testing.assert_close(have.grad.full_tensor(), want.grad)

@@ -137,7 +137,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
     "fft2": fft.fft2,
     "fftn": fft.fftn,
     "rfft": lambda x: fft.rfft(x, dim=0),
-    "rfftn": lambda x: fft.rfftn(x, norm="ortho"),
+    "rfftn": lambda x: fft.rfftn(x, norm="ortho").contiguous(),
     "irfftn": lambda x: fft.irfftn(torch.complex(x, x * 2)),
     "irfft_odd": lambda x: fft.irfft(torch.complex(x, x * 2), 5, dim=0),
     "hfft": lambda x: fft.hfft(torch.complex(x, x * 2)),

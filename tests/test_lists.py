@@ -174,7 +174,7 @@ def test_lists_of_different_lengths_are_refused() -> None:
         torch._foreach_add([a, a], [a])
     with pytest.raises(RuntimeError, match="at least one tensor"):
         torch._foreach_mul([], a.sum())
-    with pytest.raises(ValueError, match="a vector with a number for each"):
+    with pytest.raises(RuntimeError, match="Expected length of scalars"):
         torch._foreach_addcmul([a, a], [a, a], [a, a], torch.ones(3))
 
 

@@ -99,7 +99,7 @@ POOLING: dict[str, Any] = {
 }
 PADDING: dict[str, Any] = {
     "reflect 1d": (lambda x: F.pad(x, (2, 1), mode="reflect"), LINE),
-    "reflect 2d": (lambda x: F.pad(last(x), (2, 1, 0, 3), mode="reflect"), IMAGE),
+    "reflect 2d": (lambda x: F.pad(x, (2, 1, 0, 3), mode="reflect"), IMAGE),
     "replicate 2d": (lambda x: F.pad(x, (2, 1, 9, 3), mode="replicate"), IMAGE),
     "replicate 3d": (lambda x: F.pad(x, (2, 1, 0, 3, 1, 1), mode="replicate"), CUBE),
     "circular": (lambda x: F.pad(x, (2, 1, 0, 3), mode="circular"), IMAGE),
@@ -108,7 +108,7 @@ PADDING: dict[str, Any] = {
     "less": (lambda x: F.pad(x, (-1, -1, -3, -2)), IMAGE),
 }
 BLOCKS: dict[str, Any] = {
-    "pixel_shuffle": (lambda x: F.pixel_shuffle(last(x), 2), numbers(3, 8, 3, 2)),
+    "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), numbers(3, 8, 3, 2)),
     "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2), numbers(3, 2, 6, 4)),
     "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), IMAGE),
     "unfold": (lambda x: F.unfold(x, (3, 2), (1, 2), (1, 0), (2, 1)), IMAGE),

@@ -181,8 +181,6 @@ def _sum(x: Any, weight: Any) -> Any:
 SAMPLED = (
     "nn.functional.max_pool1d",
     "nn.functional.avg_pool1d",
-    "nn.functional.pixel_shuffle",
-    "nn.functional.channel_shuffle",
     "nn.functional.mse_loss",
     "nn.functional.softplus",
     "nn.functional.batch_norm",

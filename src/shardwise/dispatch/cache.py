@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-__all__ = ["Bounded", "kept", "plan_bytes"]
-
 
 class Bounded:
     """Plain dicts whose entries together stay below a number of bytes, which are estimates.

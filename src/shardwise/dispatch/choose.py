@@ -17,13 +17,11 @@ from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, default_placements
 from ..redistribute import steps_between
 from ..rules import Call, Operand, Site
-from ..rules.pointwise import pointwise
 from ..storage import policy
 from ..storage.match_meta import conforming
-from ..storage.operands import cached_reduction
 from ..storage.plain import bring_grads_back, full_local
 from ..storage.ragged import move_to
-from ..storage.wrapper import Wrapper, wrap
+from ..storage.wrapper import Wrapper
 from .decide import Decision, decide
 from .fallback import as_form, fallback_form, into_plain_form, written_in
 from .infer import Unknown, infer
@@ -31,86 +29,19 @@ from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
 from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
 from .random_ops import is_random, is_without_dropout, random_form
-from .repeats import ask_about_repeats, has_empty_shards, overlapping
-from .views import DeferredPlan
-
-__all__ = ["build"]
-
-
-class Silent(Plan):
-    """The plan of an operator that returns nothing, though it writes."""
-
-    __slots__ = ("_plan",)
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self._plan = plan
-
-    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._plan.run(operands, args, kwargs)
-
-
-class CachedFirst(Plan):
-    """The plan of a call that would pass a Partial on: it takes the reduced value of an operand
-    instead if that is cached, so that the result need not be reduced again."""
-
-    __slots__ = ("_op", "_pending", "_plan")
-
-    def __init__(self, op: OpOverload, plan: Plan, pending: Sequence[int]) -> None:
-        super().__init__(plan.tier)
-        self._op = op
-        self._plan = plan
-        self._pending = tuple(pending)
-        if plan.quick is not None:
-            self.quick = self._run_quick
-
-    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._run(self._plan.run, operands, args, kwargs)
-
-    def _run_quick(
-        self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        assert self._plan.quick is not None
-        return self._run(self._plan.quick, operands, args, kwargs)
-
-    def _run(
-        self,
-        passing: Callable[..., Any],
-        operands: Sequence[Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
-        if not any(found.values()):
-            return passing(operands, args, kwargs)
-        values: list[Any] = list(tensors_in(args, kwargs))
-        for index, value in found.items():
-            if value is not None:
-                values[index] = wrap(*value)
-        given, named = filled(args, kwargs, iter(values))
-        return self._op(*given, **named)
 
 
 def build(
     entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
-    made = _checked(entry, operands, args, kwargs)
-    pending = [i for i, operand in enumerate(operands) if operand._spec.sums]
-    if pending and made.passes_partials and not (entry.is_view or entry.writes or entry.outs):
-        made = CachedFirst(entry.op, made, pending)
-    return made if entry.op._schema.returns else Silent(made)
-
-
-def _checked(
-    entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Plan:
-    written = [args[place] for place in entry.writes if place < len(args)]
-    if entry.family is pointwise and not is_random(entry.op):
-        ask_about_repeats(entry.op, written, args, kwargs)
     made = _build(entry, operands, args, kwargs)
-    if written and _writes_repeated(entry, made, written):
-        made = FormPlan(entry.op, fallback_form(entry.op), "fallback")
+    written = [args[place] for place in entry.writes if place < len(args)]
+    overlap = any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written)
+    if overlap and torch.Tag.inplace_view not in entry.op.tags and made.tier != "random":
+        # Several elements are one memory: PyTorch refuses some of these writes, and in others an
+        # element has what was written into the last. Only the whole tensor shows it on every rank.
+        return FormPlan(entry.op, fallback_form(entry.op), "fallback")
     return made
 
 
@@ -151,26 +82,9 @@ def _build(
         return _replicated(entry, specs, args, kwargs)
     if entry.family is None:
         if entry.form is not None:
-            made = FormPlan(entry.op, entry.form.run)
-            return DeferredPlan(made) if entry.is_view else made
+            return FormPlan(entry.op, entry.form.run, deferred=entry.is_view)
         return _without_rule(entry, specs, args, kwargs)
     return _by_rule(entry, specs, args, kwargs)
-
-
-def _writes_repeated(entry: Operator, plan: Plan, written: Sequence[Any]) -> bool:
-    """Whether a plan would write into a tensor of which several elements are one memory, and not
-    into one memory on every rank.
-
-    PyTorch refuses some of these writes; in others a place sees what was written into the last.
-    """
-    targets = [tensor._spec for tensor in overlapping(written)]
-    if not targets or torch.Tag.inplace_view in entry.op.tags or plan.tier == "random":
-        return False
-    if not all(spec.meta.repeated for spec in targets):  # windows, which local tensors may not be
-        return True
-    apart = any(spec.dim_axes[dim] for spec in targets for dim in spec.meta.repeated)
-    unseen = entry.family is not pointwise and any(map(has_empty_shards, targets))
-    return apart or unseen or not (isinstance(plan, CallPlan) and plan.is_local)
 
 
 def _takes_blocks(entry: Operator) -> bool:
@@ -202,8 +116,7 @@ def _in_pieces(entry: Operator) -> Plan:
         same = {id(piece): tensor for tensor, piece in zip(tensors, pieces, strict=True)}
         return same.get(id(made), made)
 
-    plan = FormPlan(op, run)
-    return DeferredPlan(plan) if entry.is_view else plan
+    return FormPlan(op, run, deferred=entry.is_view)
 
 
 _RUNNING = ("running_mean", "running_var")
@@ -382,7 +295,9 @@ def _by_rule(
         run = form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
-    return DeferredPlan(plan) if entry.is_view and (entry.copies or not plan.is_local) else plan
+    plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
+    plan.quick = None if plan.deferred else plan.quick
+    return plan
 
 
 def _nothing(*args: Any, **kwargs: Any) -> list[Any]:
@@ -476,5 +391,4 @@ def _without_rule(
         return whole(*args, **kwargs)
 
     policy.on_fallback(entry.op, _noticed)
-    plan = FormPlan(entry.op, run, "fallback")
-    return DeferredPlan(plan) if entry.is_view else plan
+    return FormPlan(entry.op, run, "fallback", deferred=entry.is_view)

@@ -19,8 +19,6 @@ from ..layout.spec import DTensorSpec, Groups, TensorMeta, fine_meta
 from ..layout.split_dims import assumed, merge_dims, split_dims
 from ..rules import Along, Call, Dims, Row, Rule, split_factors, stored
 
-__all__ = ["Decision", "decide", "spec_for"]
-
 
 @dataclass(frozen=True)
 class Decision:

@@ -36,11 +36,10 @@ from ..storage.plain import adopt, check_plain
 from ..storage.wrapper import Plain, Wrapper
 from .cache import kept, plan_bytes
 from .choose import build
+from .lists import run_list
 from .operator import Operator
 from .plans import Plan, tensors_in
 from .views import root_of
-
-__all__ = ["clear", "dispatch", "stats"]
 
 _NUMBERS = frozenset((int, float, bool, complex))
 _entries: dict[int, Operator] = {}
@@ -100,15 +99,10 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
-    if entry.composite and torch.is_inference_mode_enabled():
-        # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
-        return run_composite(op, *args, **(kwargs or {}))
-    if entry.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-        # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
-        with torch.inference_mode(False), torch.no_grad():
-            return dispatch(cls, op, types, args, kwargs)
-    if entry.is_list:
-        return entry.run_list(args, kwargs or {})
+    if entry.special and (entry.is_list or torch.is_inference_mode_enabled()):
+        made = _run_special(entry, args, kwargs or {})
+        if made is not NotImplemented:
+            return made
     public = Wrapper.public
     operands: list[Any] = []
     key: list[Any] = []
@@ -144,7 +138,7 @@ def dispatch(
     try:
         if found.is_complex:
             with reading_lazy_bits():
-                return _resolved(_run(entry, found, operands, args, kwargs))
+                return _resolved(entry.run(found, operands, args, kwargs))
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
         if entry.has_views:
@@ -157,6 +151,23 @@ def dispatch(
             # an error in values is this rank's alone: the others must not wait for it
             report(error, operands[0]._spec.topology)
         raise
+
+
+def _run_special(entry: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a list operator, or in inference mode a composite or a view of an ordinary tensor.
+
+    NotImplemented if the call goes the way of all others.
+    """
+    if entry.composite and torch.is_inference_mode_enabled():
+        # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
+        return run_composite(entry.op, *args, **kwargs)
+    if entry.is_list:
+        return run_list(entry, args, kwargs)
+    if entry.is_view and not args[0].is_inference():
+        # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(Wrapper.public, entry.op, (), args, kwargs)
+    return NotImplemented
 
 
 def _refuse_reading(op: OpOverload, error: BaseException) -> None:
@@ -175,7 +186,7 @@ def _refuse_reading(op: OpOverload, error: BaseException) -> None:
 
 
 def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether `make_fx` can record a call of DTensors as it is, now that it knows them all.
+    """True if `make_fx` can record a call of DTensors as it is, now that it knows them all.
 
     It leaves calls to us if it does not know all of their operands, and would go on recording what
     local tensors do, among which those of its arguments are constants.
@@ -191,16 +202,6 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     new = [make_known(tensor) for tensor in found]
     return any(new)
-
-
-def _run(
-    entry: Operator, plan: Plan, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    if plan.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
-        return plan.quick(operands, args, kwargs)
-    if entry.has_views:
-        return entry.run_view(plan, operands, args, kwargs)
-    return plan.run(operands, args, kwargs)
 
 
 def _resolved(made: Any) -> Any:

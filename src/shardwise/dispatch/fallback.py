@@ -19,17 +19,6 @@ from ..storage.wrapper import Wrapper, wrap
 from .infer import meta_of
 from .plans import filled, tensors_in
 
-__all__ = [
-    "as_form",
-    "fallback_form",
-    "into_plain_form",
-    "laid_out",
-    "mesh_of",
-    "returned",
-    "store",
-    "written_in",
-]
-
 
 def mesh_of(op: object, tensors: Sequence[torch.Tensor]) -> Topology:
     """The mesh of the DTensors among `tensors`."""
@@ -93,7 +82,9 @@ def run_whole(
     mesh = mesh_of(op, tensors)
     written = written_in(op, args)
     ours = [isinstance(t, Wrapper) and any(t is w for w in written) for t in tensors]
-    plain = [whole(tensor, mine) for tensor, mine in zip(tensors, ours, strict=True)]
+    # A tensor that is written and read is one tensor for the operator as well.
+    own = {id(t): whole(t, mine) for t, mine in zip(tensors, ours, strict=True)}
+    plain = [own[id(tensor)] for tensor in tensors]
     given, named = filled(args, kwargs, iter(plain))
     made = op(*given, **named)
     for tensor, value, mine in zip(tensors, plain, ours, strict=True):

@@ -1,20 +1,24 @@
-"""What a call returns: shapes, strides and dtypes, from PyTorch's own kernels on meta tensors."""
+"""What a call returns: shapes, strides and dtypes, from PyTorch's own kernels on meta tensors.
+
+Where a meta kernel gives another shape, dtype or order of dims than the kernels of devices do, the
+devices are right: the tables here say so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from math import nan
 from typing import Any
 
 import torch
 
+from .._torch import fake_tensors, suggest_memory_format
 from ..layout.spec import DTensorSpec, TensorMeta
 from .cache import kept
-from .meta_fixes import OWN_SHAPES, STRICT, Unknown, as_on_devices
 from .plans import Fixed, filled
-from .refusals import CHECKS, as_kernels_raise
 
-__all__ = ["Unknown", "infer"]
+aten = torch.ops.aten
 
 Structure = int | None | tuple[int | Fixed | None, ...]
 Results = tuple[tuple[TensorMeta, ...], Structure]
@@ -23,6 +27,10 @@ _known: dict[tuple[Any, ...], Results] = {}
 """What calls return depends on no layout: in another one nothing is asked again."""
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+class Unknown(Exception):
+    """The results of a call cannot be known before it runs."""
 
 
 def infer(
@@ -65,9 +73,9 @@ def _infer(
     metas: Sequence[TensorMeta],
     on_cpu: bool,
 ) -> Results:
-    own = OWN_SHAPES.get(op._schema.name) if on_cpu else None
-    dynamic = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
-    if own is None and dynamic:
+    name = op._schema.name.removeprefix("aten::")
+    by_values = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
+    if by_values and name not in _CORRECTED:
         raise Unknown
     tensors = [
         torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -76,7 +84,24 @@ def _infer(
     given, named = filled(args, kwargs, iter(tensors))
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
-    name = op._schema.name.removeprefix("aten::")
+    _spare_the_meta_kernel(name, op, given)
+    # Meta kernels of other libraries may refuse what their kernels take, in words of their own.
+    is_foreign = op.namespace not in ("aten", "prims")
+    try:
+        made = (_CORRECTED.get(name, op) if on_cpu else op)(*given, **named)
+    except (NotImplementedError, ZeroDivisionError) as error:  # losses divide by numel()
+        raise Unknown from error
+    except AssertionError as error:
+        raise Unknown if is_foreign else RuntimeError(str(error)) from error
+    except Exception as error:
+        if is_foreign or (name in _STRICT and isinstance(error, RuntimeError)):
+            raise Unknown from error
+        raise
+    return _listed(_in_order_of_devices(op, given, made))
+
+
+def _spare_the_meta_kernel(name: str, op: Any, given: list[Any]) -> None:
+    """Change arguments that a meta kernel stumbles over and that change nothing of the results."""
     if name == "nansum" and len(given) > 1 and given[1] == []:
         given[1] = None  # the meta kernel takes no dims for none; the others take all
     reduces = name.endswith("_loss_backward") and op._schema.arguments[3].name == "reduction"
@@ -84,26 +109,6 @@ def _infer(
         given[3] = 0  # means divide by the number of elements; the result is as large without
     if name == "linalg_vector_norm" and len(given) > 1 and not given[0].numel():
         given[1] = 2  # the meta kernel refuses other norms even where there are none to take
-    check = CHECKS.get(name.removesuffix("_"))
-    if check is not None:
-        check(*given, **named)
-    # Meta kernels of other libraries may refuse what their kernels take, in words of their own.
-    is_foreign = op.namespace not in ("aten", "prims")
-    try:
-        made = (own or op)(*given, **named)
-    except (NotImplementedError, ZeroDivisionError) as error:  # losses divide by numel()
-        raise Unknown from error
-    except (RuntimeError, ValueError, AssertionError) as error:
-        if name in STRICT and isinstance(error, RuntimeError):
-            raise Unknown from error
-        if is_foreign:
-            raise Unknown from error
-        raise as_kernels_raise(name, error) from None
-    except Exception as error:
-        if is_foreign:
-            raise Unknown from error
-        raise
-    return _listed(as_on_devices(op, given, made))
 
 
 def _by_integers(op: Any, args: Sequence[Any]) -> bool:
@@ -138,3 +143,214 @@ def _listed(made: Any) -> Results:
 def meta_of(value: torch.Tensor) -> TensorMeta:
     """Shape, stride and dtype of a tensor."""
     return TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
+# --- where meta kernels and those of devices disagree ---------------------------------------------
+
+_STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
+"""Operators whose meta kernels refuse calls that the others take."""
+_CONTIGUOUS = frozenset(
+    (
+        "pow.Scalar",
+        "float_power.Scalar",
+        "isin.Tensor_Tensor",
+        "isin.Tensor_Scalar",
+        "isin.Scalar_Tensor",
+        "any.dims",
+        "all.dims",
+        "_log_softmax_backward_data.default",
+        "huber_loss_backward.default",
+        "log_sigmoid_forward.default",
+        "mse_loss_backward.default",
+        "smooth_l1_loss_backward.default",
+        "native_layer_norm_backward.default",
+    )
+)
+"""Operators whose results are contiguous, though meta kernels keep the operand's order of dims."""
+_ITERATED = frozenset(
+    (
+        "copysign.Tensor",
+        "div.Tensor_mode",
+        "elu_backward.default",
+        "floor_divide.default",
+        "hardsigmoid_backward.default",
+        "hardswish_backward.default",
+        "hardtanh_backward.default",
+        "heaviside.default",
+        "logical_and.default",
+        "logical_or.default",
+        "logical_xor.default",
+        "logit_backward.default",
+        "native_dropout_backward.default",
+        "softplus_backward.default",
+        "special_xlog1py.default",
+        "xlogy.Tensor",
+    )
+)
+"""Operators whose results have their dims in the order that all operands together give."""
+_LIKE = {"binary_cross_entropy.default": 0, "binary_cross_entropy_backward.default": 1}
+"""Operators whose results have their dims in the order of one operand."""
+
+
+def _in_order_of_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
+    """The results with the strides that they have on a device."""
+    name = str(op).removeprefix("aten.")
+    if name in _CONTIGUOUS:
+        several = made if isinstance(made, tuple) else (made,)
+        plain = [None if t is None else torch.empty_like(t).contiguous() for t in several]
+        return tuple(plain) if isinstance(made, tuple) else plain[0]
+    if name in _ITERATED:
+        tensors = [t.real if t.is_complex() else t for t in given if isinstance(t, torch.Tensor)]
+        return reduce(torch.add, tensors[1:], tensors[0] + 0).to(made.dtype)
+    if name in _LIKE and made.ndim:
+        return torch.empty_like(given[_LIKE[name]])
+    return made
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any, **more: Any
+) -> torch.Tensor:
+    """PyTorch's meta kernel takes bfloat16 alone. Rows lie a multiple of 16 bytes apart."""
+    groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else a.shape[0]
+    if a.shape[-1] != b.shape[-2] or not {a.ndim, b.ndim} <= {2, 3}:
+        raise RuntimeError(
+            f"_grouped_mm: shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied"
+        )
+    rows, columns = a.shape[-2], b.shape[-1]
+    width = columns + -columns % (16 // a.element_size())
+    shape = (rows, columns) if a.ndim != b.ndim else (groups, rows, columns)
+    return torch.empty_strided(
+        shape, (rows * width, width, 1)[-len(shape) :], dtype=a.dtype, device="meta"
+    )
+
+
+def _convolution(op: Any) -> Any:
+    """Convolution: a kernel may choose its results' order of dims if an operand's is not the usual
+    one."""
+
+    def shapes(*args: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if all(value.is_contiguous() for value in tensors):
+            return op(*args)
+        with fake_tensors():
+            fakes = [
+                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+                if isinstance(value, torch.Tensor)
+                else value
+                for value in args
+            ]
+            made = op(*fakes)
+        if isinstance(made, tuple) and not args[1].numel():  # gradients of no images are like these
+            of_x, of_weight, of_bias = made
+            like = None if of_weight is None else torch.empty_like(args[2])
+            return of_x, like, of_bias
+        return made
+
+    return shapes
+
+
+def _norm(op: Any, channels: bool = False) -> Any:
+    """A norm: PyTorch's meta kernels give its statistics the dtype that a GPU would, forget the
+    memory format of images, and make statistics of batch norm in evaluation too."""
+
+    def shapes(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+        out, mean, rstd, *new = op(x, *args)
+        params = [t for t in args if isinstance(t, torch.Tensor)]
+        kind = torch.float32 if any(t.dtype is torch.float32 for t in params) else x.dtype
+        if channels:
+            out = torch.empty_like(x, memory_format=suggest_memory_format(x))
+        if "no_training" in str(op):
+            none = x.new_empty(0, dtype=params[-1].dtype)
+            return out, none, none
+        return out, mean.to(kind), rstd.to(kind), *new
+
+    return shapes
+
+
+def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A copy in another shape: the kernel takes tensors that cannot be viewed so, too."""
+    return x.reshape(size).contiguous()
+
+
+def _of_bytes(op: Any, at: int = 1) -> Any:
+    """A loss: PyTorch's meta kernel refuses classes that are given as bytes."""
+
+    def shapes(*args: Any, **kwargs: Any) -> Any:
+        given = [t.to(torch.int64) if i == at else t for i, t in enumerate(args)]
+        return op(*(given if args[at].dtype is torch.uint8 else args), **kwargs)
+
+    return shapes
+
+
+def _margin(op: Any, own: int) -> Any:
+    """A loss for each row of targets, which have `own` dims: a number if there is no other dim,
+    also where nothing is reduced."""
+
+    def shapes(x: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = op(x, target, *args, **kwargs)
+        if target.ndim > own:
+            return made
+        return (x.new_empty(()), *made[1:]) if isinstance(made, tuple) else x.new_empty(())
+
+    return shapes
+
+
+def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(a.mT, memory_format=torch.contiguous_format).mT, a.new_empty(
+        (*a.shape[:-2], min(a.shape[-2:]))
+    )
+
+
+def _lstsq(
+    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    rows, columns = a.shape[-2:]
+    chosen = driver or "gelsy"
+    by_values = chosen in ("gelsd", "gelss")
+    if by_values and rows > columns:
+        raise Unknown  # there are residuals if all matrices have full rank
+    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: -1 if is_vector else -2])
+    width = 1 if is_vector else b.shape[-1]
+    solution = a.new_empty((*batch, width, max(rows, columns))).mT[..., :columns, :]
+    real = a.dtype.to_real()
+    none = a.new_empty(0, dtype=real)
+    asked = rows > columns and chosen == "gels"
+    return (
+        solution[..., 0] if is_vector else solution,
+        a.new_empty((*batch, width), dtype=real) if asked else none,
+        a.new_empty(0 if chosen == "gels" else batch, dtype=torch.int64),
+        a.new_empty((*batch, min(rows, columns)), dtype=real) if by_values else none,
+    )
+
+
+def _like_second(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A gradient for which PyTorch has no meta kernel."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_CORRECTED: dict[str, Any] = {
+    "_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known
+    "_ctc_loss_backward": _like_second,
+    "fractional_max_pool3d_backward": _like_second,
+    "geqrf": _geqrf,
+    "linalg_lstsq": _lstsq,
+    "multi_margin_loss_backward": _like_second,
+    "multilabel_margin_loss_backward": _like_second,
+    "multi_margin_loss": _margin(aten.multi_margin_loss.default, 0),
+    "multilabel_margin_loss_forward": _margin(aten.multilabel_margin_loss_forward.default, 1),
+    "nll_loss_backward": _of_bytes(aten.nll_loss_backward.default, 2),
+    "nll_loss_forward": _of_bytes(aten.nll_loss_forward.default),
+    "view_copy": _view_copy,
+    "_grouped_mm": _grouped_mm,
+    "convolution": _convolution(aten.convolution.default),
+    "convolution_backward": _convolution(aten.convolution_backward.default),
+    "native_layer_norm": _norm(aten.native_layer_norm.default),
+    "native_group_norm": _norm(aten.native_group_norm.default, True),
+    "_native_batch_norm_legit": _norm(aten._native_batch_norm_legit.no_stats, True),
+    **{
+        name: _norm(getattr(aten, name).default, True)
+        for name in ("_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional")
+    },
+}
+"""By name: what is asked on a CPU instead of the meta kernel."""

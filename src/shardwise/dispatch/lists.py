@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,21 +13,27 @@ from .._torch import OpOverload
 from ..comm import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
+from ..layout.spec import DTensorSpec
+from ..redistribute import run_all, run_between
 from ..rules import LEAST, MOST, Call, Operand, Rule
 from ..rules.pointwise import pointwise
 from ..storage import policy
+from ..storage.operands import (
+    all_in_layout,
+    announce_moves,
+    describe_moves,
+    mark_written,
+    mark_written_in_layout,
+)
 from ..storage.plain import adopt, bring_grads_back, check_plain, full_local
-from ..storage.wrapper import Plain, Wrapper
+from ..storage.wrapper import Locals, Plain, Wrapper, wrap
 from .cache import kept, plan_bytes
 from .decide import decide
+from .fallback import fallback_form
 from .infer import infer
-from .listplan import Element, ListPlan
 from .out_variants import functional_of, give_shape
-from .repeats import ask_about_repeats
+from .plans import Plan, tensors_in
 from .views import is_deferred, own_value, put_back
-
-__all__ = ["LIST_FORMS", "by_mesh", "is_list_op", "register_list_form", "run_list"]
-
 
 ListForm = Callable[..., Any]
 LIST_FORMS: dict[str, ListForm] = {}
@@ -57,35 +63,151 @@ class _Listing:
     """Which operand stands where: a list argument has one per element, a single tensor serves
     all."""
 
-    __slots__ = ("length", "lists", "shared", "tensors")
+    __slots__ = ("length", "lists", "shared")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.lists: dict[Any, list[int]] = {}
+        self.lists: dict[Any, range] = {}
         self.shared: dict[Any, int] = {}
-        self.length = 0
+        self.length = count = 0
         for name, value in (*enumerate(args), *kwargs.items()):
             if isinstance(value, torch.Tensor):
-                self.shared[name] = len(self.tensors)
-                self.tensors.append(value)
+                self.shared[name] = count
+                count += 1
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-                self.lists[name] = list(range(len(self.tensors), len(self.tensors) + len(value)))
-                self.tensors.extend(value)
+                self.lists[name] = range(count, count + len(value))
                 self.length = max(self.length, len(value))
+                count += len(value)
 
     def check(self) -> None:
         """All lists have one length, which is not 0."""
         if not self.lists:
             raise RuntimeError("Tensor list must have at least one tensor.")
-        lengths = {len(ids) for ids in self.lists.values()}
-        if len(lengths) > 1:
-            given = " and ".join(map(str, (len(ids) for ids in self.lists.values())))
+        if len({len(ids) for ids in self.lists.values()}) > 1:
+            given = " and ".join(str(len(ids)) for ids in self.lists.values())
             raise RuntimeError(f"Tensor lists must have the same number of tensors, got {given}")
 
     def operands(self, index: int) -> list[int]:
         """The operands of one element, in the order of the arguments."""
-        own = [ids[index] for ids in self.lists.values()]
-        return [*own, *self.shared.values()]
+        return [*(ids[index] for ids in self.lists.values()), *self.shared.values()]
+
+    def written(self, writes: Sequence[int]) -> list[int]:
+        """The operands in the lists that are the arguments at `writes`."""
+        return [i for place in writes for i in self.lists.get(place, ())]
+
+    def chosen(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        indices: Sequence[int],
+        local: dict[int, torch.Tensor] | None = None,
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with lists cut down to `indices`, tensors replaced by `local` if given."""
+
+        def choose(name: Any, value: Any) -> Any:
+            ids = self.lists.get(name)
+            if ids is not None:
+                return [value[i] if local is None else local[ids[i]] for i in indices]
+            if name in self.shared:
+                return value if local is None else local[self.shared[name]]
+            if isinstance(value, (list, tuple)) and len(value) == self.length:
+                return [value[i] for i in indices]
+            return value
+
+        return (
+            [choose(index, value) for index, value in enumerate(args)],
+            {name: choose(name, value) for name, value in kwargs.items()},
+        )
+
+
+class ListPlan(Plan):
+    """The plan of a list operator: one local call on the local tensors of all elements.
+
+    `inputs` and `outputs` are the layouts of each element's operands and results.
+    """
+
+    __slots__ = (
+        "_listing",
+        "_moves",
+        "_notice",
+        "_op",
+        "_outputs",
+        "_sites",
+        "_written",
+        "is_local",
+    )
+
+    def __init__(
+        self,
+        op: Any,
+        listing: _Listing,
+        specs: Sequence[DTensorSpec],
+        inputs: Sequence[Sequence[DTensorSpec]],
+        outputs: Sequence[DTensorSpec],
+        written: frozenset[int],
+    ) -> None:
+        super().__init__()
+        self._op = op
+        self._listing = listing
+        self._outputs = tuple(outputs)
+        self._written = written
+        operands = [listing.operands(index) for index in range(listing.length)]
+        pairs = [
+            list(zip(ids, own, strict=True)) for ids, own in zip(operands, inputs, strict=True)
+        ]
+        self._moves = [(i, dst) for own in pairs for i, dst in own if specs[i] is not dst]
+        self._notice = bool(describe_moves(self._moves, specs))
+        self.is_local = not self._moves
+        topology = specs[0].topology
+        axes = [
+            {axis for spec in (*own, *outputs[i : i + 1]) for axis in spec.slot_axes}
+            for i, own in enumerate(inputs)
+        ]
+        self._sites: list[tuple[list[int], list[tuple[int, int]]]] = []
+        for coord in topology.coords_here(sorted(set().union(*axes))):
+            # On a virtual mesh an element runs once for all coordinates that differ in other axes.
+            indices = [
+                index
+                for index, own in enumerate(axes)
+                if not (topology.virtual and any(c and a not in own for a, c in enumerate(coord)))
+            ]
+            slots = [(i, spec.slot(coord)) for index in indices for i, spec in pairs[index]]
+            self._sites += [(indices, slots)] if indices else []
+
+    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._notice:
+            announce_moves(self._op, self._moves, operands)
+        local = [operand._locals for operand in operands]
+        if self._moves:
+            wanted = [(operands[i], spec, i in self._written) for i, spec in self._moves]
+            for (index, _), made in zip(self._moves, all_in_layout(wanted), strict=True):
+                local[index] = made
+        results: list[list[Any]] = [[] for _ in self._outputs]
+        for indices, slots in self._sites:
+            here = {i: local[i][slot] for i, slot in slots}
+            given, named = self._listing.chosen(args, kwargs, indices, here)
+            values = self._op._op(*given, **named)
+            for index, value in zip(indices, values or (), strict=False):
+                results[index].append(value)
+        if results:
+            pairs = zip(self._outputs, results, strict=True)
+            return [wrap(spec, tuple(made)) for spec, made in pairs]
+        self._write_back(operands, local)
+        return None
+
+    def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
+        """Written operands hold their results; those that were moved are moved back."""
+        moves = {index: spec for index, spec in self._moves if index in self._written}
+        back = run_all(
+            [run_between(spec, operands[i]._spec, local[i]) for i, spec in moves.items()]
+        )
+        for index, ready in zip(moves, back, strict=True):
+            for mine, new in zip(operands[index]._locals, ready(), strict=True):
+                mine.copy_(new)
+        for index in self._written:
+            if index in moves:
+                mark_written_in_layout(operands[index], moves[index], local[index])
+            else:
+                mark_written(operands[index])
 
 
 def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -107,26 +229,35 @@ def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     form = LIST_FORMS.get(op._schema.name.split("::")[-1])
     if form is not None:
         return form(op, *args, **kwargs)
-    if len(op._schema.returns) > 1:
-        return _functional(op, args, kwargs)
-    if op._overloadname == "Tensor" and op._schema.arguments[-1].name == "scalars":
-        return _with_numbers(op, args, kwargs)
+    by_vector = op._overloadname == "Tensor" and op._schema.arguments[-1].name == "scalars"
+    if by_vector or len(op._schema.returns) > 1:  # nobody's optimizer
+        return fallback_form(op)(*args, **kwargs)
     listing = _Listing(args, kwargs)
     listing.check()
-    written = [each for n in entry.writes if n in listing.lists for each in args[n]]
-    if any(map(is_deferred, written)) or (written and _overlap(written, entry.writes, listing)):
+    tensors = list(tensors_in(args, kwargs))
+    written: list[Any] = [tensors[i] for i in listing.written(entry.writes)]
+    if any(map(is_deferred, written)):
         return _one_by_one(op, entry.writes, listing, args, kwargs)
-    meshes = {t._spec.topology for t in listing.tensors if isinstance(t, Wrapper)}
+    if any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written):
+        return fallback_form(op)(*args, **kwargs)  # as of a single operator: see choose.py
+    found = [t._spec.topology if isinstance(t, Wrapper) else None for t in tensors]
     first = next(iter(listing.lists.values()))
-    if len(meshes) == 1 and all(isinstance(listing.tensors[i], Wrapper) for i in first):
-        return _run_on(entry, meshes.pop(), listing, args, kwargs)  # no list has to be cut
+    mesh = found[first.start]
+    if mesh is not None and {*found} <= {mesh, None} and None not in found[: first.stop]:
+        return _run_on(entry, mesh, listing, tensors, args, kwargs)
+    # An element's mesh is that of its own operands, for a shared one serves all meshes.
+    owns = [[found[ids[i]] for ids in listing.lists.values()] for i in range(listing.length)]
+    meshes = [next(filter(None, own), None) for own in owns]
     results: list[Any] = [None] * listing.length
-    for mesh, indices in by_mesh([_mesh(listing, i) for i in range(listing.length)]).items():
-        given, named = _chosen(args, kwargs, indices, listing, None)
+    for mesh, indices in by_mesh(meshes).items():
+        given, named = listing.chosen(args, kwargs, indices)
         given = [_at_home(op, value, mesh) for value in given]
         named = {name: _at_home(op, value, mesh) for name, value in named.items()}
-        own = _Listing(given, named)
-        made = op(*given, **named) if mesh is None else _run_on(entry, mesh, own, given, named)
+        if mesh is None:
+            made = op(*given, **named)
+        else:
+            own = _Listing(given, named)
+            made = _run_on(entry, mesh, own, list(tensors_in(given, named)), given, named)
         for index, value in zip(indices, made or (), strict=False):
             results[index] = value
     return results if op._schema.returns else None
@@ -166,78 +297,16 @@ def _into_out(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> No
         target.copy_(value)
 
 
-def _in_place(op: OpOverload) -> OpOverload:
-    """The overload that writes into the lists it is given."""
-    packet = getattr(torch.ops.aten, op._schema.name.split("::")[-1] + "_")
-    return getattr(packet, op._overloadname or "default")  # type: ignore[no-any-return]
-
-
-def _functional(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The operators that update several lists are their forms in place, on copies."""
-    writer = _in_place(op)
-    given, made = list(args), []
-    for place, argument in enumerate(writer._schema.arguments):
-        if argument.alias_info is None:
-            continue
-        value = args[place]
-        copied = value.clone() if isinstance(value, torch.Tensor) else [v.clone() for v in value]
-        given[place] = copied
-        made.append(copied)
-    writer(*given, **kwargs)
-    return tuple(made)
-
-
-def _with_numbers(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A vector that holds a number for each element is read, and its numbers are given."""
-    named = dict(kwargs)
-    *lists, scalars = (*args, named.pop("scalars")) if "scalars" in named else args
-    numbers = full_local(scalars)
-    if numbers.ndim != 1 or len(numbers) != len(lists[0]):
-        raise LayoutError(
-            f"{op}: scalars has shape {list(numbers.shape)}, but there are {len(lists[0])} "
-            "elements. Give a vector with a number for each."
-        )
-    return op._overloadpacket.ScalarList(*lists, numbers.tolist(), **named)
-
-
-def _overlap(written: Sequence[Any], writes: Sequence[int], listing: _Listing) -> bool:
-    """Whether an element may write into memory that another one writes into or reads."""
-    tensors, length = listing.tensors, listing.length
-    read = [ids for place, ids in listing.lists.items() if place not in writes]
-    others = [tensors[operand] for ids in (*read, listing.shared.values()) for operand in ids]
-    ids, cells = set(map(id, written)), _cells(written)
-    apart = len(ids) == len(written) and len(set(cells)) == len(cells)
-    if (
-        apart
-        and ids.isdisjoint(map(id, others))
-        and (not cells or set(cells).isdisjoint(_cells(others)))
-    ):
-        return False
-    # Some memory is there twice. What an element alone writes and reads is no matter.
+def _overlap(tensors: Sequence[Any], listing: _Listing, writes: Sequence[int]) -> bool:
+    """True if an element writes into memory that another one writes into or reads."""
+    written = set(listing.written(writes))
+    cells = [getattr(tensor, "_cell", None) for tensor in tensors]
+    memory = [id(t if c is None else c) for t, c in zip(tensors, cells, strict=True)]
     owner: dict[int, int] = {}
-    given = [ids for place, ids in listing.lists.items() if place in writes]
-    for index in range(length):
-        for memory in _memory(tensors[own[index]] for own in given):
-            if owner.setdefault(memory, index) != index:
-                return True
-    every = [*read, *([operand] * length for operand in listing.shared.values())]
-    return any(
-        owner.get(memory, index) != index
-        for index in range(length)
-        for memory in _memory(tensors[own[index]] for own in every)
-    )
-
-
-def _cells(tensors: Iterable[Any]) -> list[int]:
-    """What tells tensors of the same memory of writes, where there are several."""
-    cells = [getattr(each, "_cell", None) for each in tensors]
-    return [id(cell) for cell in cells if cell is not None]
-
-
-def _memory(tensors: Iterable[Any]) -> set[int]:
-    """What tensors have in common with others of the same memory."""
-    every = list(tensors)
-    return {*map(id, every), *_cells(every)}
+    own = [listing.operands(index) for index in range(listing.length)]
+    mine = [(index, i) for index, ids in enumerate(own) for i in ids]
+    clash = [owner.setdefault(memory[i], at) != at for at, i in mine if i in written]
+    return any(clash) or any(owner.get(memory[i], at) != at for at, i in mine)
 
 
 def _one_by_one(
@@ -249,44 +318,13 @@ def _one_by_one(
 ) -> None:
     """Write into lists that hold deferred views, which may be views of one another's bases."""
     for index in range(listing.length):
-        given, named = _chosen(args, kwargs, [index], listing, None)
+        given, named = listing.chosen(args, kwargs, [index])
         views = {n: given[n][0] for n in writes if n in listing.lists and is_deferred(given[n][0])}
         for place, view in views.items():
             given[place] = [own_value(op, view)]
         op(*given, **named)
         for place, view in views.items():
             put_back(view, given[place][0])
-
-
-def _mesh(listing: _Listing, index: int) -> Topology | None:
-    """The mesh of an element: that of its own operands, for a shared one serves all meshes."""
-    own = (listing.tensors[ids[index]] for ids in listing.lists.values())
-    return next((t._spec.topology for t in own if isinstance(t, Wrapper)), None)
-
-
-def _chosen(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    indices: Sequence[int],
-    listing: _Listing,
-    local: dict[int, torch.Tensor] | None,
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with lists cut down to `indices`, tensors replaced by `local` if given."""
-
-    def choose(name: Any, value: Any) -> Any:
-        ids = listing.lists.get(name)
-        if ids is not None:
-            return [value[i] if local is None else local[ids[i]] for i in indices]
-        if name in listing.shared and local is not None:
-            return local[listing.shared[name]]
-        if isinstance(value, (list, tuple)) and len(value) == listing.length:
-            return [value[i] for i in indices]
-        return value
-
-    return (
-        [choose(index, value) for index, value in enumerate(args)],
-        {name: choose(name, value) for name, value in kwargs.items()},
-    )
 
 
 def _kind(value: Any) -> Any:
@@ -308,26 +346,30 @@ def _kind(value: Any) -> Any:
 
 
 def _run_on(
-    entry: Any, mesh: Any, listing: _Listing, args: Sequence[Any], kwargs: dict[str, Any]
+    entry: Any,
+    mesh: Topology,
+    listing: _Listing,
+    tensors: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
-    operands = [t if isinstance(t, Wrapper) else adopt(t, mesh) for t in listing.tensors]
+    operands = [t if isinstance(t, Wrapper) else adopt(t, mesh) for t in tensors]
     plain = tuple(i for i, operand in enumerate(operands) if isinstance(operand, Plain))
     for i in plain:
-        policy.on_plain(entry.op, tuple(listing.tensors[i].shape))
+        policy.on_plain(entry.op, tuple(tensors[i].shape))
     key = (
-        tuple(operand._spec for operand in operands),
+        tuple([operand._spec for operand in operands]),
         plain,
-        tuple(sorted((str(name), len(ids)) for name, ids in listing.lists.items())),
         tuple(map(_kind, args)),
         tuple((name, _kind(value)) for name, value in kwargs.items()),
         torch.get_default_dtype(),
     )
     found = entry.plans.get(key)
     if found is None:
-        written = [each for n in entry.writes if n in listing.lists for each in args[n]]
-        ask_about_repeats(entry.op, written, args, kwargs)
         found = _build(entry, mesh, listing, operands, args, kwargs)
         kept.put(entry.plans, key, found, plan_bytes(operands))
+    if entry.writes and not found.is_local and _overlap(tensors, listing, entry.writes):
+        return _one_by_one(entry.op, entry.writes, listing, args, kwargs)
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
         found.plain_checked = check_plain(entry.op, entry.write_only_args, operands, args, kwargs)
     try:
@@ -372,32 +414,17 @@ def _build(
     for spec in specs:
         if spec.topology is not mesh:
             raise LayoutError(f"{op}: an element has operands on different meshes: {spec}, {mesh}.")
+    written = [i for i in listing.written(entry.writes) if isinstance(operands[i], Wrapper)]
     returns = bool(op._schema.returns)
     metas = infer(op, args, kwargs, specs)[0] if returns else ()
-    elements = []
+    inputs: list[Sequence[DTensorSpec]] = []
+    outputs: list[DTensorSpec] = []
     for index in range(listing.length):
-        ids = listing.operands(index)
-        own = [specs[i] for i in ids]
+        own = [specs[i] for i in listing.operands(index)]
         result = metas[index] if returns else own[0].meta
         call = Call(op, *_element(args, kwargs, listing, index), own, [result])
         rule = _sharing(pointwise(call), len(listing.lists))
         decision = decide(rule, call, None if returns else 0)
-        outputs = decision.outputs if returns else ()
-        elements.append(Element(ids, decision.inputs, outputs, own))
-    arguments = op._schema.arguments
-    written = frozenset(
-        i
-        for place, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for i in listing.lists.get(place, ())
-        if isinstance(operands[i], Wrapper)
-    )
-
-    listing.tensors = []  # the plan outlives the call: it keeps where operands stand, no more
-
-    def build(
-        args: Sequence[Any], kwargs: dict[str, Any], indices: Sequence[int], local: Any
-    ) -> tuple[list[Any], dict[str, Any]]:
-        return _chosen(args, kwargs, indices, listing, local)
-
-    return ListPlan(op, elements, specs, written=written, returns=returns, build=build)
+        inputs.append(decision.inputs)
+        outputs += decision.outputs if returns else ()
+    return ListPlan(op, listing, specs, inputs, outputs, frozenset(written))

@@ -4,7 +4,7 @@ a key."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -15,19 +15,9 @@ from ..comm import report
 from ..rules import Call, Registered, family_of, registered
 from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper
-from .lists import is_list_op, run_list
+from .lists import is_list_op
 from .plans import CallPlan, FormPlan, Plan, tensors_in
-from .views import DeferredPlan, defer, is_deferred, view_of_lazy, write_through
-
-__all__ = [
-    "FORMS",
-    "Form",
-    "Operator",
-    "register_composite",
-    "register_differentiable",
-    "register_form",
-]
-
+from .views import defer, is_deferred, undone, write_through
 
 Cost = Callable[[Call], Sequence[int] | None]
 
@@ -122,7 +112,7 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
     def run(target: Any, *args: Any, **kwargs: Any) -> Any:
         return target.copy_(functional(target, *args, **kwargs))
 
-    return Form(run, form.always, form.when, form.blocks, form.first, form.cost)
+    return replace(form, run=run)
 
 
 class Operator:
@@ -142,6 +132,7 @@ class Operator:
         "outs",
         "plans",
         "reshapes",
+        "special",
         "user",
         "write_only_args",
         "writes",
@@ -183,6 +174,18 @@ class Operator:
         self.has_views = self.is_view or self.written is not None
         self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
         self.is_list = user is None and self.form is None and is_list_op(op)
+        # Some calls of these go another way: see `_run_special` in dispatch.py.
+        self.special = self.is_list or self.composite or self.is_view
+
+    def run(
+        self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a plan of this operator, by the shortest way that serves the operands."""
+        if plan.quick is not None and (type(operands[0]) is Wrapper.public or not self.has_views):
+            return plan.quick(operands, args, kwargs)
+        if self.has_views:
+            return self.run_view(plan, operands, args, kwargs)
+        return plan.run(operands, args, kwargs)
 
     def run_view(
         self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -195,17 +198,14 @@ class Operator:
             ):
                 made = write_through(self.op, self.family, self.writes, args, kwargs)
                 return made if self.op._schema.returns else None
-        elif (made := view_of_lazy(self.op, args, kwargs)) is not None:
+        elif self.copies and (made := undone(self.op, first)) is not None:
             return made
-        elif isinstance(plan, DeferredPlan) or (is_deferred(first) and isinstance(plan, CallPlan)):
+        elif plan.deferred or (is_deferred(first) and isinstance(plan, CallPlan)):
             if self.form is not None and self.op is torch.ops.aten.as_strided.default:
                 # The local tensors of a deferred view are copies, with other strides.
                 plan = FormPlan(self.op, self.form.run)
             return defer(self.op, plan, first, args, kwargs)
         return plan.run(operands, args, kwargs)
-
-    def run_list(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return run_list(self, args, kwargs)
 
 
 def _by_type(argument: Any, user: Registered | None) -> bool | None:

@@ -17,9 +17,6 @@ from ..storage.wrapper import wrap
 from .random_ops import draw_permutation
 from .views import is_deferred
 
-__all__ = ["check_untracked", "functional_of", "give_shape", "out_form", "reshape_form"]
-
-
 _OPTIONS = ("dtype", "layout", "device", "pin_memory")
 
 

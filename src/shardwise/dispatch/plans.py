@@ -15,9 +15,10 @@ from ..redistribute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
 from ..storage.halo import fetch_parts
-from ..storage.match_meta import in_memory_order, is_in_memory_order
+from ..storage.match_meta import in_memory_order
 from ..storage.operands import (
     announce_moves,
+    cached_reduction,
     describe_moves,
     in_layout,
     mark_written,
@@ -25,51 +26,36 @@ from ..storage.operands import (
 )
 from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
 
-__all__ = [
-    "CallPlan",
-    "Fixed",
-    "FormPlan",
-    "Plan",
-    "filled",
-    "tensors_in",
-]
-
 
 class Plan:
     """A recipe: `run` takes the operands, and the arguments they are in.
 
-    `quick`, if there is one, does the same as `run` for operands that are no deferred views. `tier`
-    says who serves the call: rows, form, random, decomposition or fallback. `default` is the
-    default dtype for which it was built, if the results may have it. `is_complex` says that some
-    operand is, `plain_checked` that plain operands of such calls are equal on all ranks.
+    - `quick` does the same as `run`, for operands that are no deferred views; it may be None.
+    - `tier` says who serves the call: rows, form, random, decomposition or fallback.
+    - `default` is the default dtype for which it was built, if the results may have it.
+    - `is_complex` is True if some operand is complex.
+    - `plain_checked` is True if plain operands of such calls are known to be equal on all ranks.
+    - `deferred` is True for a view whose elements live on other ranks than its base's: `run` gives
+      its value, not an alias.
+    - `is_local` is True if every rank is known to hold all that it reads.
+    - `outs` are the layouts of the results, where they are known.
     """
 
-    __slots__ = ("default", "is_complex", "plain_checked", "quick", "tier")
+    __slots__ = ("default", "deferred", "is_complex", "plain_checked", "quick", "tier")
 
-    quick: Callable[..., Any] | None
+    is_local = False
+    outs: Sequence[DTensorSpec] = ()
 
-    def __init__(self, tier: str = "rows") -> None:
-        self.quick = None
+    def __init__(self, tier: str = "rows", deferred: bool = False) -> None:
+        self.quick: Callable[..., Any] | None = None
         self.tier = tier
+        self.deferred = deferred
         self.default: torch.dtype | None = None
         self.is_complex = False
         self.plain_checked = False
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is known that every rank has all that it reads."""
-        return False
-
-    @property
-    def passes_partials(self) -> bool:
-        """Whether some result is left Partial though nothing moves."""
-        return self.is_local and any(spec.sums for spec in self.outs)
-
-    outs: Sequence[DTensorSpec] = ()
-    """The layouts of the results, where they are known."""
 
 
 class Fixed(NamedTuple):
@@ -193,7 +179,11 @@ def quick_write(
 
 
 class CallPlan(Plan):
-    """Move some operands, run the operator once per coordinate held here, wrap the results."""
+    """Move some operands, run the operator once per coordinate held here, wrap the results.
+
+    A call that would pass a Partial on takes the reduced value of an operand instead if that is
+    cached, so that the result need not be reduced again: `_pending` are the operands to look at.
+    """
 
     __slots__ = (
         "_aliases",
@@ -205,6 +195,7 @@ class CallPlan(Plan):
         "_op",
         "_operand_positions",
         "_orders",
+        "_pending",
         "_picks",
         "_rewrites",
         "_shape",
@@ -214,6 +205,7 @@ class CallPlan(Plan):
         "_target",
         "_windows",
         "_written",
+        "is_local",
         "outs",
     )
 
@@ -259,6 +251,10 @@ class CallPlan(Plan):
             if (more := {d: t for d, t in tables.items() if t != inputs[i].pieces(d)})
         )
         self._aliases = aliases and not self._windows
+        self.is_local = not (self._moves or self._windows)
+        passes = written is None and not aliases and self.is_local
+        passes = passes and any(spec.sums for spec in outputs)
+        self._pending = tuple([i for i, spec in enumerate(specs) if spec.sums and passes])
         topology = inputs[0].topology
         axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
         coords = topology.coords_here(sorted(axes))
@@ -267,7 +263,8 @@ class CallPlan(Plan):
         if local is not None and unless is not None and all(map(unless, self._sites)):
             local = None
         self._local = local
-        self._rewrites = _shape_rewrites(shape_arg, self._sites)
+        shapes = tuple(site.out_shapes[0] for site in self._sites if shape_arg is not None)
+        self._rewrites = None if shape_arg is None else (shape_arg, shapes)
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
         # Whether local results are brought into memory order: None until some have been seen.
@@ -276,24 +273,42 @@ class CallPlan(Plan):
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
-            self.quick = self._quick(device, is_list, operands_only)
-            if self._orders is None and self.quick is not None:
-                self.quick = self._first(self.quick)
+            quick = self._quick(device, is_list, operands_only)
+            if quick is not None:
+                self.quick = self._looking(self._first(quick) if self._orders is None else quick)
+
+    def _looking(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, after a look for cached reductions if there are operands to look at."""
+        return partial(self._cached_first, run) if self._pending else run
+
+    def _cached_first(
+        self,
+        passing: Callable[..., Any],
+        operands: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The call with cached reductions in place of Partials; as it is if none is cached."""
+        found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
+        if not any(found.values()):
+            return passing(operands, args, kwargs)
+        values: list[Any] = list(tensors_in(args, kwargs))
+        for index, value in found.items():
+            if value is not None:
+                values[index] = wrap(*value)
+        given, named = filled(args, kwargs, iter(values))
+        return self._op(*given, **named)
 
     def _first(self, quick: Callable[..., Any]) -> Callable[..., Any]:
         """The first call of a plan. A kernel may order the dims of a local result otherwise than
         those of the global one: then the next calls order theirs too."""
 
         def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            made = self.run(operands, args, kwargs)
-            self.quick = self.run if self._orders else quick
+            made = self._run(operands, args, kwargs)
+            self.quick = self._looking(self._run if self._orders else quick)
             return made
 
         return run
-
-    @property
-    def is_local(self) -> bool:
-        return not (self._moves or self._windows)
 
     def _quick(
         self, device: torch.device, is_list: bool, operands_only: bool
@@ -309,7 +324,8 @@ class CallPlan(Plan):
                 return None
             tail = (self._rewrites[1][0],)
         if self._written is not None:
-            if operand_positions is None or tail is not None or self._written or self._target:
+            alone = operand_positions is not None and not (self._written or self._target)
+            if operand_positions is None or not alone or tail is not None or not _returns(self._op):
                 return None
             return quick_write(self._call, operand_positions, operands_only)
         several = None
@@ -323,6 +339,9 @@ class CallPlan(Plan):
         )
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._looking(self._run)(operands, args, kwargs)
+
+    def _run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._notice:
             announce_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
@@ -340,7 +359,7 @@ class CallPlan(Plan):
         results = [self._one(index, own, args, kwargs) for index, own in enumerate(calls)]
         if written is not None:
             self._write_back(operands[written], local[written])
-            return args[self._target]
+            return args[self._target] if _returns(self._op) else None
         if self._orders is not False:
             results = self._ordered(results)
         return self._wrapped(results, operands)
@@ -380,14 +399,6 @@ class CallPlan(Plan):
         places = (self._shape,) if isinstance(self._shape, int) else self._shape or ()
         each = [(made,) if alone else made for made in results]
         specs = [self.outs[at] if isinstance(at, int) else None for at in places]
-        if self._orders is None:
-            self._orders = not all(
-                spec is None or local is None or is_in_memory_order(spec, local)
-                for made in each
-                for spec, local in zip(specs, made, strict=True)
-            )
-        if not self._orders:
-            return results
         new = [
             tuple(
                 local if spec is None or local is None else in_memory_order(spec, local)
@@ -395,6 +406,11 @@ class CallPlan(Plan):
             )
             for made in each
         ]
+        if self._orders is None:
+            pairs = [
+                pair for both in zip(each, new, strict=True) for pair in zip(*both, strict=True)
+            ]
+            self._orders = any(before is not after for before, after in pairs)
         return [made[0] for made in new] if alone else new
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
@@ -427,14 +443,6 @@ def _at_site(local: Local, op: Any, site: Site, *args: Any, **kwargs: Any) -> An
     return local(op, args, kwargs, site)
 
 
-def _shape_rewrites(
-    shape_arg: int | None, sites: Sequence[Site]
-) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-    if shape_arg is None:
-        return None
-    return shape_arg, tuple(site.out_shapes[0] for site in sites)
-
-
 def _picks(topology: Topology, coords: Sequence[Coord], spec: DTensorSpec) -> tuple[int, ...]:
     """Which call gives each local tensor of a result."""
     if not topology.virtual:
@@ -449,13 +457,22 @@ class FormPlan(Plan):
 
     __slots__ = ("_form", "_op")
 
-    def __init__(self, op: Any, form: Callable[..., Any], tier: str = "form") -> None:
-        super().__init__(tier)
+    def __init__(
+        self, op: Any, form: Callable[..., Any], tier: str = "form", deferred: bool = False
+    ) -> None:
+        super().__init__(tier, deferred)
         self._op = op
         self._form = form
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if policy.current().silent:
-            return self._form(*args, **kwargs)
-        with policy.inside(self._op):
-            return self._form(*args, **kwargs)
+            made = self._form(*args, **kwargs)
+        else:
+            with policy.inside(self._op):
+                made = self._form(*args, **kwargs)
+        return made if _returns(self._op) else None
+
+
+def _returns(op: Any) -> bool:
+    """True if the operator returns something: some write and return nothing."""
+    return bool(op._schema.returns)

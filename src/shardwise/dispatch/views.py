@@ -25,23 +25,6 @@ from ..storage.plain import full_local
 from ..storage.wrapper import Cell, Locals, Wrapper, share_cell, wrap
 from .plans import Plan
 
-__all__ = [
-    "DeferredPlan",
-    "DeferredView",
-    "bare",
-    "become",
-    "defer",
-    "is_conjugate",
-    "is_deferred",
-    "is_negative",
-    "lay_out",
-    "own_value",
-    "put_back",
-    "root_of",
-    "view_of_lazy",
-    "write_through",
-]
-
 _SAME_ORDER = frozenset(
     [
         "aten::view",
@@ -56,21 +39,7 @@ _SAME_ORDER = frozenset(
 )
 """Views with the elements of their base in the order of their base."""
 _CONJ, _NEG = "aten::_conj", "aten::_neg_view"
-_AS_REAL = "aten::view_as_real"
 _OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
-
-
-class DeferredPlan(Plan):
-    """The plan of a view that must move its operand: running it gives the value, not an alias."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Plan) -> None:
-        super().__init__(value.tier)
-        self.value = value
-
-    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self.value.run(operands, args, kwargs)
 
 
 class _Read:
@@ -79,7 +48,7 @@ class _Read:
     __slots__ = ("seen", "value")
 
     def __init__(self) -> None:
-        self.seen: tuple[object, ...] | None = None
+        self.seen: object = None
         self.value: Locals = ()
 
 
@@ -109,7 +78,7 @@ class DeferredView:
 
 
 def is_deferred(tensor: object) -> bool:
-    """Whether a tensor is a deferred view."""
+    """True if a tensor is a deferred view."""
     return isinstance(tensor, DeferredView)
 
 
@@ -124,22 +93,21 @@ def defer(
     op: OpOverload, plan: Plan, base: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """A view of `base` that is made real when it is read."""
-    inner = plan.value if isinstance(plan, DeferredPlan) else plan
     held = bare(base)
     rest = tuple([bare(value) if isinstance(value, Wrapper) else value for value in args[1:]])
-    outs = inner.outs
+    outs = plan.outs
     if not outs:  # the layout is known only when the value is
-        value = inner.run((base,), args, kwargs)
+        value = plan.run((base,), args, kwargs)
         made = _view(value._spec, held._cell)
         made._read.seen, made._read.value = version_stamp(root_of(held)), value._locals
-        made._of, made._how = held, (op, inner, rest, kwargs, None)
+        made._of, made._how = held, (op, plan, rest, kwargs, None)
         return made
     views = []
-    several = isinstance(inner._shape, tuple)  # type: ignore[attr-defined]
+    several = isinstance(plan._shape, tuple)  # type: ignore[attr-defined]
     for place, spec in enumerate(outs):
         made = _view(spec, held._cell)
         made._of = held
-        made._how = (op, _Unaliased(inner), rest, kwargs, place if several else None)
+        made._how = (op, plan, rest, kwargs, place if several else None)
         views.append(made)
     return views if several else views[0]
 
@@ -184,67 +152,41 @@ def _made_by(view: Any) -> str:
     return view._how[0]._schema.name  # type: ignore[no-any-return]
 
 
-def _is_lazy(view: object) -> bool:
-    """Whether a view is the conjugate or the negative of its base."""
-    return isinstance(view, DeferredView) and _made_by(view) in (_CONJ, _NEG)
+def _count(view: Any, name: str) -> int:
+    """How many of the calls that made a deferred view are of this operator."""
+    count = 0
+    while isinstance(view, DeferredView):
+        count += _made_by(view) == name
+        view = view._of
+    return count
 
 
-def is_negative(view: object) -> bool:
-    """Whether a tensor is a view of negatives, as `torch.is_neg` says of a plain one."""
-    return isinstance(view, DeferredView) and _made_by(view) == _NEG
+def is_negative(view: Any) -> bool:
+    """True if a tensor is a view of negatives, as `torch.is_neg` says of a plain one."""
+    return _count(view, _NEG) % 2 == 1
 
 
-def is_conjugate(view: object) -> bool:
-    """Whether a tensor is a view of conjugates, as `torch.is_conj` says of a plain one."""
-    inner = view._of if isinstance(view, DeferredView) and is_negative(view) else view
-    return isinstance(inner, DeferredView) and _made_by(inner) == _CONJ
+def is_conjugate(view: Any) -> bool:
+    """True if a tensor is a view of conjugates, as `torch.is_conj` says of a plain one."""
+    return view.is_complex() and _count(view, _CONJ) % 2 == 1
 
 
-def view_of_lazy(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A view of conjugates as the conjugates of a view, negatives likewise; None if it is neither.
-
-    So what is lazy is always done last, and a write undoes it first. Of negatives of conjugates the
-    negation is last, and what is done twice is not done.
-    """
-    first, name = args[0], op._schema.name
-    if not _is_lazy(first) or op is torch.ops.aten.view.dtype:
+def undone(op: OpOverload, view: Any) -> Any:
+    """The conjugates of conjugates, or negatives of negatives: a view of the tensor itself; None
+    if the call is another."""
+    name = op._schema.name
+    if name not in (_CONJ, _NEG) or not is_deferred(view) or _made_by(view) != name:
         return None
-    lazy, base = first._how[0], first._of
-    if name == lazy._schema.name:
-        return torch.ops.aten.alias.default(base)
-    if name == _NEG or (name == _AS_REAL and _made_by(first) == _CONJ):
-        return None
-    made = op(base, *args[1:], **kwargs)
-    if isinstance(made, (list, tuple)):
-        return type(made)([_lazily(lazy, each, base) for each in made])
-    return _lazily(lazy, made, base)
+    return torch.ops.aten.alias.default(view._of)
 
 
-def _lazily(lazy: OpOverload, made: Any, base: Any) -> Any:
-    """What is made of a base, lazily conjugated or negated; at once if it is a copy."""
-    is_view = made._cell is not None and made._cell is root_of(base)._cell
-    return lazy(made) if is_view else _physical(lazy._schema.name, made)
-
-
-def _physical(name: str, value: Any) -> Any:
-    return torch.conj_physical(value) if name == _CONJ else torch.neg(value)
-
-
-class _Unaliased(Plan):
-    """A plan run for its value: the result shares no version cell."""
-
-    __slots__ = ("_plan",)
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self._plan = plan
-
-    @property
-    def is_local(self) -> bool:
-        return self._plan.is_local
-
-    def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._plan.run(operands, args, kwargs)
+def _check_writable(op: OpOverload, view: Any) -> None:
+    """An error if a view is one of conjugates or negatives, which are copies here."""
+    if _count(view, _CONJ) or _count(view, _NEG):
+        raise LayoutError(
+            f"{op}: a write into the conjugate or negative view of {root_of(view)._spec} is not "
+            "supported. Write into a copy, x.conj().resolve_conj(), or into the tensor itself."
+        )
 
 
 def _view(spec: DTensorSpec, cell: Cell) -> Any:
@@ -291,6 +233,7 @@ def write_through(
 
 def own_value(op: OpOverload, view: Any) -> Any:
     """A tensor of its own with the value of a view, or with none if the operator overwrites it."""
+    _check_writable(op, view)
     spec = view._spec
     if spec.meta.overlaps:  # on one device several of its elements are the same memory
         whole = spec.with_placements(default_placements(spec.topology))
@@ -304,44 +247,46 @@ def own_value(op: OpOverload, view: Any) -> Any:
 
 
 def _as_base(value: Any, view: Any, base: Any) -> Any:
-    """An operand that broadcasts into the view, shaped so that it goes with the base."""
+    """An operand that broadcasts into the view, shaped so that it goes with the base.
+
+    If the operand is a view of a tensor in that shape, that tensor serves: so the last part of
+    `x[3] += 1`, which copies `x[3]` onto itself, moves nothing.
+    """
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     if value.numel() == 1:
         return value.reshape(())
+    inner: Any = value
+    while is_deferred(inner) and _made_by(inner) in _SAME_ORDER:
+        inner = inner._of
+        if inner.shape == base.shape and inner.dtype is value.dtype:
+            return inner
     return value.expand(view.shape).reshape(base.shape)
 
 
 def put_back(view: Any, value: Any) -> None:
-    """Let a view have the elements of a tensor that `own_value` made, which were written since."""
-    if _is_lazy(view):
-        view._of.copy_(_physical(_made_by(view), value))
-    else:
-        _store(view, full_local(value))
-
-
-def _store(view: Any, value: torch.Tensor) -> None:
-    """Put the elements of a view where they live: every rank writes those in its box."""
+    """Let a view have the elements of a tensor that `own_value` made, which were written since:
+    every rank writes those in its box."""
     root = root_of(view)
     spec = root._spec.fine or root._spec
     shape = spec.meta.shape
-    address, value = _elements(root, _addresses(view, root).to(value.device), value)
-    index: list[torch.Tensor] = []
-    for size, stride in zip(shape, contiguous_stride(shape), strict=True):
-        index.append((address // stride) % max(size, 1))
+    address, whole = _elements(root, _addresses(view, root), full_local(value))
+    index = [
+        (address // stride) % max(size, 1)
+        for size, stride in zip(shape, contiguous_stride(shape), strict=True)
+    ]
     for coord, local in zip(spec.slots, root._locals, strict=True):
-        local = local.view(spec.local_shape(coord))
         here = torch.ones_like(address, dtype=torch.bool)
-        places = []
-        for dim, (start, stop) in enumerate(spec.box(coord)):
-            here &= (index[dim] >= start) & (index[dim] < stop)
-            places.append(index[dim] - start)
-        new = value[here]
+        box = spec.box(coord)
+        for at, (start, stop) in zip(index, box, strict=True):
+            here &= (at >= start) & (at < stop)
+        new = whole[here]
         for axis in spec.sums:
             kind = spec.placements[axis].reduce_op
             if coord[axis] and kind != "avg":  # the average of equal values is the value
                 new = torch.full_like(new, identity(kind, new.dtype))
-        local[tuple(place[here] for place in places)] = new.to(local.dtype)
+        places = tuple([at[here] - start for at, (start, _) in zip(index, box, strict=True)])
+        local.view(spec.local_shape(coord))[places] = new.to(local.dtype)
     mark_written(root)
 
 
@@ -373,25 +318,25 @@ def _addresses(view: Any, root: Any) -> torch.Tensor:
     """
     chain: list[Any] = []
     while is_deferred(view):
-        chain.append((view._how, _is_lazy(view)))
+        chain.append(view._how)
         view = view._of
     shape, stride, dtype = root._spec.meta
     meta: Any = torch.empty(shape, dtype=dtype, device="meta")
-    for (op, _, args, kwargs, place), is_lazy in reversed(chain):
+    for op, _, args, kwargs, place in reversed(chain):
         by_memory = op._schema.name == "aten::as_strided" and stride != contiguous_stride(shape)
         before = meta
         meta = op(meta, *args, **kwargs)
         meta = meta if place is None else meta[place]
-        # Of conjugates as another dtype PyTorch makes no view; a copy would be none.
-        if by_memory or is_lazy or not in_one_memory(meta, before):
+        if by_memory or not in_one_memory(meta, before):  # a copy is no view
             raise LayoutError(
                 f"a write into the result of {op} of {root._spec}, whose elements live on other "
                 "ranks, is not supported. Write into the tensor itself."
             )
-    address = torch.full(tuple(meta.shape), meta.storage_offset())
+    device = root._spec.topology.device_type
+    address = torch.full(tuple(meta.shape), meta.storage_offset(), device=device)
     for dim, (size, step) in enumerate(zip(meta.shape, meta.stride(), strict=True)):
         ones = [1] * meta.ndim
         ones[dim] = size
-        address = address + (torch.arange(size) * step).view(ones)
+        address = address + (torch.arange(size, device=device) * step).view(ones)
     first_bytes: torch.Tensor = address * meta.dtype.itemsize
     return first_bytes

@@ -12,8 +12,6 @@ from ..layout.spec import DTensorSpec
 from ..redistribute import Ready
 from .wrapper import Locals, Wrapper, wrap
 
-__all__ = ["AsyncValue", "pending"]
-
 
 class _Once:
     """A value that is waited for once, whichever thread asks first; an error is raised again."""

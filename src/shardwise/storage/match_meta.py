@@ -13,12 +13,12 @@ from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import ordered
 from .wrapper import Wrapper, wrap
 
-__all__ = ["conforming", "in_memory_order", "is_in_memory_order"]
-
 
 def is_in_memory_order(spec: DTensorSpec, local: torch.Tensor) -> bool:
-    """Whether a local tensor has its dims in memory as the global tensor has them, so that it can
-    be viewed as that can."""
+    """True if a local tensor has the dtype of the global tensor, and its dims in memory as that has
+    them, so that it can be viewed as that can."""
+    if local.dtype is not spec.dtype:
+        return False
     shape, stride, own = local.shape, spec.meta.stride, local.stride()
     dims = [dim for dim, size in enumerate(shape) if size > 1 and stride[dim]]
     if not local.numel():
@@ -35,10 +35,10 @@ def is_in_memory_order(spec: DTensorSpec, local: torch.Tensor) -> bool:
 
 
 def in_memory_order(spec: DTensorSpec, local: torch.Tensor) -> torch.Tensor:
-    """A local tensor with its dims in memory as the global tensor has them."""
+    """A local tensor with the dtype and the order of dims in memory of the global tensor."""
     if is_in_memory_order(spec, local):
         return local
-    return ordered(local, memory_order(spec.meta.stride))
+    return ordered(local.to(spec.dtype), memory_order(spec.meta.stride))
 
 
 def conforming(form: Callable[..., Any], metas: Sequence[TensorMeta]) -> Callable[..., Any]:

@@ -16,33 +16,27 @@ Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
 
 
-def version_stamp(tensor: Any) -> tuple[object, ...]:
-    """What changes when the tensor is written, through the dispatcher or through its local
-    tensors; a deferred view changes with what it is a view of.
+def version_stamp(tensor: Any) -> object:
+    """A value that changes when the tensor is written, through the dispatcher or through its local
+    tensors; that of a deferred view changes with the tensor at the bottom.
 
-    No two stamps are equal of inference tensors that a user gave: writes into these are not
+    Of inference tensors that a user gave no two stamps are equal: writes into these are not
     counted.
     """
     while tensor._of is not None:
         tensor = tensor._of
     cell, parts = tensor._cell, tensor._locals
     if cell is None:
-        return 0, _versions(parts, False), ()
-    writes, handed = cell.writes, cell.handed
-    if handed is not None:
-        writes += sum([part._version for part in handed])
-    unsure = cell.exposed and handed is None
-    also = () if cell.parts is parts else _versions(cell.parts, unsure)
-    return writes, _versions(parts, unsure), also
+        return _versions(parts)
+    if cell.exposed and any(map(torch.Tensor.is_inference, cell.parts)):
+        return object()
+    also = 0 if cell.parts is parts else _versions(cell.parts)
+    return cell.writes + _versions(parts) + also
 
 
-def _versions(parts: Locals, unsure: bool) -> tuple[object, ...]:
-    """Inference tensors have no versions: if a user holds them they may have changed."""
-    if len(parts) == 1 and not parts[0].is_inference():  # the common case, in half the time
-        return (parts[0]._version,)
-    return tuple(
-        [t._version if not t.is_inference() else object() if unsure else None for t in parts]
-    )
+def _versions(parts: Locals) -> int:
+    """How often local tensors were written; inference tensors do not count."""
+    return sum([part._version for part in parts if not part.is_inference()])
 
 
 def mark_written(tensor: Any) -> None:

@@ -18,8 +18,6 @@ from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from .operands import in_layout
 from .wrapper import wrap
 
-__all__ = ["DTYPES", "Part", "check_alike", "common_order", "told_by_all"]
-
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 """Every dtype, in an order that is the same in every process."""
 

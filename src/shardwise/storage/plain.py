@@ -21,8 +21,6 @@ from . import policy
 from .operands import in_layout
 from .wrapper import Plain, Wrapper, wrap
 
-__all__ = ["adopt", "bring_grads_back", "check_dense", "check_plain", "digest", "full_local"]
-
 
 def check_dense(what: str, value: torch.Tensor) -> None:
     """An error if a tensor is sparse: boxes and strides say nothing of those."""

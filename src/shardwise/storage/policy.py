@@ -7,11 +7,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..config import current
+from ..config import current as current
 from ..errors import CommunicationError, PlainTensorError
 from ..layout.user_line import user_line
-
-__all__ = ["current", "inside", "on_fallback", "on_moves", "on_plain"]
 
 
 class _State(threading.local):

@@ -23,18 +23,6 @@ from .operands import describe_moves, in_layout
 from .plain import adopt
 from .wrapper import Wrapper, wrap
 
-__all__ = [
-    "as_dtensor",
-    "counted",
-    "divided",
-    "gather_plain",
-    "is_requested",
-    "joined",
-    "move_to",
-    "reduce_partial",
-    "requested",
-]
-
 
 def is_requested() -> bool:
     """Whether the user asked for results with ragged cuts."""

@@ -9,8 +9,6 @@ import torch
 from .._torch import disabled_torch_function, make_wrapper
 from ..layout.spec import DTensorSpec
 
-__all__ = ["Plain", "Wrapper", "wrap"]
-
 Locals = tuple[torch.Tensor, ...]
 Memo = dict[DTensorSpec, tuple[Any, Locals]]
 """What is there of a tensor in other layouts, each with the stamp of the tensor then."""
@@ -20,17 +18,15 @@ class Cell:
     """The version cell that aliases share.
 
     `writes` counts the writes of the dispatcher. `parts` are the local tensors of the first alias:
-    their versions tell of other writes. `exposed` says whether a user holds any of them. Inference
-    tensors have no versions: `to_local` hands out tensors of the same memory that have, `handed`.
+    their versions tell of other writes. `exposed` is True if a user holds any of them.
     """
 
-    __slots__ = ("__weakref__", "exposed", "handed", "parts", "writes")
+    __slots__ = ("__weakref__", "exposed", "parts", "writes")
 
     def __init__(self, parts: Locals) -> None:
         self.writes = 0
         self.parts = parts
         self.exposed = False
-        self.handed: Locals | None = None
 
 
 class Wrapper(torch.Tensor):
@@ -85,34 +81,33 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     """The local tensors for a user, who may write into them where nobody counts.
 
     Those of an alias are made views of the first tensor's, so that they have its versions: what the
-    dispatcher makes of a local tensor has versions of its own.
+    dispatcher makes of a local tensor has versions of its own. Inference tensors have none: the
+    user gets tensors of the same memory that have.
     """
     cell, own = share_cell(tensor), tensor._locals
-    if not cell.exposed and _has_inference(cell.parts):
-        cell.handed = handed = tuple(map(_with_versions, cell.parts))
-        # One rank may look alone: what all have made of it must still be good on this one.
-        cell.writes -= sum([part._version for part in handed])
+    if not cell.exposed and any(map(_is_uncounted, cell.parts)):
+        cell.parts = tuple(map(_with_versions, cell.parts))
+        # One rank may look alone: the cached reductions, which all have, must still be good there.
+        cell.writes -= sum([part._version for part in cell.parts])
     cell.exposed = True
-    bases = cell.parts if cell.handed is None else cell.handed
-    if bases is own or len(bases) != len(own):
+    if cell.parts is own or len(cell.parts) != len(own):
         return own
-    return tuple([_view_of(base, part) for base, part in zip(bases, own, strict=True)])
+    return tuple([_view_of(base, part) for base, part in zip(cell.parts, own, strict=True)])
+
+
+def _is_uncounted(part: torch.Tensor) -> bool:
+    """True if a tensor has memory, but no versions."""
+    return type(part) is torch.Tensor and not part.is_meta and part.is_inference()
 
 
 def _with_versions(part: torch.Tensor) -> torch.Tensor:
     """An inference tensor as one that has versions, in the same memory: a view would have none."""
-    if not part.is_inference():
+    if not _is_uncounted(part):
         return part
     with torch.inference_mode(False), torch.no_grad():
         made = torch.empty(0, dtype=part.dtype, device=part.device)
         memory = part.untyped_storage()
         return made.set_(memory, part.storage_offset(), part.shape, part.stride())
-
-
-def _has_inference(parts: Locals) -> bool:
-    """Whether some are plain tensors in memory that have no versions."""
-    values = all(type(part) is torch.Tensor and not part.is_meta for part in parts)
-    return values and any(part.is_inference() for part in parts)
 
 
 def _view_of(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
