@@ -14,7 +14,7 @@ from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import plan as steps_of
+from ..redistribute import steps_between
 from .schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 
 __all__ = [
@@ -127,7 +127,7 @@ def redistribute_cost(src: DTensorSpec, dst: DTensorSpec) -> float:
     return float(
         sum(
             LATENCY_BYTES + step.elements_received * src.dtype.itemsize
-            for step in steps_of(src, dst)
+            for step in steps_between(src, dst)
             if not step.is_local
         )
     )

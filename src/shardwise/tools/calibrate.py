@@ -21,7 +21,7 @@ from ..layout.links import write_links
 from ..layout.mesh import init_device_mesh, topology
 from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import plan, run_steps
+from ..redistribute import redistribute_locals, steps_between
 
 __all__ = ["calibrate", "measure"]
 
@@ -81,12 +81,10 @@ def _exchange(
     for dim in (0, 1):
         places = [Shard(dim) if other == axis else Replicate() for other in range(mesh.ndim)]
         sides.append(DTensorSpec(mesh, places, meta))
-    steps = plan(*sides)
-    local = [
-        torch.ones(sides[0].local_shape(coord), device=device_type) for coord in sides[0].slots
-    ]
-    taken = _median(lambda: run_steps(steps, local, meta.stride), device_type)
-    return taken, steps[0].elements_received * 4
+    src, dst = sides
+    local = tuple(torch.ones(src.local_shape(coord), device=device_type) for coord in src.slots)
+    taken = _median(lambda: redistribute_locals(src, dst, local), device_type)
+    return taken, steps_between(src, dst)[0].elements_received * 4
 
 
 def _median(run: Callable[[], object], device_type: str) -> float:
