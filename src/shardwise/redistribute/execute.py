@@ -71,10 +71,12 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
     All ranks must give the same runs in the same order. As many go out together as fit into the
     buffer.
     """
+    if len(runs) == 1:
+        return [_started(runs[0])]
     batches: list[list[Run]] = [[]]
     total = 0
     for run in runs:
-        held = run.held() if len(runs) > 1 else 0
+        held = run.held()
         if batches[-1] and total + held > buffer_size():
             batches.append([])
             total = 0
@@ -84,6 +86,12 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
     for batch in batches[:-1]:
         ready += [_made(each()) for each in _run_at_once(batch)]
     return ready + _run_at_once(batches[-1])
+
+
+def _started(run: Run) -> Ready:
+    if run.move.run is not None and not run.async_op:
+        return _made(run.move.run(run.local, run.fresh))
+    return _run_at_once([run])[0]
 
 
 def _made(local: tuple[torch.Tensor, ...]) -> Ready:

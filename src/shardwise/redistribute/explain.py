@@ -136,7 +136,7 @@ def _costs(steps: Sequence[Step], dtype: torch.dtype) -> Iterator[StepCost]:
         is_view = step.kind in ("slice", "view") and step is not steps[-1]
         held = {
             rank: source.get(rank, 0)
-            + between.get(rank, 0)
+            + (0 if step.kind == "make_partial" else between.get(rank, 0))  # that is in place
             + (0 if is_view else made.get(rank, 0))
             + _packed(step, dtype, source.get(rank, 0) + made.get(rank, 0))
             for rank in sorted({*source, *made})
