@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardwise.comm.events import listen, unlisten
 from shardwise.errors import LayoutError
-from shardwise.layout.mesh import Link, Topology, init_device_mesh
+from shardwise.layout.make_mesh import init_device_mesh
+from shardwise.layout.mesh import Link, Topology
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import redistribute_locals, steps_between

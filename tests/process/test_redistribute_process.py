@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.comm import engine_of
-from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh, init_device_mesh, topology
+from shardwise.layout.make_mesh import DeviceMesh, init_device_mesh
+from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import redistribute_locals

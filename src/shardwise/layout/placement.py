@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from ..errors import LayoutError
 
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard"]
-
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 

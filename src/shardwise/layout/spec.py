@@ -14,18 +14,9 @@ import torch
 from ..errors import LayoutError
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
 from .lazy import lazy
-from .mesh import AnyMesh, Coord, Topology, described, described_mesh, topology
+from .make_mesh import described, described_mesh
+from .mesh import AnyMesh, Coord, Topology, topology
 from .placement import Partial, Placement, Replicate, Shard
-
-__all__ = [
-    "DTensorSpec",
-    "Groups",
-    "TensorMeta",
-    "checked_placements",
-    "default_placements",
-    "fine_meta",
-    "rebuild_spec",
-]
 
 Groups = tuple[tuple[int, ...], ...]
 """For each dim the sizes it is the product of, outer first."""

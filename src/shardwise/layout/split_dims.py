@@ -8,7 +8,6 @@ goes for boxes goes for blocks, on a finer shape: this module finds the shape an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -16,17 +15,6 @@ from .geometry import Cuts, Interval, intervals
 from .mesh import Coord
 from .placement import Placement, Shard
 from .spec import DTensorSpec, Groups, TensorMeta, fine_meta
-
-__all__ = [
-    "assumed",
-    "common",
-    "common_refinement",
-    "held_of",
-    "merge_dims",
-    "rounded",
-    "split_dims",
-    "trivial",
-]
 
 
 def trivial(shape: Sequence[int]) -> Groups:
@@ -63,7 +51,6 @@ def _ends(group: Sequence[int]) -> list[int]:
     return ends
 
 
-@lru_cache(maxsize=16384)
 def split_dims(spec: DTensorSpec, groups: Groups) -> DTensorSpec | None:
     """The layout of the tensor with its dims taken apart; None if that is none of boxes."""
     own = spec.groups or trivial(spec.meta.shape)
@@ -134,25 +121,6 @@ def rounded(spec: DTensorSpec, groups: Groups) -> DTensorSpec:
         sizes = tuple(b - a for a, b in pairwise([0, *ends]))
         cuts.append(sizes if spec.dim_axes[dim] else None)
     return spec.with_placements(spec.placements, cuts)
-
-
-@lru_cache(maxsize=16384)
-def common_refinement(
-    src: DTensorSpec, dst: DTensorSpec
-) -> tuple[DTensorSpec, DTensorSpec] | DTensorSpec:
-    """Both layouts on one finer shape on which both are boxes; or a layout to go through."""
-    have = src.groups or trivial(src.meta.shape)
-    want = dst.groups or trivial(dst.meta.shape)
-    groups = common(have, want)
-    if groups is not None:
-        pair = split_dims(src, groups), split_dims(dst, groups)
-        if pair[0] is not None and pair[1] is not None:
-            return pair[0], pair[1]
-    if dst.groups is None:
-        return rounded(dst, have)
-    if src.groups is None:
-        return rounded(src, want)
-    return rounded(src.consecutive, have)
 
 
 def held_of(spec: DTensorSpec, coord: Coord) -> list[tuple[Interval, ...]]:

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from .._torch import call_at_destroy, shared_store, store_address
 from ..errors import CommunicationError, MeshError
 
-__all__ = ["World", "at_end", "at_start", "current_world", "known_world", "refuse_forked"]
-
 Callback = Callable[["World"], None]
 
 

@@ -7,7 +7,8 @@ import torch
 from .._torch import is_tracing
 from ..comm import engine_of
 from ..errors import CommunicationError, LayoutError
-from ..layout.mesh import AnyMesh, Topology, from_first_rank
+from ..layout.make_mesh import from_first_rank
+from ..layout.mesh import AnyMesh, Topology
 from ..storage.plain import digest
 from .modes import checks, mode_in_force, mode_of_call
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ..errors import MeshError
 from ..layout.cost import DEFAULT, Link
 from ..layout.links import write_links
-from ..layout.mesh import init_device_mesh, topology
+from ..layout.make_mesh import init_device_mesh
+from ..layout.mesh import topology
 from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import redistribute_locals, steps_between
