@@ -16,7 +16,7 @@ from ..layout.lazy import lazy
 from ..layout.mesh import Coord, Topology
 from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec, Groups
-from ..layout.split_dims import trivial
+from ..layout.split_dims import finer_parts, trivial
 
 
 class DimMap(NamedTuple):
@@ -83,17 +83,12 @@ class Layout:
         """The layout of a spec with its dims split into `groups`; None if some shard is not a box
         of the split dims."""
         base, dims = spec.fine or spec, []
-        cuts, axes = iter(base.dim_cuts), iter(base.dim_axes)
-        for own, finer in zip(spec.groups or trivial(spec.meta.shape), groups, strict=True):
-            left = list(finer)
-            for size in own:
-                parts = [left.pop(0)]
-                while prod(parts) != size:
-                    parts.append(left.pop(0))
-                found = _split_dim(next(axes), intervals(next(cuts)), parts)
-                if found is None:
-                    return None
-                dims += found
+        parts = finer_parts(spec.groups or trivial(spec.meta.shape), groups)
+        for axes, cuts, own in zip(base.dim_axes, base.dim_cuts, parts, strict=True):
+            found = _split_dim(axes, intervals(cuts), own)
+            if found is None:
+                return None
+            dims += found
         return Layout(spec.topology, tuple(dims), _pending(spec))
 
     @lazy
