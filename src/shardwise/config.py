@@ -190,7 +190,8 @@ def keep_partial_grads() -> Block:
 def exchange_buffer(nbytes: int) -> Block:
     """Let collectives use buffers of at most `nbytes`, the same on all ranks; it is 32 MiB.
 
-    What is larger goes in rounds. A rank holds the source, the target and this, never more.
+    Larger tensors go in rounds. If a rank would hold more than this between two collectives of one
+    move, the move is a single exchange where there is one.
 
     >>> import torch, shardwise
     >>> from shardwise import Shard

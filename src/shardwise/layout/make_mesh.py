@@ -31,7 +31,7 @@ from .world import current_world, known_world
 
 
 def distributed_is_on() -> bool:
-    """Whether this process is one of several: initialised, or started by torchrun."""
+    """True if this process is one of several: initialised, or started by torchrun."""
     if not dist.is_available():
         return False
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
