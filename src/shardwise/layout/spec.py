@@ -261,7 +261,7 @@ class DTensorSpec:
                 dims[place.dim] = axis
         return dims
 
-    @property
+    @lazy
     def sums(self) -> list[int]:
         """The axes on which a reduction is pending."""
         return [axis for axis, place in enumerate(self.placements) if place.is_partial()]

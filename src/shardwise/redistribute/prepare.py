@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 
 from ..comm import Job, buffer_size, check_reducible, engine_of, narrow
 from ..comm.events import is_heard, record
-from ..layout.geometry import Cuts, box_shape, is_dense, memory_order
+from ..layout.geometry import Cuts, box_shape, memory_order
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, Groups
 from ..layout.split_dims import common, rounded, trivial
@@ -258,9 +257,10 @@ def finished(views: Locals, order: tuple[int, ...], fresh: bool) -> Locals:
 
 def ordered(part: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """`part` dense in memory, with its dims in the order that the global tensor has them."""
-    if is_dense(part.shape, part.stride()):
-        sizes = [part.stride(dim) for dim in order if part.shape[dim] != 1]
-        if all(a >= b for a, b in pairwise(sizes)):
-            return part
+    if order == tuple(range(len(order))):
+        return part.contiguous()
+    seen = part.permute(*order)
+    if seen.is_contiguous():
+        return part
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return part.permute(*order).contiguous().permute(*inverse)
+    return seen.contiguous().permute(*inverse)
