@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from .._torch import OpOverload, decomposition, run_composite
 from ..errors import LayoutError, MeshError, RuleError
+from ..layout.cost import debt
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, default_placements
 from ..redistribute import steps_between
@@ -25,7 +27,7 @@ from ..storage.wrapper import Wrapper, wrap
 from .decide import Decision, decide
 from .fallback import as_form, fallback_form, into_plain_form, written_in
 from .infer import Unknown, infer
-from .operator import Operator
+from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
 from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
 from .random_ops import is_random, is_without_dropout, random_form
@@ -374,7 +376,7 @@ def _by_rule(
     call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
     decision, local = _decided(entry, call, written, structure)
     form = entry.form
-    if form is not None and (form.first or not _is_free(specs, decision)) and form.when(call):
+    if form is not None and form.when(call) and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
             return _in_pieces(entry)
         run = form.run
@@ -388,10 +390,37 @@ def _nothing(*args: Any, **kwargs: Any) -> list[Any]:
     return []
 
 
-def _is_free(specs: tuple[DTensorSpec, ...], decision: Decision) -> bool:
-    """Whether each rank has what it needs: all of an operand, or more."""
-    pairs = zip(specs, decision.inputs, strict=True)
-    return all(step.kind == "slice" for src, dst in pairs for step in steps_between(src, dst))
+def _is_cheaper(form: Form, call: Call, decision: Decision) -> bool:
+    """True if the form applies to the call and costs less than moving the operands to fit a row.
+
+    A form that is not `first` gives way to a row that needs only local slices.
+    """
+    pairs = list(zip(call.laid, decision.inputs, strict=True))
+    free = all(step.kind == "slice" for src, dst in pairs for step in steps_between(src, dst))
+    if free and not form.first:
+        return False
+    received = form.cost(call)
+    if not received:
+        return received is not None
+    links = call.specs[0].topology.links
+    price = sum(max(link.price(nbytes) for link in links) for nbytes in received)
+    return price < _row_price(call, decision)
+
+
+def _row_price(call: Call, decision: Decision) -> int:
+    """The price of moving operands to fit a row, and of reducing results that are left Partial."""
+    mesh = call.specs[0].topology
+    pairs = zip(call.laid, decision.inputs, strict=True)
+    price = sum(
+        step.price(src.dtype.itemsize) for src, dst in pairs for step in steps_between(src, dst)
+    )
+    for out in decision.outputs:
+        nbytes = prod(out.largest_shape) * out.dtype.itemsize
+        for axis in out.sums:
+            if not any(spec.placements[axis].is_partial() for spec in call.laid):
+                price += debt(True, mesh.shape[axis], nbytes, mesh.links[axis])
+                nbytes //= mesh.shape[axis]  # the next axis reduces a share of it
+    return price
 
 
 def _decided(

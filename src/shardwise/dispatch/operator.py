@@ -30,12 +30,17 @@ __all__ = [
 ]
 
 
+Cost = Callable[[Call], Sequence[int] | None]
+
+
 @dataclass(frozen=True)
 class Form:
-    """A function of DTensors in place of an operator: always, or when no row fits as it is.
+    """A function of DTensors that runs instead of an operator.
 
-    `when` says for which calls there is such a form; with `first` also if a row fits. With `blocks`
-    it looks at no boxes, so that dims may be sharded block by block.
+    With `always` it runs for every call. Otherwise it runs if no row fits the operands as they are
+    and moving them is dearer than the form: `cost` returns the bytes that a rank receives in each
+    collective of the form, or None where the form does not apply. With `first` it is preferred to
+    a row that fits. With `blocks` it works for dims sharded with `Shard(split=)`.
     """
 
     run: Callable[..., Any]
@@ -43,6 +48,7 @@ class Form:
     when: Callable[[Call], bool] = lambda call: True
     blocks: bool = False
     first: bool = False
+    cost: Cost = lambda call: ()
 
 
 FORMS: dict[str, Form] = {}
@@ -54,12 +60,13 @@ def register_form(
     when: Callable[[Call], bool] = lambda call: True,
     blocks: bool = False,
     first: bool = False,
+    cost: Cost = lambda call: (),
 ) -> Callable[[Any], Any]:
     """Register a distributed form of operators, by name or name and overload."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always, when, blocks, first)
+            FORMS[name] = Form(run, always, when, blocks, first, cost)
         return run
 
     return register
