@@ -34,10 +34,14 @@ class Run(NamedTuple):
     fresh: bool = False
     async_op: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local[0].dtype if self.local else self.move.dtype
+
     def held(self) -> int:
         """The bytes that the collectives pack and that lie between them, roughly."""
         moving = [step for step in self.move.steps if not step.is_local]
-        return sum([step.src.most + step.dst.most for step in moving]) * self.move.dtype.itemsize
+        return sum([step.src.most + step.dst.most for step in moving]) * self.dtype.itemsize
 
 
 def redistribute_locals(
@@ -201,14 +205,14 @@ class _State:
     def alike(self) -> tuple[object, ...]:
         """What steps that share a collective have in common."""
         step = self.left[0]
-        dtype = self._run.move.dtype if step.op else None
+        dtype = self._run.dtype if step.op else None
         return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, step.over, dtype
 
     def job(self, step: Step) -> Job:
         local = self._settle()
         given = self._run.local
         device = given[0].device if given else torch.device(step.dst.topology.device_type)
-        return Job(step, local, step.order, self._run.move.dtype, device, self._run.async_op)
+        return Job(step, local, step.order, self._run.dtype, device, self._run.async_op)
 
     def arrive(self, landing: _Landing, index: int) -> None:
         self._landing, self._index = landing, index

@@ -33,7 +33,7 @@ class Move:
     """The steps from one spec to another.
 
     `enter` makes the tensors that the steps take from the local tensors, `leave` the local tensors
-    from what the steps give. `run` is the whole move, for those of at most one step.
+    from what the steps give. `run` is the whole move, if that is one step.
     """
 
     cheapest: Steps
@@ -222,14 +222,14 @@ def _quick(move: Move) -> Callable[[Locals, bool], Locals] | None:
         return lambda local, fresh: finished(sliced(step, local), move.order, fresh)
     if step.is_local or step.src.topology is not step.dst.topology:
         return None
-    where, dtype = step.src.topology, move.dtype
+    where = step.src.topology
 
     def run(local: Locals, fresh: bool) -> Locals:
         if is_heard():
-            record(step.kind, where, step.axes, step.elements_received * dtype.itemsize)
+            record(step.kind, where, step.axes, step.elements_received * move.dtype.itemsize)
         if not local:
             return ()  # this rank is not on the mesh
-        job = Job(step, local, step.order, dtype, local[0].device)
+        job = Job(step, local, step.order, local[0].dtype, local[0].device)
         (made,) = engine_of(where).start([job])()
         return tuple(made)
 
