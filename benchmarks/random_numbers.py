@@ -23,15 +23,16 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.layout.spec import DTensorSpec, TensorMeta
-from shardwise.random.counter import _bernoulli, _exponential
-from shardwise.random.tiles import Draw, draw_box, new_key, tile_sides
+from shardwise.layout.split_dims import held_of
+from shardwise.random.counter import bernoulli, exponential
+from shardwise.random.tiles import Draw, draw_held, new_key, tile_sides
 
 SHAPES = [(1 << 22,), (2048, 2048), (8, 512, 1024), (64, 64, 32, 32)]
 FILLS: dict[str, tuple[Callable[[torch.Tensor], Any], Draw]] = {
     "uniform_": (lambda t: t.uniform_(), lambda t, g: t.uniform_(generator=g)),
     "normal_": (lambda t: t.normal_(), lambda t, g: t.normal_(generator=g)),
-    "bernoulli_": (lambda t: t.bernoulli_(0.1), _bernoulli(0.1)),
-    "exponential_": (lambda t: t.exponential_(), _exponential(1.0)),
+    "bernoulli_": (lambda t: t.bernoulli_(0.1), bernoulli(0.1)),
+    "exponential_": (lambda t: t.exponential_(), exponential(1.0)),
 }
 
 
@@ -53,7 +54,8 @@ def of_a_rank(shape: tuple[int, ...], dim: int, ranks: int, draw: Draw) -> float
     key = new_key()
 
     def run(coord: tuple[int, ...]) -> Any:
-        return draw_box(torch.empty(spec.local_shape(coord)), spec.box(coord), shape, key, draw)
+        local = torch.empty(spec.local_shape(coord))
+        return draw_held(local, held_of(spec, coord), shape, key, draw)
 
     return max(milliseconds(lambda coord=coord: run(coord)) for coord in spec.slots)
 

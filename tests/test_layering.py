@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -94,3 +95,15 @@ def test_the_check_sees_what_it_should(tmp_path: Path) -> None:
     assert found == ["shardwise.layout", "shardwise.mesh.topology", "torch"]
     guarded = "if TYPE_CHECKING:\n    from .tensor import DTensor\n"
     assert list(imports(ast.parse(guarded), ["shardwise"])) == []
+
+
+COLLECTIVE = re.compile(
+    r"\bdist\.(all_|reduce_|broadcast|scatter|gather|barrier|batch_isend|send|recv|isend|irecv)"
+)
+
+
+def test_one_module_asks_for_collectives() -> None:
+    """Beside it, the first rank gives a new mesh its random state, and `calibrate` measures."""
+    found = [file for file in FILES if COLLECTIVE.search(file.read_text())]
+    assert {part_of(file) for file in found} == {"comm", "layout", "tools"}
+    assert [file.stem for file in found if part_of(file) == "comm"] == ["group"]

@@ -55,26 +55,20 @@ def assert_uncorrelated(a: torch.Tensor, b: torch.Tensor) -> None:
 # --- known answers ---------------------------------------------------------------------------
 
 
-def words_of(key: bytes, stream: int, tile: int) -> tuple[int, ...]:
-    raw = hashlib.shake_128(b"shardwise" + key + struct.pack("<qq", stream, tile)).digest(2496)
+def words_of(key: bytes, tile: int) -> tuple[int, ...]:
+    raw = hashlib.shake_128(b"shardwise" + key + struct.pack("<qq", 0, tile)).digest(2496)
     return struct.unpack("<624I", raw)
 
 
-def test_a_tile_is_a_mersenne_twister_whose_state_is_shake_of_key_stream_and_tile() -> None:
+def test_a_tile_is_a_mersenne_twister_whose_state_is_shake_of_key_and_tile() -> None:
     key = bytes(range(16))
     local = torch.empty(3 * tiles.MOST, dtype=torch.int32)
-    tiles.draw_box(
-        local,
-        ((0, local.numel()),),
-        (local.numel(),),
-        key,
-        lambda t, g: t.random_(generator=g),
-        stream=7,
-    )
-    sides = tiles.tile_sides((local.numel(),))
+    size = local.numel()
+    tiles.draw_held(local, [[(0, size)]], (size,), key, lambda t, g: t.random_(generator=g))
+    sides = tiles.tile_sides((size,))
     for tile, part in enumerate(local.split(sides[0])):
         known = random.Random()  # Python's own Mersenne twister
-        known.setstate((3, (*words_of(key, 7, tile), 624), None))
+        known.setstate((3, (*words_of(key, tile), 624), None))
         want = [known.getrandbits(32) & 0x7FFFFFFF for _ in range(part.numel())]
         assert part.tolist() == want
 
@@ -139,9 +133,9 @@ def test_seeds_that_agree_in_32_bits_are_different_seeds() -> None:
     assert_uncorrelated(uniform(300, 70, seed=1), uniform(300, 70, seed=1 + 2**32))
 
 
-def test_no_stream_is_repeated() -> None:
+def test_no_tile_is_repeated() -> None:
     keys = [struct.pack("<2q", i, j) for i in range(4) for j in range(4)]
-    labels = [(key, stream, tile) for key in keys for stream in range(6) for tile in range(40)]
+    labels = [(key, tile) for key in keys for tile in range(240)]
     starts = {tiles.generator_state(*label)[:16] for label in labels}
     assert len(starts) == len(labels)
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 import shardwise as sw
 from shardwise import Link, Partial, Replicate, Shard
 from shardwise.__main__ import main
-from shardwise.comm.buffer import chunks
+from shardwise.comm.all_to_all import chunks
 from shardwise.comm.native import prefers_own
 from shardwise.errors import CommunicationError, LayoutError, MeshError
 from shardwise.layout.cost import PRESETS, links_of

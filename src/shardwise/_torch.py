@@ -1,4 +1,4 @@
-"""Every use of a private PyTorch API, each with its reason."""
+"""All uses of private PyTorch APIs, each with its reason. Supported are PyTorch 2.13 to 2.15."""
 
 from __future__ import annotations
 
@@ -8,78 +8,29 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "PARAMETER",
-    "Hooks",
-    "OpOverload",
-    "OpOverloadPacket",
-    "announce_write",
-    "autograd_node_name",
-    "call_at_destroy",
-    "check_when_run",
-    "decomposition",
-    "disabled_torch_function",
-    "ends_a_checkpoint",
-    "entered_torch_mesh",
-    "fake_tensors",
-    "functional_all_reduce",
-    "functional_all_to_all",
-    "gloo_timeout",
-    "graph_or_view_of",
-    "hooks_of",
-    "in_one_memory",
-    "inherited",
-    "is_base_or_saved",
-    "is_composite",
-    "is_recorded",
-    "is_traced",
-    "is_tracing",
-    "make_wrapper",
-    "memory_of",
-    "mode_of_fakes",
-    "modes_of_thread",
-    "note_given_gradient",
-    "reading_lazy_bits",
-    "reads_values",
-    "recorder",
-    "root_mesh",
-    "run_composite",
-    "saves_elsewhere",
-    "set_hooks",
-    "set_inherited",
-    "shared_store",
-    "store_address",
-    "suggest_memory_format",
-    "swap_contents",
-    "take_composite",
-    "take_differentiable",
-    "untraced",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OpOverload = torch._ops.OpOverload
-"""The class of operators as `__torch_dispatch__` gets them; it has no public name."""
+"""The class of operators that `__torch_dispatch__` gets."""
 
 OpOverloadPacket = torch._ops.OpOverloadPacket
-"""The class of `torch.ops.aten.add` and its like, all overloads of a name; it has no public
-name."""
+"""The class of all overloads of a name, such as `torch.ops.aten.add`."""
 
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-"""Turns `__torch_function__` off, so that a call reaches autograd and then `__torch_dispatch__`
-directly."""
+"""Turns `__torch_function__` off: calls reach autograd, and then `__torch_dispatch__`, directly."""
 
 PARAMETER = "_is_param"
-"""The attribute by which `isinstance(x, nn.Parameter)` knows a tensor of another class."""
+"""The attribute that makes `isinstance(x, nn.Parameter)` true for a tensor of another class."""
 
 _DTENSORS = "DeferredInit"
-"""A dispatch key above autograd that no part of PyTorch uses, and that only DTensors have. A kernel
-at this key runs for DTensors and for no other tensor, plain or of another subclass."""
+"""A dispatch key above autograd that PyTorch does not use. Only DTensors have it: a kernel at this
+key runs for them and for no other tensor."""
 _parsed: Any = torch._C._parse_dispatch_key(_DTENSORS)
 _dtensors = torch._C.DispatchKeySet(_parsed)
 _others = torch.library.Library("_", "IMPL")
@@ -92,8 +43,10 @@ _strided = torch.strided
 def make_wrapper(
     cls: type, shape: Any, strides: Any = None, dtype: Any = None, device: Any = None
 ) -> torch.Tensor:
-    """A tensor with a shape and no storage, at the key of DTensors: there is no public constructor
-    of this kind. PyTorch reads positional arguments faster than named ones."""
+    """A tensor with a shape and no storage, at the key of DTensors.
+
+    PyTorch reads positional arguments faster than named ones.
+    """
     # fmt: off
     return _make_wrapper(  # type: ignore[no-any-return]
         cls, shape, strides, None, None, dtype, _strided, device,
@@ -106,10 +59,10 @@ _INHERITED = "shardwise.settings"
 
 
 def inherited(default: Any) -> Any:
-    """What `set_inherited` has put into this thread, else `default`.
+    """The object that `set_inherited` put into this thread, else `default`.
 
-    PyTorch carries such objects, as it does its own modes, from the thread that calls `backward()`
-    into the threads that run it; Python's own locals of a thread stay behind.
+    PyTorch copies such objects from the thread that calls `backward()` into the threads that run
+    it. Python's thread locals are not copied.
     """
     return _stashed(_INHERITED) if _is_stashed(_INHERITED) else default
 
@@ -126,10 +79,10 @@ _LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 
 
 def reading_lazy_bits() -> Any:
-    """A context in which kernels read tensors that are conjugated or negated lazily.
+    """A context in which kernels respect the conjugate and negative bits of tensors.
 
-    Below `__torch_dispatch__` PyTorch reads them as if they were not, also those that a kernel
-    makes on its way, as `linalg_pinv` does.
+    Below `__torch_dispatch__` PyTorch ignores them, also on tensors that a kernel makes itself, as
+    `linalg_pinv` does.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _LAZY:
@@ -146,21 +99,17 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     return decomposition_table.get(op)
 
 
-def _always() -> int:
-    return 1
-
-
-modes_of_thread: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _always)
-"""How many modes see the calls of this thread. If there is none then nothing is recorded or traced;
-no public function tells that as quickly. A PyTorch without it makes us ask each time."""
+modes_of_thread: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+"""The number of dispatch modes of this thread. If it is 0, nothing is recorded or traced. In a
+PyTorch without this function it counts as 1, and the modes are asked each time."""
 
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
 def is_tracing() -> bool:
-    """Whether PyTorch traces the calls of this thread for a compiler: tensors have no values.
+    """True if PyTorch traces the calls of this thread for a compiler: tensors have no values.
 
-    `torch.compiler.is_compiling` does not say so of what the compiler runs itself, as a backward.
+    `torch.compiler.is_compiling` is false in what the compiler runs itself, such as a backward.
     """
     if not modes_of_thread():
         return False
@@ -168,15 +117,15 @@ def is_tracing() -> bool:
 
 
 def check_when_run(good: torch.Tensor, text: str) -> None:
-    """Let a traced program raise where something is not good when it runs: there is no value yet.
+    """Let a traced program raise when it runs, if an element of `good` is false.
 
-    It is an operator that a graph keeps though nothing uses its result; it has no public name.
+    A graph keeps this operator although nothing uses its result.
     """
     torch.ops.aten._assert_async.msg(good.all(), text)
 
 
 def reads_values(error: BaseException) -> bool:
-    """Whether PyTorch raises this because somebody asks for a value while it traces."""
+    """True if PyTorch raised this error because a value was read while it traces."""
     from torch._subclasses import fake_tensor
     from torch.fx.experimental import symbolic_shapes
 
@@ -189,19 +138,20 @@ def reads_values(error: BaseException) -> bool:
 
 
 def mode_of_fakes(tensor: Any) -> Any:
-    """The mode that made the local tensors of a DTensor, if they are fake: what is made of them
-    must be fake too, and the compiler asks for it outside of the mode."""
-    parts = () if "_locals" not in tensor.__dict__ else tensor._locals
+    """The mode that made the local tensors of a DTensor, if they are fake; else an empty context.
+
+    Tensors made of them must be fake too, and the compiler asks for them outside of the mode.
+    """
+    parts = tensor.__dict__.get("_locals", ())
     found = next((part.fake_mode for part in parts if hasattr(part, "fake_mode")), None)
     return nullcontext() if found is None else found
 
 
 def untraced(function: Function) -> Function:
-    """Let `torch.compile` leave a function out of its graphs, with all that it calls.
+    """Let `torch.compile` leave a function, and all that it calls, out of its graphs.
 
-    `torch.compiler.disable` does so at the price of a second of import and of microseconds in each
-    call outside of compiled programs. This is what it sets. The second part is for calls from
-    C++, and from where a graph ended.
+    This sets what `torch.compiler.disable` sets, without its second of import and its microseconds
+    in each call. The second part is for calls from C++, and after the end of a graph.
     """
     marked: Any = getattr(function, "__func__", function)
     marked._torchdynamo_disable = True
@@ -218,11 +168,10 @@ def untraced(function: Function) -> Function:
 
 
 def recorder() -> Callable[[torch.Tensor], bool] | None:
-    """If `make_fx` records the calls of this thread, a function that makes it know a tensor.
+    """If `make_fx` records the calls of this thread, a function that makes a tensor known to it.
 
-    It knows the arguments of the function that it records. A tensor from elsewhere becomes a
-    constant of the graph; if it is a plain one, PyTorch does that itself. The function says whether
-    the tensor was not known before.
+    A tensor that is no argument of the recorded function becomes a constant of the graph, as
+    PyTorch does for plain tensors. The function returns True if the tensor was not known before.
     """
     from torch.fx.experimental import proxy_tensor
 
@@ -243,8 +192,7 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for another while PyTorch traces a program, as `torch.compile` does;
-    the classes of such tensors have no public names."""
+    """True if a tensor stands for another one while PyTorch traces a program."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -252,7 +200,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether `make_fx` records what this thread does with a tensor."""
+    """True if `make_fx` records what this thread does with a tensor."""
     from torch.fx.experimental import proxy_tensor
 
     mode = proxy_tensor.get_proxy_mode()
@@ -269,10 +217,10 @@ _keep = torch.fx.has_side_effect(torch.ops.shardwise.keep.default)
 
 
 def _waited(value: torch.Tensor) -> torch.Tensor:
-    """What a functional collective gives, after its wait.
+    """The result of a functional collective, after its wait.
 
-    PyTorch drops collectives whose results a graph does not use. Of one that some rank uses and
-    another does not, that would leave the first waiting for ever. So something always uses it.
+    PyTorch drops collectives whose results a graph does not use. If one rank's graph uses a result
+    and another's does not, the first would wait for ever. So `keep` always uses it.
     """
     made: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(value)
     _keep(made)
@@ -280,8 +228,8 @@ def _waited(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Backward(threading.local):
-    """Of the backward that this thread traces: who traces it, and a part of a gradient given to
-    it."""
+    """Weak references to the tracer of this thread's backward, and to a part of a gradient given
+    to it."""
 
     tracer: Any = staticmethod(lambda: None)
     given: Any = staticmethod(lambda: None)
@@ -291,8 +239,7 @@ _backward = _Backward()
 
 
 def note_given_gradient(parts: Sequence[torch.Tensor]) -> None:
-    """Remember a gradient that a traced backward is given, if there is one among the local tensors
-    of its calls."""
+    """Remember a gradient given to a traced backward, if one is among the local tensors `parts`."""
     from torch.fx.experimental import proxy_tensor
 
     mode = proxy_tensor.get_proxy_mode()
@@ -308,7 +255,7 @@ def note_given_gradient(parts: Sequence[torch.Tensor]) -> None:
 
 
 def _follows_from_gradients(tensor: torch.Tensor, tracer: Any) -> bool:
-    """Whether the graph makes a tensor of gradients: it names them "tangents"."""
+    """True if the graph computes a tensor from gradients, which it names "tangents"."""
     from torch.fx.experimental import proxy_tensor
 
     if torch._is_functional_tensor(getattr(tensor, "elem", tensor)):
@@ -329,11 +276,11 @@ def _follows_from_gradients(tensor: torch.Tensor, tracer: Any) -> bool:
 
 
 def _in_its_pass(flat: torch.Tensor) -> torch.Tensor:
-    """What a collective is given, so that PyTorch knows to which pass it belongs.
+    """`flat`, made to depend on a gradient in a backward pass.
 
-    PyTorch runs in the forward pass whatever does not need the gradients that the backward pass is
-    given. A rank that sends nothing, or zeros, might talk then while another one does later. So in
-    a backward pass there is always no element of a gradient among what a rank sends.
+    PyTorch moves into the forward pass whatever does not need gradients. A rank that sends nothing,
+    or zeros, would start a collective there that the others start in the backward. So zero elements
+    of a gradient are appended to what a rank sends.
     """
     from torch.fx.experimental import proxy_tensor
 
@@ -348,7 +295,7 @@ def _in_its_pass(flat: torch.Tensor) -> torch.Tensor:
 
 
 def functional_all_reduce(value: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
-    """The reduction of a tensor over a group, as an operator that a graph can hold."""
+    """An all-reduce as operators of a graph."""
     flat = _in_its_pass(value.reshape(-1))
     reduce = torch.ops._c10d_functional.all_reduce.default
     return _waited(reduce(flat, op.name.lower(), group.group_name)).view(value.shape)
@@ -357,7 +304,7 @@ def functional_all_reduce(value: torch.Tensor, op: Any, group: Any) -> torch.Ten
 def functional_all_to_all(
     value: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: Any
 ) -> torch.Tensor:
-    """The parts of flat tensors that members send each other, as an operator of a graph."""
+    """An all-to-all of parts of flat tensors as operators of a graph."""
     exchange = torch.ops._c10d_functional.all_to_all_single.default
     value = _in_its_pass(value)
     return _waited(exchange(value, list(incoming), list(outgoing), group.group_name))
@@ -373,8 +320,7 @@ def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
 
 
 def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """As `take_composite`, for an operator with a gradient; returns the operator without
-    `kernel`."""
+    """As `take_composite`, for an operator with a gradient; returns the operator without kernel."""
 
     def below(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_dtensors):
@@ -385,9 +331,9 @@ def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., An
 
 
 def is_composite(op: Any) -> bool:
-    """Whether PyTorch takes an operator apart before it reaches autograd.
+    """True if PyTorch decomposes an operator before it reaches autograd.
 
-    `op.has_kernel_for_dispatch_key` also counts Python texts, which only its compiler runs.
+    `op.has_kernel_for_dispatch_key` also counts Python kernels that only the compiler runs.
     """
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
@@ -395,9 +341,9 @@ def is_composite(op: Any) -> bool:
 
 
 def run_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a composite operator as PyTorch does: take it apart, by its own kernel.
+    """Run a composite operator by its own kernel.
 
-    `op.decompose` may run a Python text in its place, which for recurrent layers is not the same.
+    `op.decompose` may run a Python kernel instead, which differs for recurrent layers.
     """
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -415,14 +361,8 @@ def autograd_node_name() -> str | None:
     return None if node is None else str(node.name())
 
 
-def saves_elsewhere() -> bool:
-    """Whether what autograd saves is handed to hooks now, as in a checkpoint; it has no public
-    name."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def ends_a_checkpoint(error: BaseException) -> bool:
-    """Whether PyTorch raises this to stop what it runs again when it has all that it saved."""
+    """True if PyTorch raised this error to end the recomputation of a checkpoint early."""
     from torch.utils.checkpoint import _StopRecomputationError
 
     return isinstance(error, _StopRecomputationError)
@@ -431,14 +371,16 @@ def ends_a_checkpoint(error: BaseException) -> bool:
 def announce_write(tensor: torch.Tensor) -> None:
     """Let autograd check that a tensor may be written in place, and count a write.
 
-    No public function asks; `squeeze_` of no dims does, and changes nothing.
+    `squeeze_` of no dims does both, and changes nothing.
     """
     torch.ops.aten.squeeze_.dims(tensor, [])
 
 
 def is_base_or_saved(tensor: torch.Tensor) -> bool:
-    """Whether autograd holds a tensor as the base of a view, or for a backward: it counts in C++
-    alone, where a tensor has one owner in Python, and a leaf one that accumulates its gradient."""
+    """True if autograd holds a tensor as the base of a view, or for a backward.
+
+    C++ counts one reference for Python, and one for the node that accumulates a leaf's gradient.
+    """
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     return _counted(tensor) > (2 if tensor.is_leaf and node is not None else 1)
 
@@ -449,7 +391,7 @@ def shared_store() -> Any:
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The mesh that a `torch.distributed.DeviceMesh` was taken from by the names of its axes."""
+    """The mesh that a `torch.distributed.DeviceMesh` is a part of."""
     return mesh._get_root_mesh()
 
 
@@ -462,52 +404,44 @@ def entered_torch_mesh() -> Any:
 
 
 def call_at_destroy(callback: Callable[[], None]) -> None:
-    """Call `callback` when `destroy_process_group` destroys the default group, before it does.
+    """Call `callback` before `destroy_process_group` destroys the default group.
 
-    There is no public hook. PyTorch first finalizes the communicators in a list of its own; one
-    that is put there hears of it in time to use the store. In a version without the list nobody is
-    called: `World.is_current` then says so at the next use.
+    PyTorch first calls `finalize` of the communicators in a list of its own. In a version without
+    the list nothing is called, and `World.is_current` is false at the next use.
     """
     communicators = getattr(dist.distributed_c10d._world, "comms", None)
     if communicators is not None:
-        communicators.append(_Communicator(callback))
-
-
-class _Communicator:
-    """A stand-in for a communicator, which `destroy_process_group` finalizes."""
-
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self.finalize = callback
+        communicators.append(SimpleNamespace(finalize=callback))
 
 
 def store_address(store: Any) -> str:
-    """The host that has a store; this one if it is none that is reached by a network."""
+    """The host of a store; this host if the store is not reached by a network."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", "127.0.0.1"))
 
 
 def gloo_timeout() -> timedelta:
-    """How long collectives of the world wait for each other on CPUs."""
+    """The timeout of CPU collectives of the default group."""
     assert dist.group.WORLD is not None
     found: timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     return found
 
 
 def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are in one storage: those without memory have no address to compare."""
+    """True if two tensors share a storage, also if it has no memory."""
     return memory_of(one) == memory_of(other)
 
 
 def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The format that PyTorch's kernels give to what they make of a tensor."""
+    """The memory format that PyTorch's kernels give to results computed from a tensor."""
     from torch._prims_common import suggest_memory_format
 
     return suggest_memory_format(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number for the storage of a tensor, good as long as it lives."""
+    """A number for the storage of a tensor, valid as long as the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -516,9 +450,9 @@ def _counted(tensor: torch.Tensor) -> int:
 
 
 def graph_or_view_of(tensor: torch.Tensor) -> str | None:
-    """What autograd has made of a tensor and still holds, or of what it made the tensor.
+    """What still refers to a tensor inside autograd; None if nothing does.
 
-    Only the count of C++'s holders tells: a graph holds its leaves, and a view its base.
+    A graph holds its leaves, and a view its base; only the reference count of C++ tells.
     """
     if tensor.grad_fn is not None:
         return "its own autograd history"
@@ -531,12 +465,11 @@ def graph_or_view_of(tensor: torch.Tensor) -> str | None:
 
 
 def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange class, attributes, value and what autograd knows of two tensors: whoever holds one
-    then holds the contents of the other.
+    """Exchange class, attributes, value and autograd state of two tensors, but not their hooks.
 
     `torch.utils.swap_tensors` refuses tensors that have views or weak references, as all parameters
-    of an `nn.LSTM` have. Hooks do not go along: see `set_hooks`. Raises a RuntimeError, before
-    anything changes, for tensors that PyTorch itself refers to weakly, as after `retain_grad()`.
+    of an `nn.LSTM` have. Raises a RuntimeError, before anything changes, for tensors that PyTorch
+    itself refers to weakly, as after `retain_grad()`.
     """
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
@@ -548,10 +481,10 @@ Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
 
 
 def hooks_of(tensor: Any) -> Hooks:
-    """The dicts in which a tensor's hooks are: those that the handles of the hooks know."""
+    """The dicts of a tensor's hooks, to which the handles of the hooks refer."""
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def set_hooks(tensor: Any, hooks: Hooks) -> None:
-    """Give a tensor other dicts of hooks: to register each anew would cut off its handle."""
+    """Give a tensor these dicts of hooks. A hook registered anew would lose its handle."""
     tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks

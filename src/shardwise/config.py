@@ -1,8 +1,7 @@
-"""Settings: one immutable value, changed by `with` blocks and by nothing else.
+"""Settings: one immutable value, changed only by `with` blocks.
 
-A block changes the settings of the thread that enters it, until it ends. Other threads start with
-the defaults. A thread in which PyTorch runs a backward has the settings of the thread that called
-`backward()`.
+A block changes the settings of the thread that enters it. Other threads start with the defaults. A
+thread in which PyTorch runs a backward has the settings of the thread that called `backward()`.
 """
 
 from __future__ import annotations
@@ -10,54 +9,39 @@ from __future__ import annotations
 import threading
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from ._torch import inherited, set_inherited
 from .errors import CommunicationError, LayoutError
 
-__all__ = [
-    "Block",
-    "Settings",
-    "communication",
-    "current",
-    "enter_mesh",
-    "exchange_buffer",
-    "implicit_replication",
-    "keep_partial_grads",
-    "leave_mesh",
-    "plain_tensors",
-    "ragged_results",
-    "random_mode",
-]
-
 Module = TypeVar("Module", bound=torch.nn.Module)
-
-_ACTIONS = ("auto", "warn", "error")
-_PLAIN = ("check", "check_always", "trust", "error")
-_RANDOM = ("exact", "counter")
+Action = Literal["auto", "warn", "error"]
+PlainMode = Literal["check", "check_always", "trust", "error"]
+RandomMode = Literal["exact", "counter"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What may happen without being asked for, and how results and random numbers are made."""
+    """All settings of the library; each has a context manager below."""
 
-    moves: str = "auto"
-    fallback: str = "auto"
-    plain: str = "check"
+    moves: Action = "auto"
+    fallback: Action = "auto"
+    plain: PlainMode = "check"
     ragged: bool = False
     partial_grads: bool = False
-    random: str | None = None
-    """None outside of all blocks, where random numbers are made as in "exact"."""
+    random: RandomMode | None = None
+    """None outside of all blocks, where random numbers are drawn as in "exact"."""
     random_check: bool = True
     buffer: int = 32 << 20
+    lockstep: bool = False
     meshes: tuple[Any, ...] = ()
     """The virtual meshes of `with mesh:`, innermost last; PyTorch keeps those over processes."""
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is said of implicit communication and of the replicate fallback."""
+        """True if implicit communication and the replicate fallback need not be reported."""
         return self.moves == "auto" and self.fallback == "auto"
 
 
@@ -105,18 +89,17 @@ def leave_mesh() -> None:
     set_inherited(replace(before, meshes=before.meshes[:-1]))
 
 
-def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise CommunicationError(f"{what}: {value!r} is none of {', '.join(map(repr, allowed))}.")
-    return value
+def _check(what: str, value: str, modes: Any, error: type[Exception] = CommunicationError) -> None:
+    if value not in get_args(modes):
+        raise error(f"{what}: {value!r} is none of {', '.join(map(repr, get_args(modes)))}.")
 
 
 class communication(Block):
-    """What to do when an operator moves data that the program did not ask to move.
+    """Allow implicit communication ("auto"), or warn of it ("warn"), or forbid it ("error").
 
-    `mode` is for implicit communication, `fallback` for operators without a rule that run on
-    replicated inputs (as it was if not given): "auto" (just do it), "warn", or "error". Use it as a
-    context manager, or give it to a module for good: `communication("error").apply(module)`.
+    `mode` is for operators that move operands, `fallback` for operators without a rule that run on
+    replicated inputs; without `fallback` that setting stays. Use it as a context manager, or give
+    it to a module for good: `communication("error").apply(module)`.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -129,10 +112,10 @@ class communication(Block):
 (exchange, 16 B received per rank), and communication("error") forbids implicit communication. ...
     """
 
-    def __init__(self, mode: str, *, fallback: str | None = None) -> None:
-        changes = {"moves": _checked("communication", mode, _ACTIONS)}
-        if fallback is not None:
-            changes["fallback"] = _checked("communication", fallback, _ACTIONS)
+    def __init__(self, mode: Action, *, fallback: Action | None = None) -> None:
+        changes = {"moves": mode} if fallback is None else {"moves": mode, "fallback": fallback}
+        for value in changes.values():
+            _check("communication", value, Action)
         super().__init__(**changes)
 
     def apply(self, module: Module) -> Module:
@@ -145,13 +128,14 @@ class communication(Block):
         return module
 
 
-def plain_tensors(mode: str) -> Block:
-    """How plain tensors among DTensors are treated: they count as replicated.
+def plain_tensors(mode: PlainMode) -> Block:
+    """Set how plain tensors among DTensors, which count as replicated, are checked.
 
-    "check" compares them over the ranks when a call is first seen, "check_always" every time,
-    "trust" never, and "error" refuses them.
+    "check" compares them over the ranks when a call is first seen, "check_always" at every call,
+    "trust" never. "error" forbids them.
     """
-    return Block(plain=_checked("plain_tensors", mode, _PLAIN))
+    _check("plain_tensors", mode, PlainMode)
+    return Block(plain=mode)
 
 
 def implicit_replication() -> Block:
@@ -160,12 +144,11 @@ def implicit_replication() -> Block:
 
 
 def ragged_results() -> Block:
-    """Leave results whose size depends on values where they were found, sharded with ragged cuts.
+    """Leave results whose size depends on values on the ranks that found them, with ragged cuts.
 
-    `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 then move counts
-    only, `unique_consecutive` also the values where shards meet. Many values that `unique` finds
-    are sorted, each moves once; few, and what `bincount` finds, are put together before their
-    number is known, and each rank keeps its share. Other calls give what they give without it.
+    `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 then move only
+    counts, `unique_consecutive` also the values where shards meet. Results of `unique` and
+    `bincount` are sharded. Other calls are not affected.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -188,7 +171,7 @@ def keep_partial_grads() -> Block:
 
 
 def exchange_buffer(nbytes: int) -> Block:
-    """Let collectives use buffers of at most `nbytes`, the same on all ranks; it is 32 MiB.
+    """Let collectives use buffers of at most `nbytes`, the same on all ranks; 32 MiB by default.
 
     Larger tensors go in rounds. If a rank would hold more than this between two collectives of one
     move, the move is a single exchange where there is one.
@@ -205,15 +188,16 @@ def exchange_buffer(nbytes: int) -> Block:
     return Block(buffer=nbytes)
 
 
-def random_mode(name: str, *, check: bool = True) -> Block:
-    """How random numbers are made inside a `with` block.
+def random_mode(name: RandomMode, *, check: bool = True) -> Block:
+    """Set how random numbers are drawn.
 
-    "exact", which is the default, gives what plain PyTorch gives on one device with the same seed:
-    every rank draws the whole tensor and keeps its part. "counter" makes each number from a key per
-    call and its global position: a rank makes only what it holds. Both give the same numbers on
-    every mesh and in every placement.
+    "exact", the default, gives what plain PyTorch gives on one device with the same seed: every
+    rank draws the whole tensor and keeps its part. In "counter" mode fills (`uniform_`, `normal_`,
+    `rand_like`, ...) and dropout make each number from a key per call and its global position, so
+    that a rank draws only what it holds; other distributions (poisson, gamma, binomial, ...) draw
+    as in exact mode. Both modes give the same numbers on every mesh and in every placement.
 
-    On real processes each call compares the ranks' random states, which is a message of 16 bytes;
+    On real processes each call compares the ranks' random states, a message of 16 bytes.
     `check=False` trusts that they agree.
 
     >>> import torch, shardwise
@@ -225,6 +209,5 @@ def random_mode(name: str, *, check: bool = True) -> Block:
     ...     torch.equal(draw(shardwise.Shard(0)), draw(shardwise.Shard(1)))
     True
     """
-    if name not in _RANDOM:
-        raise LayoutError(f"random.mode: {name!r} is none of {', '.join(map(repr, _RANDOM))}.")
+    _check("random.mode", name, RandomMode, LayoutError)
     return Block(random=name, random_check=check)

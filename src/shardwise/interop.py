@@ -11,8 +11,6 @@ from .layout.placement import Partial, Placement, Replicate, Shard
 from .tensor.conversion import from_local
 from .tensor.dtensor import DTensor
 
-__all__ = ["from_torch", "to_torch"]
-
 
 def from_torch(tensor: torch_dtensor.DTensor) -> DTensor:
     """A Shardwise DTensor over the same local tensor."""

@@ -24,6 +24,7 @@ BLOCKS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, Any]] =
     "random.mode": (lambda: sw.random.mode("counter"), "random", "counter"),
     "random check": (lambda: sw.random.mode("exact", check=False), "random_check", False),
     "exchange_buffer": (lambda: sw.exchange_buffer(4096), "buffer", 4096),
+    "lockstep": (sw.lockstep, "lockstep", True),
 }
 
 

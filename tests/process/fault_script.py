@@ -52,7 +52,7 @@ def run() -> None:
         x.redistribute(placements=[Replicate()], async_op=True).to_local()
     elif way == "raise":
         if mine:
-            threading.Thread(target=time.sleep, args=(8,)).start()  # the process lives on
+            threading.Thread(target=time.sleep, args=(4,)).start()  # the process lives on
             raise ValueError("on purpose")
         x.sum().item()
     elif way == "exit":
@@ -62,7 +62,7 @@ def run() -> None:
     elif way == "destroy":
         if mine:
             dist.destroy_process_group()
-            time.sleep(8)
+            time.sleep(3)
             return
         x.sum().item()
     elif way == "value":

@@ -1,34 +1,46 @@
 """Real gloo processes for tests: started once, then given many functions to run.
 
     processes(4).run(function, *args)    # -> what each rank returned, in order of rank
+    run_script(path, 4, *argv)           # -> how each rank of a script ended
 
-`function` is a top-level function of a test module; arguments and results are pickled. Starting a
-process costs seconds, a call milliseconds. A run that takes too long, or that leaves some ranks
-waiting for one that failed, ends the processes started here, each by its own handle; the next run
-starts new ones.
+`function` is a top-level function of a test module; arguments and results are pickled. A run that
+takes too long, or that leaves some ranks waiting for one that failed, ends the processes started
+here, each by its own handle; the next run starts new ones.
+
+All processes are forked from a server that has imported PyTorch and Shardwise: the imports take
+seconds, a fork milliseconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import multiprocessing
 import os
+import runpy
+import socket
 import sys
+import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["ProcessPool", "RankError"]
+__all__ = ["Ended", "ProcessPool", "RankError", "run_script"]
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.process.preload"])
 
 
 class RankError(AssertionError):
@@ -65,12 +77,11 @@ class ProcessPool:
         self._end()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         # The store picks a free port and keeps it, so no other program can take it in between.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
-            here, there = context.Pipe()
-            worker = context.Process(
+            here, there = _context.Pipe()
+            worker = _context.Process(
                 target=_serve, args=(there, rank, self.world, self._store.port), daemon=True
             )
             worker.start()
@@ -116,6 +127,65 @@ class ProcessPool:
         self._workers, self._pipes, self._store = [], [], None
 
 
+class Ended(NamedTuple):
+    """How a rank of a script ended: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_script(script: Path, world: int, *argv: str, timeout: float = 100.0) -> list[Ended]:
+    """Run a script on `world` processes as torchrun does, with the store in rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            _context.Process(target=_run, args=(script, argv, rank, settings, folder), daemon=True)
+            for rank in range(world)
+        ]
+        for each in ranks:
+            each.start()
+        end = time.monotonic() + timeout
+        for each in ranks:
+            each.join(max(0.0, end - time.monotonic()))
+            each.kill()
+            each.join()
+        files = [
+            [Path(folder, f"{rank}.{name}") for name in ("out", "err")] for rank in range(world)
+        ]
+        texts = [[file.read_text() if file.exists() else "" for file in pair] for pair in files]
+    return [Ended(each.exitcode or 0, *pair) for each, pair in zip(ranks, texts, strict=True)]
+
+
+def _run(script: Path, argv: tuple[str, ...], rank: int, settings: Any, folder: str) -> None:
+    """The life of a rank of a script: as that of an interpreter, with all that it does at exit."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": _LOOPBACK}
+    os.environ.update(settings | own)
+    torch.set_num_threads(1)
+    warnings.simplefilter("default")
+    for number, name in ((1, "out"), (2, "err")):
+        with open(Path(folder, f"{rank}.{name}"), "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    sys.argv = [str(script), *argv]
+    code: Any = 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:
+        code = error.code
+    except BaseException:  # as the interpreter does
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
 def _packed(value: Any) -> bytes:
     """Pickled by `torch.save`, which knows every dtype; plain pickle does not know float8."""
     buffer = io.BytesIO()
@@ -129,7 +199,7 @@ def _unpacked(data: bytes) -> Any:
 
 def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     """The life of a worker: join the group, then run what is sent until told to leave."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +26,7 @@ from shardwise.redistribute import run_all, run_between
 from shardwise.storage.async_value import AsyncValue
 
 from ..layouts import whole_numbers
-from .harness import ProcessPool
+from .harness import ProcessPool, run_script
 from .test_redistribute_more_process import RANKS, Case, check, random_cases, run_of
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -348,7 +345,7 @@ def test_what_is_dropped_leaks_nothing(processes: Pools) -> None:
 
 
 def written() -> list[str]:
-    mesh = sw.init_device_mesh("cpu", (4,))
+    mesh = sw.init_device_mesh("cpu", (2,))
     full = whole_numbers((64, 48)) + 5
 
     def held() -> tuple[Any, Callable[[], Any]]:
@@ -409,7 +406,7 @@ def written() -> list[str]:
 
 
 def test_the_source_may_be_written_at_once(processes: Pools) -> None:
-    assert processes(4).run(written) == [[]] * 4
+    assert processes(2).run(written) == [[]] * 2
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -501,30 +498,9 @@ def test_a_process_ends_with_something_in_flight(way: str, tmp_path: Path) -> No
     """Others get what they wait for; after an error the process ends at once."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        settings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        settings |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(script), way],
-                env={**os.environ, **settings},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        ends = [each.communicate(timeout=60) for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-    codes = [each.returncode for each in ranks]
+    ends = run_script(script, 2, way, timeout=60)
     if way == "crash":
-        assert codes[0] and "on purpose" in ends[0][1], ends
+        assert ends[0].code and "on purpose" in ends[0].err, ends
         return
-    assert codes == [0, 0], ends
-    assert [out for out, _ in ends] == [f"end {way == 'leave'}\n"] * 2
+    assert [each.code for each in ends] == [0, 0], ends
+    assert [each.out for each in ends] == [f"end {way == 'leave'}\n"] * 2

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from shardwise.comm.failures import _Own
+from shardwise.comm.failures import _State
 from shardwise.errors import CommunicationError, OutOfRangeError
 
 from .harness import ProcessPool
@@ -62,7 +62,7 @@ def fail_alone() -> tuple[list[str], int, str]:
                 failed.append(name)
         index.redistribute(placements=[Replicate(), Replicate()])
     assert time.monotonic() - started < 45, "it heard of it only when the backend's time was over"
-    told = _Own.counts.get("0,1,2,3", 0)
+    told = _State.own.counts.get("0,1,2,3", 0)
     assert failed in ([], list(calls))
     return failed, told, str(caught.value)
 
@@ -151,9 +151,9 @@ def stop_a_checkpoint() -> int:
     """PyTorch ends what a checkpoint runs again by an error of its own."""
     mesh = init_device_mesh("cpu", (2, 2))
     x = distribute_tensor(torch.arange(1.0, 9.0), mesh, [Shard(0), Replicate()]).requires_grad_()
-    before = _Own.counts.get("0,1,2,3", 0)
+    before = _State.own.counts.get("0,1,2,3", 0)
     checkpoint(lambda v: v.sin().prod(0), x, use_reentrant=False).backward()
-    return _Own.counts.get("0,1,2,3", 0) - before
+    return _State.own.counts.get("0,1,2,3", 0) - before
 
 
 def test_the_end_of_a_checkpoint_is_no_error(processes: Pools) -> None:

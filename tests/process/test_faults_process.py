@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from .harness import run_script
+
 SCRIPT = Path(__file__).parent / "fault_script.py"
 SECONDS = 30.0
 """Far below the 30 minutes of the backend. It is 2 to 6 seconds on a machine that is not busy."""
+
+
+Ends = Callable[[str, int, int], "list[End]"]
 
 
 class End(NamedTuple):
@@ -25,32 +28,31 @@ class End(NamedTuple):
     text: str
 
 
-def ends(world: int, way: str, victim: int) -> list[End]:
-    """How each rank ends when `victim` fails in some way."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        settings = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-        settings |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), way, str(victim)],
-                env={**os.environ, **settings},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [each.communicate(timeout=100) for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-    pairs = zip(ranks, outputs, strict=True)
-    return [End(each.returncode, float(out or 0), text) for each, (out, text) in pairs]
+CASES = [
+    *[("kill first", 4, 2), ("kill first", 2, 0), ("kill between", 4, 0), ("kill between", 2, 1)],
+    *[("kill async", 4, 2), ("kill async", 4, 0), ("exit", 4, 2), ("exit", 4, 0)],
+    *[("destroy", 4, 1), ("late", 4, 1)],
+]
+"""How a rank ends, on how many ranks, and which rank it is."""
+VICTIMS = [(4, 2), (4, 0), (2, 1)]
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Ends]:
+    """How each rank ends when `victim` fails in some way. Most of the time the ranks just wait, so
+    several scripts run at a time."""
+    values = [(way, *world) for way in ("raise", "value") for world in VICTIMS]
+    plain = [("plain", 4, 1), ("plain", 2, 0)]
+    equal = [("equal", 4, 1), ("flag equal", 4, 1)]
+    cases = [*CASES, *values, *plain, *equal, *[(way, 4, 1) for way in LINES]]
+    with ThreadPoolExecutor(3) as threads:
+        found = {case: threads.submit(_ends, *case) for case in cases}
+        yield lambda *case: found[case].result()
+
+
+def _ends(way: str, world: int, victim: int) -> list[End]:
+    found = run_script(SCRIPT, world, way, str(victim))
+    return [End(each.code, float(each.out or 0), each.err) for each in found]
 
 
 def survivors(found: list[End], victim: int) -> list[End]:
@@ -68,46 +70,32 @@ def named(text: str) -> set[str]:
     return set(re.findall(r"rank (\d+) (?:is gone|failed)", last))
 
 
-WORLDS = [(2, 1), (2, 0), (4, 2), (4, 0)]
-
-
-@pytest.mark.parametrize(("world", "victim"), WORLDS)
-@pytest.mark.parametrize("way", ["kill first", "kill between", "kill async", "exit"])
-def test_a_process_that_ends_is_named(way: str, world: int, victim: int) -> None:
-    for end in survivors(ends(world, way, victim), victim):
+@pytest.mark.parametrize(("way", "world", "victim"), CASES)
+def test_a_process_that_ends_is_named(ends: Ends, way: str, world: int, victim: int) -> None:
+    """Also by a rank that comes when the others have raised and ended."""
+    for end in survivors(ends(way, world, victim), victim):
         assert named(end.text) == {str(victim)}, end.text
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_process_that_destroys_its_group_is_named(world: int) -> None:
-    for end in survivors(ends(world, "destroy", 1), 1):
-        assert named(end.text) == {"1"}, end.text
-
-
-@pytest.mark.parametrize(("world", "victim"), WORLDS)
-def test_an_error_in_user_code_is_told(world: int, victim: int) -> None:
-    found = ends(world, "raise", victim)
+@pytest.mark.parametrize(("world", "victim"), VICTIMS)
+def test_an_error_in_user_code_is_told(ends: Ends, world: int, victim: int) -> None:
+    found = ends("raise", world, victim)
     assert "ValueError: on purpose" in found[victim].text, found
     for end in survivors(found, victim):
         assert f"rank {victim} failed: ValueError: on purpose" in end.text
         assert named(end.text) == {str(victim)}, end.text
 
 
-@pytest.mark.parametrize(("world", "victim"), WORLDS)
-def test_an_error_in_values_is_told(world: int, victim: int) -> None:
-    for end in survivors(ends(world, "value", victim), victim):
+@pytest.mark.parametrize(("world", "victim"), VICTIMS)
+def test_an_error_in_values_is_told(ends: Ends, world: int, victim: int) -> None:
+    for end in survivors(ends("value", world, victim), victim):
         assert f"rank {victim} failed: IndexError: " in end.text
         assert named(end.text) == {str(victim)}, end.text
 
 
-def test_who_comes_late_does_not_name_a_survivor() -> None:
-    for end in survivors(ends(4, "late", 1), 1):
-        assert named(end.text) == {"1"}, end.text
-
-
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (4, 1)])
-def test_a_plain_tensor_on_one_rank(world: int, victim: int) -> None:
-    found = ends(world, "plain", victim)
+@pytest.mark.parametrize(("world", "victim"), [(4, 1), (2, 0)])
+def test_a_plain_tensor_on_one_rank(ends: Ends, world: int, victim: int) -> None:
+    found = ends("plain", world, victim)
     line = _line("x + torch.ones(4)")
     absent = ", ".join(str(rank) for rank in range(world) if rank != victim)
     own = found[victim].text
@@ -132,11 +120,10 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("way", list(LINES))
-def test_different_programs_under_lockstep(way: str, world: int) -> None:
+def test_different_programs_under_lockstep(ends: Ends, way: str) -> None:
     victim = 1
-    found = ends(world, way, victim)
+    found = ends(way, 4, victim)
     own, others = (f"{SCRIPT}:{_line(code)}" for code in LINES[way])
     for end in found:
         assert end.code == 1 and "LockstepError: lockstep: the ranks run different" in end.text
@@ -147,6 +134,6 @@ def test_different_programs_under_lockstep(way: str, world: int) -> None:
         assert said and all(others in each for each in said.values()), last
 
 
-def test_equal_programs_under_lockstep() -> None:
+def test_equal_programs_under_lockstep(ends: Ends) -> None:
     for way in ("equal", "flag equal"):
-        assert [end.code for end in ends(4, way, 1)] == [0] * 4
+        assert [end.code for end in ends(way, 4, 1)] == [0] * 4

@@ -78,8 +78,15 @@ def collectives() -> dict[str, tuple[Cost, torch.Tensor]]:
     return found
 
 
-def test_bytes_are_those_of_hand_written_collectives(processes: Pools) -> None:
-    ranks = processes(4).run(collectives)
+Found = list[dict[str, tuple[Cost, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(processes: Pools) -> Found:
+    return processes(4).run(collectives)
+
+
+def test_bytes_are_those_of_hand_written_collectives(ranks: Found) -> None:
     for rank, found in enumerate(ranks):
         bytes_of = {name: cost.bytes for name, (cost, _) in found.items()}
         assert bytes_of == {
@@ -99,9 +106,9 @@ def test_bytes_are_those_of_hand_written_collectives(processes: Pools) -> None:
         assert counts == {**dict.fromkeys(counts, 1), "messages": 2}
 
 
-def test_watched_collectives_do_what_they_do_unwatched(processes: Pools) -> None:
+def test_watched_collectives_do_what_they_do_unwatched(ranks: Found) -> None:
     x = torch.arange(24.0)
-    for rank, found in enumerate(processes(4).run(collectives)):
+    for rank, found in enumerate(ranks):
         values = {name: value for name, (_, value) in found.items()}
         assert torch.equal(values["all_reduce"], 10 * x)
         assert torch.equal(values["all_reduce later"], 10 * x)

@@ -1,4 +1,7 @@
-"""Examples, and scripts in the docs, under torchrun: they print what they print in one process."""
+"""Examples, and scripts in the docs, on processes: they print what they print in one process.
+
+One runs under torchrun itself. The others are forked, which saves the imports.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pytest
 
 from ..test_docs import PAGES, Block, blocks, check_printed
 from ..test_examples import EXAMPLES, losses, printed
+from .harness import run_script
 from .torchrun import torchrun
 
 _SCRIPTS = [
@@ -15,13 +19,23 @@ _SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "count"), [("inplace", 2), ("per_rank_batch", 4)])
-def test_an_example_prints_the_same(name: str, count: int) -> None:
-    assert torchrun(EXAMPLES[name], count) == printed(name)
+def forked(script: Path, count: int) -> str:
+    """What a script prints on `count` processes; an error if it fails, hangs or warns."""
+    ends = run_script(script, count)
+    assert all(end.code == 0 and not end.err for end in ends), ends
+    return "".join(end.out for end in ends)
+
+
+def test_an_example_prints_the_same_under_torchrun() -> None:
+    assert torchrun(EXAMPLES["inplace"], 2) == printed("inplace")
+
+
+def test_an_example_prints_the_same() -> None:
+    assert forked(EXAMPLES["per_rank_batch"], 4) == printed("per_rank_batch")
 
 
 def test_the_demo_prints_the_same_losses() -> None:
-    assert losses(torchrun(EXAMPLES["demo"], 4)) == losses(printed("demo"))
+    assert losses(forked(EXAMPLES["demo"], 4)) == losses(printed("demo"))
 
 
 @pytest.mark.parametrize(
@@ -30,4 +44,4 @@ def test_the_demo_prints_the_same_losses() -> None:
 def test_a_script_of_the_docs(page: Path, block: Block, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(block.code)
-    check_printed(page, block, torchrun(script, int(block.mark.removeprefix("torchrun:"))))
+    check_printed(page, block, forked(script, int(block.mark.removeprefix("torchrun:"))))

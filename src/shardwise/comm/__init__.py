@@ -1,15 +1,17 @@
-"""Engines: who runs the collectives. `engine_of(topology)` gives the one that serves a mesh."""
+"""Communication: `engine_of(topology)` gives the engine that runs a mesh's collectives.
+
+Everything that communicates goes through `start` and `check_equal` of an engine, or
+`broadcast_from`; `group.py` alone asks `torch.distributed` for collectives.
+"""
 
 from .._torch import is_tracing
 from ..layout.mesh import Topology
-from .arrival import all_arrive
-from .buffer import buffer_size, give_back
-from .dtypes import as_bytes, backends_reduce, buffer_width, is_plain
+from .all_to_all import buffer_size, give_back
+from .dtypes import as_bytes, backends_reduce, buffer_width, check_reducible, identity, is_plain
 from .failures import report
-from .lockstep import lockstep
-from .process import ProcessEngine
+from .lockstep import all_arrive, lockstep
+from .process import ProcessEngine, broadcast_from
 from .protocol import Engine, Finish, Job, Locals, Parcel, narrow
-from .reduction import check_reducible, has_room, identity
 from .traced import TracedEngine
 from .virtual import VirtualEngine
 
@@ -22,12 +24,12 @@ __all__ = [
     "all_arrive",
     "as_bytes",
     "backends_reduce",
+    "broadcast_from",
     "buffer_size",
     "buffer_width",
     "check_reducible",
     "engine_of",
     "give_back",
-    "has_room",
     "identity",
     "is_plain",
     "lockstep",
@@ -41,7 +43,7 @@ _traced: Engine = TracedEngine()
 
 
 def engine_of(topology: Topology) -> Engine:
-    """The engine that serves a mesh."""
+    """The engine of a mesh: virtual, traced while PyTorch compiles, or process."""
     if topology.virtual:
         return _virtual
     return _traced if is_tracing() else _process

@@ -1,23 +1,38 @@
-"""What goes over the wire: bytes that any backend moves, and numbers that any backend reduces."""
+"""The arithmetic of reductions, and the forms in which backends move and reduce values.
+
+Every backend moves bytes, so any dtype can be moved. For a reduction `to_backend` gives values that
+every backend reduces rightly, and `from_backend` undoes it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import LayoutError
 from .protocol import Task
-from .reduction import finished, is_wide, widened
 
-__all__ = [
-    "as_bytes",
-    "backends_reduce",
-    "buffer_width",
-    "from_wire",
-    "is_plain",
-    "to_wire",
-    "wire_op",
-]
-
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+"""dtypes that kernels or backends refuse to reduce, and what they are reduced in."""
+_WITHOUT_INF = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_CALLS: dict[str, Any] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
@@ -28,9 +43,81 @@ _OPS = {
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def _dense(value: torch.Tensor) -> torch.Tensor:
-    """`value` contiguous, with no conjugation or change of sign still to be done."""
-    return value.resolve_conj().resolve_neg().contiguous()
+# --- reductions ----------------------------------------------------------------------------------
+
+
+def check_reducible(op: str, dtype: torch.dtype) -> None:
+    """Raise if tensors of `dtype` cannot be Partial(op)."""
+    if op in ("max", "min") and dtype.is_complex:
+        raise LayoutError(
+            f"Partial({op!r}) of {dtype}: complex numbers have no order. "
+            "Use Partial('sum'), 'avg' or 'product'."
+        )
+    if op == "avg" and dtype is torch.bool:
+        raise LayoutError(
+            "Partial('avg') of torch.bool: the average of truth values is not a truth value. "
+            "Use Partial('max') for any, Partial('min') for all."
+        )
+    if dtype is torch.uint64:
+        raise LayoutError(f"Partial({op!r}) of torch.uint64: PyTorch cannot reduce it. Use int64.")
+
+
+def identity(op: str, dtype: torch.dtype) -> bool | int | float:
+    """The identity element of `op`."""
+    if op in ("sum", "avg"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype in _WITHOUT_INF:
+        return torch.finfo(dtype).min if op == "max" else torch.finfo(dtype).max
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+def reduce_list(
+    parts: Sequence[torch.Tensor], op: str, over: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Reduce tensors of one shape in the order given, into `out` or a new tensor.
+
+    An average is the total divided by `over`.
+    """
+    dtype, call = parts[0].dtype, _CALLS[op]
+    total = _widened(parts[0], op)
+    if len(parts) == 1:
+        total = total.clone()
+    else:
+        room = out if total.dtype is dtype else None
+        total = call(total, _widened(parts[1], op), out=room)
+    for part in parts[2:]:
+        call(total, _widened(part, op), out=total)
+    total = _finished(total, dtype, op, over)
+    return total if out is None or total is out else out.copy_(total)
+
+
+def _widened(value: torch.Tensor, op: str) -> torch.Tensor:
+    return value.to(_wider(value.dtype, op))
+
+
+def _wider(dtype: torch.dtype, op: str) -> torch.dtype:
+    """The dtype to reduce in; an average of integers is added up in int64."""
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64
+    return _WIDER.get(dtype, dtype)
+
+
+def _finished(total: torch.Tensor, dtype: torch.dtype, op: str, over: int) -> torch.Tensor:
+    """The result in its own dtype; `total` is overwritten."""
+    if op == "avg":
+        exact = total.dtype.is_floating_point or total.dtype.is_complex
+        total.div_(over, rounding_mode=None if exact else "trunc")
+    return total.to(dtype)
+
+
+# --- what backends get ---------------------------------------------------------------------------
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
@@ -40,38 +127,42 @@ def as_bytes(value: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """`value` contiguous, with lazy conjugation and negation done."""
+    return value.resolve_conj().resolve_neg().contiguous()
+
+
 def backends_reduce(dtype: torch.dtype, op: str) -> bool:
-    """Complex numbers are reduced as pairs of reals, which is no product."""
+    """False for products of complex numbers: backends reduce these as pairs of reals."""
     return not (dtype.is_complex and op == "product")
 
 
 def is_plain(dtype: torch.dtype, op: str) -> bool:
-    """Whether values are reduced as they are: neither in another dtype nor in another form."""
+    """True if backends reduce the values as they are, in their own dtype."""
     if op in ("max", "min") and dtype.is_floating_point:
         return False
-    return is_wide(dtype, op)
+    return _wider(dtype, op) is dtype
 
 
 def buffer_width(task: Task, dtype: torch.dtype) -> int:
-    """The bytes that an element takes in a buffer, with copies of it if it is reduced in another
-    dtype or form."""
+    """The bytes per element in a buffer, with the copies that a reduction in another form makes."""
     if task.kind == "all_reduce" and backends_reduce(dtype, task.op):
         return 2 * dtype.itemsize if is_plain(dtype, task.op) else 32
-    return dtype.itemsize + (0 if not task.op or is_wide(dtype, task.op) else 24)
+    return dtype.itemsize + (0 if not task.op or _wider(dtype, task.op) is dtype else 24)
 
 
-def wire_op(dtype: torch.dtype, op: str) -> dist.ReduceOp.RedOpType:
+def backend_op(dtype: torch.dtype, op: str) -> dist.ReduceOp.RedOpType:
     """The reduction that a backend is asked for."""
     if dtype is torch.bool:
         return _OPS[{"sum": "max", "product": "min"}.get(op, op)]
     return _OPS[op]
 
 
-def to_wire(value: torch.Tensor, op: str) -> torch.Tensor:
-    """`value` in a form that every backend reduces rightly; `from_wire` undoes it."""
+def to_backend(value: torch.Tensor, op: str) -> torch.Tensor:
+    """`value` in a form that every backend reduces rightly."""
     if value.dtype is torch.bool:
         return _dense(value).view(torch.uint8)
-    wide = _dense(widened(value, op))
+    wide = _dense(_widened(value, op))
     if op not in ("max", "min") or not wide.dtype.is_floating_point:
         return wide
     # Backends lose NaN in max and min. Integers in the order of the floats keep it, at either end.
@@ -81,14 +172,14 @@ def to_wire(value: torch.Tensor, op: str) -> torch.Tensor:
     return bits.masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
 
 
-def from_wire(total: torch.Tensor, dtype: torch.dtype, op: str, over: int) -> torch.Tensor:
-    """The result of a reduction in its own dtype; an average is the total divided by `over`."""
+def from_backend(total: torch.Tensor, dtype: torch.dtype, op: str, over: int) -> torch.Tensor:
+    """The result in its own dtype; an average is the total divided by `over`."""
     if dtype is torch.bool:
         return total.view(torch.bool)
     if op in ("max", "min") and dtype.is_floating_point:
         total = _flip_negative(total)
         total = total.view(torch.float64 if total.dtype is torch.int64 else torch.float32)
-    return finished(total, dtype, op, over)
+    return _finished(total, dtype, op, over)
 
 
 def _flip_negative(bits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Who listens to communication: every collective is reported here with kind, axes and bytes."""
+"""Observers: listeners get every collective, watchers every call that is planned."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Protocol
 
 from ..layout.mesh import Topology
 
-__all__ = ["Listener", "is_heard", "listen", "planned", "record", "unlisten", "unwatch", "watch"]
-
 
 class Listener(Protocol):
-    """Someone who wants to know of every collective."""
+    """Gets every collective."""
 
     def on_collective(
         self, kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int
@@ -23,19 +21,12 @@ Watcher = Callable[[object, str], None]
 _listeners: list[Listener] = []
 _watchers: list[Watcher] = []
 
-
-def listen(listener: Listener) -> None:
-    """Report every collective to `listener` from now on."""
-    _listeners.append(listener)
-
-
-def unlisten(listener: Listener) -> None:
-    """Stop reporting to `listener`."""
-    _listeners.remove(listener)
+listen, unlisten = _listeners.append, _listeners.remove
+watch, unwatch = _watchers.append, _watchers.remove
 
 
 def is_heard() -> bool:
-    """Whether anybody listens: what to report need not be computed otherwise."""
+    """True if there is a listener: otherwise nobody needs to count bytes."""
     return bool(_listeners)
 
 
@@ -46,16 +37,6 @@ def record(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) ->
 
 
 def planned(op: object, tier: str) -> None:
-    """Report that a call of `op` was planned, and who serves it: rows, form, fallback, ..."""
+    """Report that a call of `op` was planned, and how it runs: rows, form, fallback, ..."""
     for watcher in _watchers:
         watcher(op, tier)
-
-
-def watch(watcher: Watcher) -> None:
-    """Call `watcher(op, tier)` whenever a call is planned."""
-    _watchers.append(watcher)
-
-
-def unwatch(watcher: Watcher) -> None:
-    """Stop calling `watcher`."""
-    _watchers.remove(watcher)

@@ -1,83 +1,89 @@
-"""Who talks in a collective of processes, and by which process group."""
+"""The ranks that talk in a collective, and the collectives that `torch.distributed` is asked for.
+
+Each of `all_reduce`, `broadcast`, `all_to_all`, `all_gather` and `reduce_scatter` starts a
+collective and returns the function that waits for it.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
 from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import World, at_end
-from .protocol import Task
-
-__all__ = ["Channel", "channel_of", "members", "reduction_groups"]
+from .failures import waiter
+from .protocol import Task, Wait
 
 
 @dataclass(frozen=True)
-class Channel:
-    """The ranks that talk, in the order of their group, and where each stands on the two meshes.
+class Group:
+    """The ranks that talk, in the order of their process group, and their coordinates.
 
-    `group` is None if no process group has these ranks: they then talk in pairs. A group may have
-    other ranks of the mesh too, which exchange something else among themselves, or nothing: all
-    must count alike how often they talk. A rank that is not on a mesh has no coordinate there.
-    `me` is the place of this rank.
+    - `process_group` is None if there is none with these ranks: they then talk in pairs. It may
+      have other ranks of the mesh, too; all of its ranks must take part in each of its collectives.
+    - `senders` and `receivers` are the coordinates on the mesh of the source and of the target;
+      None for a rank that is not on that mesh.
+    - `me` is the index of this rank.
     """
 
-    group: Any
+    process_group: Any
     ranks: tuple[int, ...]
     senders: tuple[Coord | None, ...]
     receivers: tuple[Coord | None, ...]
     me: int
 
 
-def channel_of(tasks: Sequence[Task]) -> Channel:
-    """The channel for collectives that go out as one."""
+def group_of(tasks: Sequence[Task]) -> Group:
+    """The group for collectives that go out as one."""
     src, dst = tasks[0].src.topology, tasks[0].dst.topology
-    axes = tuple(sorted({axis for task in tasks for axis in task.axes}))
+    return _group(src, dst, tuple(sorted({axis for task in tasks for axis in task.axes})))
+
+
+@lru_cache(maxsize=4096)
+def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
+    ranks = members(src, axes) if src is dst else tuple(sorted({*src.ranks, *dst.ranks}))
+    found = None
     if src is dst:
-        return _on_one_mesh(src, axes)
-    return _between(src, dst)
+        found = _spanning(src, axes)
+    elif len(ranks) == dist.get_world_size():
+        found = _world()
+    if found is not None:
+        ranks = tuple(dist.get_process_group_ranks(found))
+    senders, receivers = (tuple(map(_coords(mesh).get, ranks)) for mesh in (src, dst))
+    return Group(found, ranks, senders, receivers, ranks.index(dist.get_rank()))
 
 
-def world() -> dist.ProcessGroup:
+def members(topology: Topology, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that differ from this one only in `axes`."""
+    assert topology.coordinate is not None
+    return tuple(sorted(map(topology.rank_of, topology.group_coords(topology.coordinate, axes))))
+
+
+def _coords(topology: Topology) -> dict[int, Coord]:
+    every = topology.group_coords((0,) * topology.ndim, range(topology.ndim))
+    return dict(zip(topology.ranks, every, strict=True))
+
+
+def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     if group is None:
         raise CommunicationError("torch.distributed is not initialised any more.")
     return group
 
 
-@lru_cache(maxsize=4096)
-def _on_one_mesh(topology: Topology, axes: tuple[int, ...]) -> Channel:
-    group = _spanning(topology, axes)
-    if group is None:
-        return members(topology, axes)
-    return _among(topology, tuple(dist.get_process_group_ranks(group)), group)
-
-
-@lru_cache(maxsize=4096)
-def members(topology: Topology, axes: tuple[int, ...]) -> Channel:
-    """The members along `axes`, without a group."""
-    assert topology.coordinate is not None
-    found = topology.group_coords(topology.coordinate, axes)
-    return _among(topology, tuple(sorted(map(topology.rank_of, found))), None)
-
-
-def _among(topology: Topology, ranks: tuple[int, ...], group: Any) -> Channel:
-    every = topology.group_coords((0,) * topology.ndim, range(topology.ndim))
-    where = dict(zip(topology.ranks, every, strict=True))
-    coords = tuple(where[rank] for rank in ranks)
-    return Channel(group, ranks, coords, coords, coords.index(topology.coordinate))
-
-
 def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group with the members along `axes`: just them, else as few others of the mesh as can be.
+    """The smallest process group with the members along `axes`.
 
-    All ranks of the mesh take part in a step, so others can be asked to send and receive nothing.
+    It may have other ranks of the mesh: all of them take part in a step, and these send nothing.
     """
     own = tuple(axis for axis in axes if topology.shape[axis] > 1)
     assert not isinstance(topology.mesh, VirtualMesh)
@@ -87,39 +93,17 @@ def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | 
     if wider:
         best = min(wider, key=lambda run: (prod(topology.shape[a] for a in run), run))
         return topology.groups[best]
-    return world() if len(topology.ranks) == dist.get_world_size() else None
+    return _world() if len(topology.ranks) == dist.get_world_size() else None
 
 
 @lru_cache(maxsize=4096)
-def _between(src: Topology, dst: Topology) -> Channel:
-    found = _of_both(src, dst)
-    return replace(found, group=world()) if len(found.ranks) == dist.get_world_size() else found
-
-
-@lru_cache(maxsize=4096)
-def _of_both(src: Topology, dst: Topology) -> Channel:
-    """The ranks of two meshes, without a group."""
-    senders = dict(zip(src.ranks, src.group_coords((0,) * src.ndim, range(src.ndim)), strict=True))
-    receivers = dict(
-        zip(dst.ranks, dst.group_coords((0,) * dst.ndim, range(dst.ndim)), strict=True)
-    )
-    ranks = tuple(sorted({*senders, *receivers}))
-    mesh = dst if src.coordinate is None else src
-    assert mesh.coordinate is not None
-    me = ranks.index(mesh.rank_of(mesh.coordinate))
-    have, want = tuple(map(senders.get, ranks)), tuple(map(receivers.get, ranks))
-    return Channel(None, ranks, have, want, me)
-
-
 def reduction_groups(topology: Topology, axes: tuple[int, ...]) -> list[dist.ProcessGroup]:
-    """Groups that, one after another, reduce over `axes`: one if there is one for all of them."""
+    """Process groups that, one after another, reduce over `axes`: as few as there are."""
     own = tuple(axis for axis in axes if topology.shape[axis] > 1)
     assert not isinstance(topology.mesh, VirtualMesh)
-    if len(own) > 1 and own in topology.groups:
-        return [topology.groups[own]]
     if len(own) > 1 and prod(topology.shape[axis] for axis in own) == dist.get_world_size():
-        return [world()]
-    for count in range(len(own) - 1, 1, -1):  # the longest run that has a group, then the rest
+        return [_world()]
+    for count in range(len(own), 1, -1):  # the longest run of axes that has a group, then the rest
         for first in range(len(own) - count + 1):
             run = own[first : first + count]
             if run in topology.groups:
@@ -129,6 +113,105 @@ def reduction_groups(topology: Topology, axes: tuple[int, ...]) -> list[dist.Pro
 
 
 @at_end
-def _forget_channels(_: World) -> None:
-    for cached in (_on_one_mesh, members, _between, _of_both):
-        cached.cache_clear()
+def _forget_groups(_: World) -> None:
+    _group.cache_clear()
+    reduction_groups.cache_clear()
+
+
+# --- collectives ---------------------------------------------------------------------------------
+
+
+def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op: Any) -> Wait:
+    """Reduce `value` in place over the members of a process group."""
+    work = dist.all_reduce(value, op, group=group, async_op=True)
+    return waiter(work, dist.get_process_group_ranks(group), value.device)
+
+
+def broadcast(group: dist.ProcessGroup, value: torch.Tensor, source: int) -> Wait:
+    """Give the members of a process group the `value` of rank `source`, in place."""
+    work = dist.broadcast(value, source, group=group, async_op=True)
+    return waiter(work, dist.get_process_group_ranks(group), value.device)
+
+
+def all_gather(group: Group, rows: torch.Tensor, row: torch.Tensor) -> Wait:
+    """Gather the members' `row` into `rows`."""
+    work = dist.all_gather_single(rows, row, group=group.process_group, async_op=True)
+    return waiter(work, group.ranks, rows.device)
+
+
+def reduce_scatter(group: Group, total: torch.Tensor, rows: torch.Tensor, op: Any) -> Wait:
+    """Reduce the members' `rows`, of which each member gets its row in `total`."""
+    work = dist.reduce_scatter_single(total, rows, op, group=group.process_group, async_op=True)
+    return waiter(work, group.ranks, total.device)
+
+
+def all_to_all(
+    group: Group,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    incoming: list[int],
+    outgoing: list[int],
+) -> Wait:
+    """Send each member its part of `sent`, and receive the parts of `received`."""
+    if group.process_group is None:
+        return _in_pairs(group, received.split(incoming), sent.split(outgoing))
+    work = dist.all_to_all_single(
+        received, sent, incoming, outgoing, group=group.process_group, async_op=True
+    )
+    return waiter(work, group.ranks, received.device)
+
+
+def _in_pairs(
+    group: Group, arrivals: Sequence[torch.Tensor], departures: Sequence[torch.Tensor]
+) -> Wait:
+    arrivals[group.me].copy_(departures[group.me])
+    pairs: list[dist.P2POp] = []
+    for index, rank in enumerate(group.ranks):
+        if index != group.me and arrivals[index].numel():
+            pairs.append(dist.P2POp(dist.irecv, arrivals[index], rank, group=_world()))
+        if index != group.me and departures[index].numel():
+            pairs.append(dist.P2POp(dist.isend, departures[index], rank, group=_world()))
+    works = dist.batch_isend_irecv(pairs) if pairs else []
+    device = arrivals[group.me].device
+    if device.type == "cpu":
+        return waiter(_PairWork(works) if works else None, group.ranks, device)
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    return wait
+
+
+class _PairWork:
+    """Messages between pairs of ranks as one `Work`.
+
+    gloo closes a connection when a wait for a message times out, so a thread waits without a
+    timeout. If a rank has failed, the thread stays behind and ends with the process.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._done = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._wait_for_all, name="shardwise-wait", daemon=True).start()
+
+    def _wait_for_all(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._works = ()
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As that of a `Work`."""
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("the wait timed out")
+        if self._error is not None:
+            raise self._error

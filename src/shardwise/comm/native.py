@@ -8,67 +8,35 @@ import torch
 import torch.distributed as dist
 
 from ..layout.geometry import Box, box_numel, relative
-from .all_to_all import Land, shaped, tile
-from .buffer import buffer_size
-from .dtypes import as_bytes, backends_reduce, from_wire, is_plain, to_wire, wire_op
-from .failures import wait
-from .group import Channel
-from .protocol import Job, narrow
+from .all_to_all import buffer_size
+from .dtypes import as_bytes, backend_op, backends_reduce, from_backend, is_plain, to_backend
+from .group import Group, all_gather, reduce_scatter
+from .protocol import Job, Wait, narrow
 
-__all__ = ["native_launch", "prefers_own"]
-
-Launcher = Callable[[Channel, Job, torch.Tensor], Land]
+Launcher = Callable[[Group, Job, torch.Tensor], Wait]
 
 
-def native_launch(channel: Channel, jobs: Sequence[Job]) -> Launcher | None:
-    """The backend's collective for these jobs, if there is one and it serves better than mail."""
+def native_launcher(group: Group, jobs: Sequence[Job]) -> Launcher | None:
+    """The backend's collective for these jobs; None if an all-to-all serves them.
+
+    It takes rows of one size: the shards of all members must be equally large.
+    """
     job = jobs[0]
-    here = channel.senders[channel.me]
+    here = group.senders[group.me]
     members = () if here is None else job.task.src.topology.group_coords(here, job.task.axes)
-    whole = channel.group is not None and len(members) == len(channel.ranks)
+    whole = group.process_group is not None and len(members) == len(group.ranks)
     alike = len({(each.task.kind, each.task.axes) for each in jobs}) == 1
-    if not whole or not alike or not prefers_own(channel.group, job.device.type):
+    if not whole or not alike or not prefers_own(group.process_group, job.device.type):
         return None
-    if not all(_needs_no_buffer(channel, each) or _fits(channel, each) for each in jobs):
-        return None  # mail goes in rounds
-    if job.task.kind == "all_gather":
+    if job.task.kind == "all_gather" and all(_is_even(group, each) for each in jobs):
         return _all_gather
     if job.task.kind == "reduce_scatter" and backends_reduce(job.dtype, job.task.op):
-        return _reduce_scatter
+        return _reduce_scatter if all(_is_even(group, each) for each in jobs) else None
     return None
 
 
-def _boxes(channel: Channel, job: Job) -> list[Box]:
-    """What each member gives to all, or is given by all."""
-    layout = job.task.src if job.task.kind == "all_gather" else job.task.dst
-    return [layout.box(member) for member in channel.senders if member is not None]
-
-
-def _needs_no_buffer(channel: Channel, job: Job) -> bool:
-    """Whether the backend takes and gives memory of the source, or a copy of it, and the target."""
-    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
-    return plain and _is_even(channel, job)
-
-
-def _is_even(channel: Channel, job: Job) -> bool:
-    """Whether the members' boxes are of one size and follow each other in memory. All ranks answer
-    alike."""
-    here = channel.senders[channel.me]
-    assert here is not None
-    outer = (job.task.dst if job.task.kind == "all_gather" else job.task.src).box(here)
-    boxes = _boxes(channel, job)
-    return len(set(map(box_numel, boxes))) == 1 and tile(boxes, outer, job.order)
-
-
-def _fits(channel: Channel, job: Job) -> bool:
-    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
-    width = max(map(box_numel, _boxes(channel, job))) * (job.dtype.itemsize if plain else 16)
-    return 2 * width * len(channel.ranks) <= buffer_size()
-
-
 def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
-    """Whether the backend of a device is faster at its own collectives: all are but gloo, which
-    also copies what it is given.
+    """True if the backend of a device is faster at its own collectives: all are but gloo.
 
     `dist.get_backend` will not do: without a backend in `init_process_group` it says "undefined".
     """
@@ -76,62 +44,69 @@ def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
     return f"{device_type}:gloo" not in config.split(",")
 
 
-def _all_gather(channel: Channel, job: Job, out: torch.Tensor) -> Land:
-    """Rows of equal length, one per rank, padded to the longest; straight into the target if it is
-    made of such rows."""
-    task, boxes = job.task, _boxes(channel, job)
-    width = max(map(box_numel, boxes)) * job.dtype.itemsize
-    if not width:
-        return lambda: None
-    mine = as_bytes(job.local[0].permute(job.order))
-    row = mine.new_zeros(width) if job.async_op or mine.numel() < width else mine
-    if row is not mine:
-        row[: mine.numel()] = mine
-    even = _is_even(channel, job)
-    rows = as_bytes(out.permute(job.order)) if even else row.new_empty(len(boxes) * width)
-    work = dist.all_gather_single(rows, row, group=channel.group, async_op=True)
+def _rows(group: Group, job: Job) -> list[Box]:
+    """The shard of each member: what it gives to all, or gets from all."""
+    layout = job.task.src if job.task.kind == "all_gather" else job.task.dst
+    return [layout.box(member) for member in group.senders if member is not None]
+
+
+def _whole(group: Group, job: Job) -> Box:
+    """The box that all shards make up."""
+    here = group.senders[group.me]
+    assert here is not None
+    return (job.task.dst if job.task.kind == "all_gather" else job.task.src).box(here)
+
+
+def _is_even(group: Group, job: Job) -> bool:
+    """True if all rows have one size, and a copy of them fits into the buffer if one is needed."""
+    rows = _rows(group, job)
+    sizes = set(map(box_numel, rows))
+    if len(sizes) != 1 or not box_numel(rows[0]):
+        return False
+    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
+    if plain and job.fills(rows, _whole(group, job)):
+        return True
+    width = sizes.pop() * (job.dtype.itemsize if plain else 16)
+    return 2 * width * len(rows) <= buffer_size()
+
+
+def _all_gather(group: Group, job: Job, out: torch.Tensor) -> Wait:
+    """Gather into the result, or into rows that are copied to their places."""
+    boxes, whole = _rows(group, job), _whole(group, job)
+    row = as_bytes(job.local[0].permute(job.order))
+    row = row.clone() if job.async_op else row
+    direct = job.fills(boxes, whole)
+    rows = as_bytes(out.permute(job.order)) if direct else row.new_empty(len(boxes) * row.numel())
+    wait = all_gather(group, rows, row)
 
     def land() -> None:
-        wait(work, channel.ranks, rows.device.type == "cpu")
-        here = channel.receivers[channel.me]
-        assert here is not None
-        if even:
-            return
-        for part, box in zip(rows.view(len(boxes), -1), boxes, strict=True):
-            flat = part[: box_numel(box) * job.dtype.itemsize].view(job.dtype)
-            narrow(out, relative(box, task.dst.box(here))).copy_(shaped(flat, box, job.order))
+        wait()
+        if not direct:
+            for part, box in zip(rows.view(job.dtype).view(len(boxes), -1), boxes, strict=True):
+                narrow(out, relative(box, whole)).copy_(job.shaped(part, box))
 
     return land
 
 
-def _reduce_scatter(channel: Channel, job: Job, out: torch.Tensor) -> Land:
-    """Rows of equal length, one for each rank, padded to the longest; straight from the source if
-    it is made of such rows."""
-    task, here = job.task, channel.senders[channel.me]
-    assert here is not None
-    boxes = _boxes(channel, job)
-    width = max(map(box_numel, boxes))
-    if not width:
-        return lambda: None
-    wire = to_wire(job.local[0].permute(job.order), task.op)
-    if _is_even(channel, job):
-        sent = wire.clone() if job.async_op and wire.data_ptr() == job.local[0].data_ptr() else wire
+def _reduce_scatter(group: Group, job: Job, out: torch.Tensor) -> Wait:
+    """Reduce from the source, or from rows that its parts are copied to."""
+    task, boxes, whole = job.task, _rows(group, job), _whole(group, job)
+    value = job.local[0]
+    if not job.fills(boxes, whole):
+        parts = [job.flat(narrow(value, relative(box, whole))) for box in boxes]
+        rows = to_backend(torch.cat(parts), task.op)
     else:
-        sent = wire.new_zeros((len(boxes), width))
-        for row, box in zip(sent, boxes, strict=True):
-            inside = relative(box, task.src.box(here))
-            part = narrow(wire, tuple([inside[dim] for dim in job.order]))
-            row[: part.numel()] = part.reshape(-1)
-    straight = wire.dtype is job.dtype and out.numel() == width
-    total = out.permute(job.order).view(-1) if straight else wire.new_empty(width)
-    kind = wire_op(job.dtype, task.op)
-    work = dist.reduce_scatter_single(
-        total, sent.view(-1), kind, group=channel.group, async_op=True
-    )
+        rows = to_backend(job.flat(value), task.op)
+        if job.async_op and rows.data_ptr() == value.data_ptr():
+            rows = rows.clone()
+    flat = job.flat(out)
+    total = flat if rows.dtype is job.dtype else rows.new_empty(flat.numel())
+    wait = reduce_scatter(group, total, rows, backend_op(job.dtype, task.op))
 
     def land() -> None:
-        wait(work, channel.ranks, total.device.type == "cpu")
-        flat = from_wire(total[: out.numel()], job.dtype, task.op, task.over)
-        out.copy_(shaped(flat, task.dst.box(here), job.order))
+        wait()
+        result = from_backend(total, job.dtype, task.op, task.over)
+        if result.data_ptr() != flat.data_ptr():
+            flat.copy_(result)
 
     return land

@@ -1,35 +1,37 @@
 """The process engine: one rank per process, collectives through `torch.distributed`.
 
-Only collectives that every backend has are used. What only moves travels as bytes, so any dtype
-does. Metadata is known to every rank: a collective that would carry nothing is skipped by all.
+What is only moved travels as bytes, so any dtype does. Metadata is known to every rank: a
+collective that would carry nothing is skipped by all.
 
 With gloo everything but an all_reduce is one uneven all-to-all: gloo is up to three times slower
-at its own all_gather and reduce_scatter. Other backends get their own.
+at its own all_gather and reduce_scatter. Other backends use their own where shards are even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..layout.mesh import Topology
+from ..layout.mesh import Topology, VirtualMesh
 from ..layout.world import refuse_forked
-from .all_to_all import Land, Launch, mail
-from .buffer import Rooms, buffer_size, give_back
-from .dtypes import backends_reduce, buffer_width, from_wire, is_plain, to_wire, wire_op
+from .all_to_all import buffer_size, give_back, rounds
+from .dtypes import (
+    backend_op,
+    backends_reduce,
+    buffer_width,
+    from_backend,
+    is_plain,
+    to_backend,
+)
 from .events import record
-from .failures import clear, report, under_way, wait
-from .group import channel_of, members, reduction_groups
-from .groups import all_reduce
+from .failures import clear, report
+from .group import all_reduce, broadcast, group_of, members, reduction_groups
 from .lockstep import compare, describe, is_compared
-from .native import native_launch
-from .protocol import Finish, Job
-
-__all__ = ["ProcessEngine"]
+from .native import native_launcher
+from .protocol import Finish, Job, Launch, Wait
 
 
 class ProcessEngine:
@@ -42,68 +44,78 @@ class ProcessEngine:
 
     def start(self, jobs: Sequence[Job]) -> Finish:
         _begin({end.topology for job in jobs for end in (job.task.src, job.task.dst)})
-        if is_compared():
-            _compare(jobs)
-        outs = [_target(job) for job in jobs]
-        rooms = Rooms()
+        if is_compared() and _takes_part(jobs):
+            axes = tuple(sorted({axis for job in jobs for axis in job.task.axes}))
+            mesh = jobs[0].task.src.topology
+            reduces = _is_all_reduce(jobs)
+            ranks = members(mesh, axes) if reduces else group_of([j.task for j in jobs]).ranks
+            compare(ranks, describe(jobs))
+        outs = [_result(job) for job in jobs]
         try:
-            return _run(_launches(jobs, outs, rooms), outs, rooms)
-        except BaseException as error:  # this rank's alone, as one without room for a buffer
+            return _run(_launches(jobs, outs), outs)
+        except BaseException as error:  # of this rank alone, such as no memory for a buffer
             report(error, jobs[0].task.src.topology)
             raise
 
-    def check_equal(
-        self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
-    ) -> bool:
+    def check_equal(self, topology: Topology, digest: int) -> bool:
         if topology.coordinate is None:
             return True
         _begin([topology])
         if is_compared():
             compare(topology.ranks, "a comparison of one number")
-        every = tuple(range(topology.ndim))
-        record("check", topology, every, 16)
+        axes = tuple(range(topology.ndim))
+        record("check", topology, axes, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        for group in reduction_groups(topology, every if axes is None else axes):
-            _reduce(low, dist.ReduceOp.MIN, group)()
-        differ = (low[:1] != -low[1:]).to(torch.int64)
-        if axes is not None:  # all ranks shall raise, or none
-            for group in reduction_groups(topology, every):
-                _reduce(differ, dist.ReduceOp.MAX, group)()
-        return not bool(differ)
+        for group in reduction_groups(topology, axes):
+            all_reduce(group, low, dist.ReduceOp.MIN)()
+        return bool(low[0] == -low[1])
+
+
+def broadcast_from(topology: Topology, value: torch.Tensor, source: int) -> None:
+    """Give all ranks of a mesh of processes the `value` of its rank number `source`, in place."""
+    here = topology.coordinate
+    assert here is not None and not isinstance(topology.mesh, VirtualMesh)
+    _begin([topology])
+    if is_compared():
+        compare(topology.ranks, f"a broadcast of {value.numel()} bytes")
+    origin = topology.group_coords((0,) * topology.ndim, range(topology.ndim))[source]
+    for axis in range(topology.ndim):
+        if here[axis + 1 :] == origin[axis + 1 :]:
+            first = topology.rank_of((*here[:axis], origin[axis], *here[axis + 1 :]))
+            broadcast(topology.mesh.get_group(axis), value, first)()
 
 
 def _begin(topologies: Iterable[Topology]) -> None:
-    """Before a collective: errors that keep it from working, in the place of a wait."""
+    """Raise before a collective that cannot work."""
     refuse_forked()
     for topology in topologies:
         topology.refuse_destroyed()
     clear()
 
 
-def _compare(jobs: Sequence[Job]) -> None:
-    """Compare with the other ranks of a collective what it is."""
+def _takes_part(jobs: Sequence[Job]) -> bool:
+    ends = jobs[0].task.src.topology, jobs[0].task.dst.topology
+    return any(topology.coordinate is not None for topology in ends)
+
+
+def _is_all_reduce(jobs: Sequence[Job]) -> bool:
     task = jobs[0].task
-    if task.src.topology.coordinate is None and task.dst.topology.coordinate is None:
-        return
-    axes = tuple(sorted({axis for job in jobs for axis in job.task.axes}))
-    reduces = task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, task.op)
-    found = members(task.src.topology, axes) if reduces else channel_of([j.task for j in jobs])
-    compare(found.ranks, describe(jobs))
+    return task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, task.op)
 
 
-def _target(job: Job) -> torch.Tensor | None:
-    """Memory for what this rank will hold; none if it is not in the target's mesh."""
+def _result(job: Job) -> torch.Tensor | None:
+    """Memory for the result; None if this rank is not on the target's mesh."""
     here = job.task.dst.topology.coordinate
     return None if here is None else job.empty(job.task.dst.box(here))
 
 
-def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None], rooms: Rooms) -> Finish:
+def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Finish:
     """Run collectives one after another and leave the last one running, to be waited for."""
-    running: list[Land] = []
+    running: list[Wait] = []
 
     def land() -> None:
         while running:
-            running[-1]()  # if it fails it stays: what did not come is never taken for a value
+            running[-1]()  # if it raises it stays: a missing value is never taken for a result
             running.pop()
 
     for launch in launches:
@@ -112,108 +124,69 @@ def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None], rooms:
 
     def finish() -> list[list[torch.Tensor]]:
         land()
-        rooms.close()
         return [[] if out is None else [out] for out in outs]
 
     return finish
 
 
-def _launches(
-    jobs: Sequence[Job], outs: Sequence[torch.Tensor | None], rooms: Rooms
-) -> Iterator[Launch]:
-    task = jobs[0].task
-    if task.src.topology.coordinate is None and task.dst.topology.coordinate is None:
+def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
+    """The collectives of `torch.distributed` that serve the jobs."""
+    if not _takes_part(jobs):
         return
-    if task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, task.op):
+    if _is_all_reduce(jobs):
         yield from _all_reduces(jobs, outs)
         return
-    channel = channel_of([job.task for job in jobs])
-    launcher = native_launch(channel, jobs)
+    group = group_of([job.task for job in jobs])
+    launcher = native_launcher(group, jobs)
     if launcher is None:
-        yield from mail(channel, jobs, outs, rooms)
+        yield from rounds(group, jobs, outs)
         return
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
-        yield partial(launcher, channel, job, out)
+        yield partial(launcher, group, job, out)
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
 
 
 def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
-    """Small tensors of one dtype together, large ones alone and in place."""
-    small: list[tuple[Job, torch.Tensor]] = []
+    """Reduce in place, as many tensors together as fit into the buffer. A larger one is reduced
+    alone, in parts if it is reduced in another dtype."""
+    some: list[torch.Tensor] = []
     total = 0
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
-        nbytes = out.numel() * buffer_width(job.task, job.dtype)
-        if not nbytes:
-            continue
-        if len(jobs) == 1 or nbytes > buffer_size() // 4:
-            yield from _alone(job, out)
-            continue
-        if total + nbytes > buffer_size():
-            yield partial(_together, small)
-            small, total = [], 0
-        small.append((job, out))
-        total += nbytes
-    if small:
-        yield partial(_together, small)
+        flat, width = job.flat(out.copy_(job.local[0])), buffer_width(job.task, job.dtype)
+        plain = is_plain(job.dtype, job.task.op)
+        for part in [flat] if plain else flat.split(max(1, buffer_size() // width)):
+            nbytes = part.numel() * width
+            if some and total + nbytes > buffer_size():
+                yield partial(_all_reduce, job, some)
+                some, total = [], 0
+            if nbytes:
+                some.append(part)
+                total += nbytes
+    if some:
+        yield partial(_all_reduce, jobs[0], some)
 
 
-def _alone(job: Job, out: torch.Tensor) -> Iterator[Launch]:
-    value = job.local[0]
-    flat = out.permute(job.order).view(-1)
-    out.copy_(value)
-    op = job.task.op
-    if is_plain(job.dtype, op):
-        yield partial(_reduced, job, flat, flat)
-        return
-    # What is reduced in another form goes by parts.
-    width = max(1, buffer_size() // buffer_width(job.task, job.dtype))
-    for start in range(0, flat.numel(), width):
-        part = flat[start : start + width]
-        yield partial(lambda part: _reduced(job, to_wire(part, op), part), part)
-
-
-def _together(parts: list[tuple[Job, torch.Tensor]]) -> Land:
-    job = parts[0][0]
-    flats = [to_wire(each.local[0], each.task.op).view(-1) for each, _ in parts]
-    whole = torch.cat(flats)
-    land = _reduced(job, whole, None)
-
-    def scatter() -> None:
-        land()
-        start = 0
-        for each, out in parts:
-            part = whole[start : start + out.numel()].view(out.shape)
-            out.copy_(from_wire(part, each.dtype, each.task.op, each.task.over))
-            start += out.numel()
-        give_back([whole])
-
-    return scatter
-
-
-def _reduced(job: Job, wire: torch.Tensor, out: torch.Tensor | None) -> Land:
-    """Reduce `wire` over the groups of the axes, and put the result into `out` if it is given."""
+def _all_reduce(job: Job, parts: list[torch.Tensor]) -> Wait:
     task = job.task
-    groups = reduction_groups(task.src.topology, task.axes)
-    kind = wire_op(job.dtype, task.op)
-    for group in groups[:-1]:
-        _reduce(wire, kind, group)()
-    last = _reduce(wire, kind, groups[-1]) if groups else None
+    value = to_backend(parts[0] if len(parts) == 1 else torch.cat(parts), task.op)
+    wait: Wait | None = None
+    for group in reduction_groups(task.src.topology, task.axes):
+        if wait is not None:
+            wait()
+        wait = all_reduce(group, value, backend_op(job.dtype, task.op))
 
     def land() -> None:
-        if last is not None:
-            last()
-        if out is not None and (out is not wire or task.op == "avg"):
-            out.copy_(from_wire(wire, job.dtype, task.op, task.over))
-            give_back([wire], kept=[out])
+        if wait is not None:
+            wait()
+        shares = value.split([part.numel() for part in parts])
+        for part, share in zip(parts, shares, strict=True):
+            result = from_backend(share, job.dtype, task.op, task.over)
+            if result.data_ptr() != part.data_ptr():  # else it was reduced in place
+                part.copy_(result)
+        give_back([value], kept=parts)
 
     return land
-
-
-def _reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Any) -> Land:
-    ranks = dist.get_process_group_ranks(group)
-    work = under_way(all_reduce(group, value, op))
-    return partial(wait, work, ranks, value.device.type == "cpu")

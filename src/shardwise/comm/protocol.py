@@ -1,4 +1,4 @@
-"""What an engine does: collectives over some axes of a mesh, on the local tensors held here."""
+"""The interface of engines: collectives over axes of a mesh, on the local tensors held here."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import torch
 from ..layout.geometry import Box, box_shape, relative, stride_like
 from ..layout.mesh import Coord, Topology
 
-__all__ = ["Boxes", "Engine", "Finish", "Job", "Locals", "Parcel", "Task", "narrow"]
-
 Locals = Sequence[torch.Tensor]
+Wait = Callable[[], None]
+"""Waits for a collective that was started, and puts what came where it belongs."""
+Launch = Callable[[], Wait]
+"""Starts a collective."""
+Finish = Callable[[], list[list[torch.Tensor]]]
+"""Waits for a collective; gives for each job one tensor for each slot of its task's `dst`."""
 
 
 class Boxes(Protocol):
-    """Where every element is: a box per rank, and where the local tensor of a rank is stored."""
+    """A layout: the box of each rank, and the index (slot) of its local tensor."""
 
     @property
     def topology(self) -> Topology: ...
@@ -29,7 +33,7 @@ class Boxes(Protocol):
 
 
 class Parcel(NamedTuple):
-    """A piece that goes from one rank to another: the box, and where it is in what each holds."""
+    """A piece that one rank sends another: its box, and where it is in the two local tensors."""
 
     box: Box
     shape: tuple[int, ...]
@@ -44,7 +48,7 @@ class Parcel(NamedTuple):
 
 
 class Task(Protocol):
-    """A collective: `kind`, the axes whose members talk, the boxes before and after."""
+    """A collective: `kind`, the axes whose members talk, the layouts before and after."""
 
     @property
     def kind(self) -> str: ...
@@ -66,7 +70,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One tensor in a collective. `order` is the order in memory of its dims, outermost first.
+    """One tensor in a collective. `order` is the order of its dims in memory, outermost first.
 
     With `async_op` the program may write into `local` before the result is waited for: what is
     sent is copied first.
@@ -84,28 +88,47 @@ class Job:
         layout = self.task.src
         return narrow(self.local[layout.slot(src)], relative(box, layout.box(src)))
 
+    def flat(self, value: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor in the order of memory; a view if they lie so."""
+        return value.permute(self.order).reshape(-1)
+
+    def shaped(self, flat: torch.Tensor, box: Box) -> torch.Tensor:
+        """Elements in the order of memory as a tensor."""
+        shape, order = box_shape(box), self.order
+        if order == tuple(range(len(order))):
+            return flat.view(shape)
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return flat.view([shape[dim] for dim in order]).permute(inverse)
+
     def empty(self, box: Box) -> torch.Tensor:
         """Memory for a box."""
         shape = box_shape(box)
         stride = stride_like(shape, self.order)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
-
-Finish = Callable[[], list[list[torch.Tensor]]]
-"""Waits for a collective; gives for each job one tensor for each slot of its task's `dst`."""
+    def fills(self, boxes: Sequence[Box], outer: Box) -> bool:
+        """True if boxes follow each other in the memory of `outer` and make it up."""
+        longer = [dim for dim in self.order if outer[dim][1] - outer[dim][0] != 1]
+        if not longer:
+            return len(boxes) == 1
+        first = longer[0]
+        at = outer[first][0]
+        for box in boxes:
+            if box[first][0] != at or any(box[dim] != outer[dim] for dim in longer[1:]):
+                return False
+            at = box[first][1]
+        return at == outer[first][1]
 
 
 class Engine(Protocol):
-    """Who runs collectives."""
+    """Runs collectives."""
 
     def start(self, jobs: Sequence[Job]) -> Finish:
         """Start one collective for all jobs: on one mesh, of one op and then one dtype. Gathers and
         exchanges may be mixed, over any axes."""
 
-    def check_equal(
-        self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
-    ) -> bool:
-        """Whether all ranks of the mesh gave the same number, or those that differ in `axes`."""
+    def check_equal(self, topology: Topology, digest: int) -> bool:
+        """True on all ranks of the mesh if all gave the same number, else False on all."""
 
 
 def narrow(value: torch.Tensor, box: Box) -> torch.Tensor:

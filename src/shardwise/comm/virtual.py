@@ -8,26 +8,22 @@ import torch
 
 from ..layout.geometry import Box, relative
 from ..layout.mesh import Coord, Topology
+from .dtypes import reduce_list
 from .protocol import Finish, Job, narrow
-from .reduction import reduce_into
-
-__all__ = ["VirtualEngine"]
 
 
 class VirtualEngine:
     """Collectives as loops over the ranks; they are done when they are started."""
 
     def start(self, jobs: Sequence[Job]) -> Finish:
-        done = [[_made(job, target) for target in job.task.dst.slots] for job in jobs]
+        done = [[_result(job, target) for target in job.task.dst.slots] for job in jobs]
         return lambda: done
 
-    def check_equal(
-        self, topology: Topology, digest: int, axes: tuple[int, ...] | None = None
-    ) -> bool:
+    def check_equal(self, topology: Topology, digest: int) -> bool:
         return True
 
 
-def _made(job: Job, target: Coord) -> torch.Tensor:
+def _result(job: Job, target: Coord) -> torch.Tensor:
     task = job.task
     box = task.dst.box(target)
     result = job.empty(box)
@@ -38,7 +34,7 @@ def _made(job: Job, target: Coord) -> torch.Tensor:
     for piece, parts in pieces.items():
         place = narrow(result, relative(piece, box))
         if task.op:
-            reduce_into(place, parts, task.op, task.over)
+            reduce_list(parts, task.op, task.over, out=place)
         else:
             place.copy_(parts[0])
     return result

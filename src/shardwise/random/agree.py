@@ -1,27 +1,31 @@
-"""One seed for all ranks: replicas draw the same numbers only if their generators agree."""
+"""The mode of a random call, and the check that all ranks draw from the same state."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 
-from .._torch import is_tracing
+from .._torch import autograd_node_name, is_tracing
 from ..comm import engine_of
+from ..config import RandomMode, current
 from ..errors import CommunicationError, LayoutError
 from ..layout.make_mesh import from_first_rank
 from ..layout.mesh import AnyMesh, Topology
 from ..storage.plain import digest
-from .modes import checks, mode_in_force, mode_of_call
 
-__all__ = ["begin", "manual_seed"]
+_MOST_CALLS = 1 << 16
+_calls: OrderedDict[int, RandomMode] = OrderedDict()
+"""The mode of each call inside a block, by the state of the generator before the call."""
 
 
-def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> str:
+def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> RandomMode:
     """The mode in which a call on `mesh` draws; an error, on every rank, if the ranks differ."""
     if is_tracing():
         return _traced_mode(what)
     state = _state(mesh, generator)
-    mode = mode_of_call(state)
-    if mesh.virtual or not checks():
+    mode = _mode_of_call(state)
+    if mesh.virtual or not current().random_check:
         return mode
     if not engine_of(mesh).check_equal(mesh, 2 * digest(state) + (mode == "counter")):
         which = "random states" if generator is None else "states of the generator given"
@@ -34,10 +38,27 @@ def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> st
     return mode
 
 
-def _traced_mode(what: object) -> str:
-    """The mode of a call in a program that is compiled. What is drawn in Python would be a constant
-    of it, so numbers come from the generator that the program has when it runs."""
-    if mode_in_force() == "counter":
+def _mode_of_call(state: torch.Tensor) -> RandomMode:
+    """The mode of a call that finds the generator in `state`.
+
+    Activation checkpointing restores the state and runs the forward again in the backward, perhaps
+    outside the block that the forward was in. The state tells which mode the forward was in.
+    """
+    given = current().random
+    mode: RandomMode = given or "exact"
+    if _calls and autograd_node_name() is not None:
+        return _calls.get(digest(state), mode)
+    if given is not None:
+        _calls[digest(state)] = mode
+        if len(_calls) > _MOST_CALLS:
+            _calls.popitem(last=False)
+    return mode
+
+
+def _traced_mode(what: object) -> RandomMode:
+    """The mode of a call in a compiled program. Keys drawn in Python would be constants of the
+    graph, so only exact mode can be compiled."""
+    if current().random == "counter":
         raise LayoutError(
             f"{what}: random numbers in counter mode cannot be compiled, because their keys are "
             "drawn outside of the graph: every call would draw the same. Compile in exact mode, "
@@ -47,7 +68,7 @@ def _traced_mode(what: object) -> str:
 
 
 def _state(mesh: Topology, generator: torch.Generator | None) -> torch.Tensor:
-    """What the numbers of a call on `mesh` will follow from."""
+    """The generator state that the numbers of a call on `mesh` depend on."""
     if generator is not None:
         return generator.get_state()
     host = torch.get_rng_state()  # keys are drawn from it, and whole tensors on a CPU

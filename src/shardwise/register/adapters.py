@@ -1,25 +1,23 @@
 """Rules in the two forms of PyTorch's DTensor, run on the same engine as the native form.
 
-Such a rule decides for all axes at once. What it says of shards means shards as `torch.chunk` makes
-them: an operand with other cuts is moved first.
+Such a rule decides for all axes at once. Its shards are those of `torch.chunk`: an operand with
+other cuts is moved first.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, TypeVar
 
-from .._torch import OpOverload
 from ..dispatch.decide import Decision
 from ..errors import LayoutError, RuleError
-from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..rules import Call, Local, Operand, Site
 from ..rules.registered import Registered
-from .helpers import ExpandedStrategy, redistribute_cost
-from .operators import check_shapes, overloads, put
+from .helpers import redistribute_cost
+from .operators import check_shapes, overloads, put, with_operands
 from .schema import (
     OpSchema,
     OpSpec,
@@ -29,8 +27,6 @@ from .schema import (
     RuntimeSchemaInfo,
     TupleStrategy,
 )
-
-__all__ = ["register_op_strategy", "register_prop_rule"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decided = tuple[Decision, Local | None]
@@ -94,10 +90,10 @@ def register_op_strategy(op: Any, schema_info: RuntimeSchemaInfo | None = None) 
         takes_mesh = _takes_mesh(rule)
 
         def decide(call: Call, structure: Any, written: int | None) -> Decided:
-            schema = _schema(call, schema_info, _operand_strategy, TupleStrategy)
-            mesh = call.specs[0].mesh
-            made = rule(mesh, schema) if takes_mesh else rule(schema)
-            return _chosen(call, made, structure, written), None
+            args = with_operands(call, lambda i: OpStrategy([OpSpec(call.specs[i])]), TupleStrategy)
+            schema = OpSchema(call.op, *args, schema_info)
+            made = rule(call.specs[0].mesh, schema) if takes_mesh else rule(schema)
+            return _cheapest(call, made, structure, written), None
 
         _put("register_op_strategy", op, schema_info, decide)
         return rule
@@ -109,14 +105,11 @@ def _put(what: str, op: Any, info: RuntimeSchemaInfo | None, decide: Callable[..
     if info is not None and not isinstance(info, RuntimeSchemaInfo):
         raise RuleError(f"{what}: schema_info must be a RuntimeSchemaInfo, but got {info!r}.")
     for each in overloads(what, op):
-        put([each], Registered(decide=decide, by_value=_numbers_read(each, info)))
-
-
-def _numbers_read(op: OpOverload, info: RuntimeSchemaInfo | None) -> frozenset[str] | None:
-    if info is None:
-        return None
-    names = [argument.name for argument in op._schema.arguments]
-    return frozenset([*names[info.static_argnum :], *(info.static_kwargkey or ())])
+        read = None
+        if info is not None:
+            names = [argument.name for argument in each._schema.arguments]
+            read = frozenset([*names[info.static_argnum :], *(info.static_kwargkey or ())])
+        put([each], Registered(decide=decide, by_value=read))
 
 
 def _takes_mesh(rule: Callable[..., Any]) -> bool:
@@ -134,44 +127,7 @@ def _takes_mesh(rule: Callable[..., Any]) -> bool:
     return len(required) == 2
 
 
-# --- from a call to a schema -------------------------------------------------------------------
-
-
-def _schema(
-    call: Call,
-    info: RuntimeSchemaInfo | None,
-    one: Callable[[DTensorSpec], Any],
-    several: Callable[[list[Any]], Any],
-) -> OpSchema:
-    def fill(value: Any) -> Any:
-        if isinstance(value, Operand):
-            return one(call.specs[value])
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
-            return several([fill(each) for each in value])
-        return value
-
-    args = tuple(fill(value) for value in call.args)
-    return OpSchema(call.op, args, {k: fill(v) for k, v in call.kwargs.items()}, info)
-
-
-def _operand_strategy(spec: DTensorSpec) -> OpStrategy:
-    return OpStrategy([OpSpec(spec)])
-
-
-def _named_operands(call: Call) -> list[int]:
-    """The operands among the keyword arguments."""
-    return list(_operands_in(list(call.kwargs.values())))
-
-
-def _operands_in(value: Any) -> Iterator[int]:
-    if isinstance(value, Operand):
-        yield int(value)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _operands_in(each)
-
-
-# --- from an answer to a decision ----------------------------------------------------------------
+# --- propagation rules -------------------------------------------------------------------------
 
 
 def _propagated(
@@ -181,8 +137,8 @@ def _propagated(
     structure: Any,
     written: int | None,
 ) -> Decided:
-    """Ask the rule, again with the layouts that it asks for, until it says those of the results."""
-    given = schema = _schema(call, info, lambda spec: spec, list)
+    """Ask the rule, again with the layouts that it asks for, until it gives those of results."""
+    given = schema = OpSchema(call.op, *with_operands(call, call.specs.__getitem__), info)
     seen = [_layouts(schema)]
     while True:
         answer = rule(schema)
@@ -191,16 +147,15 @@ def _propagated(
         wanted = answer.redistribute_schema
         if wanted is not None:
             schema = _completed(call, given, wanted)
-        if answer.output_spec is not None or (wanted is None and structure is None):
+        again = wanted is not None and _layouts(schema) not in seen
+        if answer.output_spec is not None or (structure is None and not again):
             break
         if wanted is None:
             raise RuleError(
                 f"{call.name}: the rule returned neither an output_spec nor a redistribute_schema "
                 f"for {_inputs_text(call.specs)}."
             )
-        if _layouts(schema) in seen:
-            if structure is None:
-                break
+        if not again:
             raise RuleError(
                 f"{call.name}: the rule asks for {_inputs_text(_layouts(schema))} again and again, "
                 "and gives no output_spec for it."
@@ -208,7 +163,7 @@ def _propagated(
         seen.append(_layouts(schema))
     decision = _decision(call, _layouts(schema), answer.output_spec, structure, written)
     if decision is None:
-        raise RuleError(_not_where_it_was(call, written))
+        raise RuleError(_moves_the_written(call, written))
     local = _other_values(given, schema)
     check_shapes(call, decision, structure, local)
     return decision, local
@@ -219,7 +174,7 @@ def _layouts(schema: OpSchema) -> tuple[DTensorSpec, ...]:
 
 
 def _completed(call: Call, given: OpSchema, wanted: OpSchema) -> OpSchema:
-    """The layouts that a rule asks for, with what it left out taken from the call."""
+    """The layouts that a rule asks for; what the rule left out is taken from the call."""
     if not isinstance(wanted, OpSchema):
         raise RuleError(f"{call.name}: redistribute_schema is {wanted!r}, not an OpSchema.")
     if len(wanted.args_spec) != len(given.args_spec):
@@ -227,29 +182,30 @@ def _completed(call: Call, given: OpSchema, wanted: OpSchema) -> OpSchema:
             f"{call.name}: redistribute_schema has {len(wanted.args_spec)} specs, but the call has "
             f"{len(given.args_spec)} operands: {_inputs_text(given.args_spec)}."
         )
-    named = {**given.kwargs_schema, **wanted.kwargs_schema}
-    same_places = [type(v) for v in _shape_of(wanted)] == [type(v) for v in _shape_of(given)]
-    whole = wanted if same_places else given.with_specs(wanted.args_spec)
-    metas = [
+    # Rules often give the specs alone, without the other arguments.
+    complete = _kinds(wanted) == _kinds(given)
+    specs = [
         _placed(call, f"operand {index}", new, old.meta)
         for index, (new, old) in enumerate(zip(wanted.args_spec, given.args_spec, strict=True))
     ]
-    return OpSchema(call.op, whole.with_specs(metas).args_schema, named, given.schema_info)
+    made = (wanted if complete else given).with_specs(specs)
+    kwargs = {**given.kwargs_schema, **wanted.kwargs_schema}
+    return OpSchema(call.op, made.args_schema, kwargs, given.schema_info)
 
 
-def _shape_of(schema: OpSchema) -> list[Any]:
-    """Where specs stand among the arguments: rules often give the specs alone."""
-    return [v if isinstance(v, (DTensorSpec, list, tuple)) else None for v in schema.args_schema]
+def _kinds(schema: OpSchema) -> list[type | None]:
+    """Which arguments are specs or lists."""
+    kinds = (DTensorSpec, list, tuple)
+    return [type(v) if isinstance(v, kinds) else None for v in schema.args_schema]
 
 
 def _other_values(given: OpSchema, wanted: OpSchema) -> Local | None:
     """A local call with the numbers and shapes of `wanted`, where they differ from the call's."""
+    pairs = enumerate(zip(given.args_schema, wanted.args_schema, strict=True))
     new = {
         place: value
-        for place, (value, old) in enumerate(
-            zip(wanted.args_schema, given.args_schema, strict=True)
-        )
-        if not any(True for _ in OpSchema(given.op, (old,), {}).args_spec) and value != old
+        for place, (old, value) in pairs
+        if not OpSchema(given.op, (old,), {}).args_spec and value != old
     }
     if not new:
         return None
@@ -260,102 +216,99 @@ def _other_values(given: OpSchema, wanted: OpSchema) -> Local | None:
     return local
 
 
-def _chosen(call: Call, made: Any, structure: Any, written: int | None) -> Decision:
+# --- strategies --------------------------------------------------------------------------------
+
+
+def _cheapest(call: Call, made: Any, structure: Any, written: int | None) -> Decision:
+    """The strategy with the lowest price; of equals one that moves nothing, then the first."""
     if isinstance(made, TupleStrategy):
         made = _joined(call, made)
-    if isinstance(made, ExpandedStrategy):
-        made = made.choose()
     if not isinstance(made, OpStrategy) or not made.strategies:
         raise RuleError(f"{call.name}: the rule returned {made!s}, which is no strategy.")
-    decisions: list[Decision] = []
-    strategies: list[OpSpec] = []
-    for strategy in made.strategies:
-        inputs = _strategy_inputs(call, strategy)
-        decision = _decision(call, inputs, strategy.output_specs, structure, written)
-        if decision is not None:
-            decisions.append(decision)
-            strategies.append(strategy)
-    if not decisions:
-        raise RuleError(_not_where_it_was(call, written))
-    prices = _given_prices(call, strategies) or [_price(call, d, written) for d in decisions]
-    # Of equally cheap ways the one that leaves all operands as they are, then the first.
-    order = [(price, not d.fits(call.specs)) for price, d in zip(prices, decisions, strict=True)]
-    best = decisions[order.index(min(order))]
+    found = [
+        (strategy, decision)
+        for strategy in made.strategies
+        if (decision := _strategy_decision(call, strategy, structure, written)) is not None
+    ]
+    if not found:
+        raise RuleError(_moves_the_written(call, written))
+    prices = _given_prices(call, [strategy for strategy, _ in found])
+    if prices is None:
+        prices = [_price(call, decision, written) for _, decision in found]
+    order = [
+        (price, not decision.fits(call.specs))
+        for price, (_, decision) in zip(prices, found, strict=True)
+    ]
+    best = found[order.index(min(order))][1]
     check_shapes(call, best, structure, None)
     return best
 
 
 def _joined(call: Call, made: TupleStrategy) -> OpStrategy:
-    """Strategies of the elements of a list result, as one strategy of the whole call.
+    """One strategy for the whole call, from the cheapest of each element of a list result.
 
     Each element's input specs are one per argument: a list argument takes its element's, any other
-    the first's.
+    argument the first element's.
     """
-    picked: list[OpSpec] = []
-    for child in made.children:
+    values = (*call.args, *call.kwargs.values())
+    lists = [each if isinstance(each, (list, tuple)) else [each] for each in values]
+    found = [[v for v in each if isinstance(v, Operand)] for each in lists]
+    arguments = [operands for operands in found if operands]
+    outputs: list[Any] = []
+    inputs: list[Sequence[DTensorSpec]] = []
+    for element, child in enumerate(made.children):
         if not isinstance(child, OpStrategy) or not child.strategies:
             raise RuleError(f"{call.name}: {child!s} is no strategy for an element of a list.")
-        picked.append(_cheapest_element(call, child, len(picked)))
-    inputs: list[DTensorSpec] = []
-    outputs = [strategy.output_specs for strategy in picked]
-    for argument, operands in enumerate(_arguments(call)):
-        for element, _ in enumerate(operands):
-            strategy = picked[element] if len(operands) > 1 else picked[0]
-            inputs.append(_element_input(strategy, argument))
-    return OpStrategy([OpSpec(tuple(outputs), inputs)])  # type: ignore[arg-type]
+        own = [each[element] if len(each) > 1 else each[0] for each in arguments]
+        ways = [s.input_specs or [s.output_spec] * len(own) for s in child.strategies]
+        prices = [
+            sum(_move_price(call, *pair) for pair in zip(own, way, strict=True)) for way in ways
+        ]
+        best = prices.index(min(prices))
+        inputs.append(ways[best])
+        outputs.append(child.strategies[best].output_specs)
+    flat = [
+        inputs[element if len(operands) > 1 else 0][argument]
+        for argument, operands in enumerate(arguments)
+        for element in range(len(operands))
+    ]
+    return OpStrategy([OpSpec(tuple(outputs), flat)])
 
 
-def _arguments(call: Call) -> list[list[int]]:
-    """The operands of each argument that has any."""
-    found = [list(_operands_in(value)) for value in (*call.args, *call.kwargs.values())]
-    return [operands for operands in found if operands]
-
-
-def _element_input(strategy: OpSpec, argument: int) -> DTensorSpec:
-    if strategy.input_specs is None:
-        return strategy.output_spec
-    return strategy.input_spec(argument)
-
-
-def _cheapest_element(call: Call, child: OpStrategy, element: int) -> OpSpec:
-    prices: list[float] = []
-    for strategy in child.strategies:
-        price = 0.0
-        for argument, operands in enumerate(_arguments(call)):
-            operand = operands[element] if len(operands) > 1 else operands[0]
-            src = call.specs[operand]
-            dst = _placed(call, f"operand {operand}", _element_input(strategy, argument), src.meta)
-            price += _move_price(src, dst)
-        prices.append(price)
-    return child.strategies[prices.index(min(prices))]
-
-
-def _strategy_inputs(call: Call, strategy: OpSpec) -> list[DTensorSpec]:
-    """One spec per operand: the result's if none are given; a named operand may be left out."""
+def _strategy_decision(
+    call: Call, strategy: OpSpec, structure: Any, written: int | None
+) -> Decision | None:
+    """A strategy as a decision. Without input_specs the operands take the result's; an operand
+    among the keyword arguments may be left out, and stays."""
     if not isinstance(strategy, OpSpec):
         raise RuleError(f"{call.name}: {strategy!r} is not a PlacementStrategy.")
-    named = _named_operands(call)
     if strategy.input_specs is None:
         if not isinstance(strategy.output_specs, DTensorSpec):
             raise RuleError(
                 f"{call.name}: the strategy {strategy} has no input_specs, so that the result's "
                 "are meant, but there is not one result."
             )
-        return [strategy.output_specs] * len(call.specs)
-    given = [spec for spec in strategy.input_specs if spec is not None]
-    if len(given) + len(named) == len(call.specs):
-        given += [call.specs[operand] for operand in named]
+        given = [strategy.output_specs] * len(call.specs)
+    else:
+        given = [spec for spec in strategy.input_specs if spec is not None]
+    if len(given) == _positional(call):
+        given += call.specs[len(given) :]
     if len(given) != len(call.specs):
         raise RuleError(
             f"{call.name}: the strategy {strategy} has {len(given)} input_specs, but the call has "
             f"{len(call.specs)} operands: {_inputs_text(call.specs)}."
         )
-    return given
+    return _decision(call, given, strategy.output_specs, structure, written)
+
+
+def _positional(call: Call) -> int:
+    """The number of operands among the positional arguments; they come first."""
+    return len(OpSchema(call.op, *with_operands(call, call.specs.__getitem__)).args_spec)
 
 
 def _given_prices(call: Call, strategies: Sequence[OpSpec]) -> list[float] | None:
     """The prices that the rule gave, if it gave all: one row per operand, of one number each."""
-    counts = (len(call.specs), len(call.specs) - len(_named_operands(call)))
+    counts = (len(call.specs), _positional(call))
     prices: list[float] = []
     for strategy in strategies:
         rows = strategy.redistribute_cost
@@ -366,17 +319,23 @@ def _given_prices(call: Call, strategies: Sequence[OpSpec]) -> list[float] | Non
 
 
 def _price(call: Call, decision: Decision, written: int | None) -> float:
-    total = sum(map(_move_price, call.specs, decision.inputs))
+    total = sum(_move_price(call, i, spec) for i, spec in enumerate(decision.inputs))
     if written is not None:
-        total += _move_price(decision.inputs[written], call.specs[written])
+        total += _move_price(call, written, decision.inputs[written], back=True)
     return total
 
 
-def _move_price(src: DTensorSpec, dst: DTensorSpec) -> float:
+def _move_price(call: Call, operand: int, spec: DTensorSpec, back: bool = False) -> float:
+    """The cost of moving an operand to the layout of `spec`, or back from it."""
+    own = call.specs[operand]
+    other = _placed(call, f"operand {operand}", spec, own.meta)
     try:
-        return redistribute_cost(src, dst)
+        return redistribute_cost(other, own) if back else redistribute_cost(own, other)
     except LayoutError:  # there is no such value, as a pending maximum of complex numbers
         return inf
+
+
+# --- from specs that a rule wrote to a decision --------------------------------------------------
 
 
 def _decision(
@@ -386,17 +345,16 @@ def _decision(
     structure: Any,
     written: int | None,
 ) -> Decision | None:
-    """The layouts with the tensors' metas; None if a written operand would not stay in place."""
+    """The layouts with the tensors' metas; None if a written operand would change its layout."""
     ins = tuple(
         _placed(call, f"operand {index}", spec, operand.meta)
         for index, (spec, operand) in enumerate(zip(inputs, call.specs, strict=True))
     )
-    if written is not None:
-        result = ins[written] if outputs is None else _output_specs(call, outputs, structure)[0]
-        if result.placements != ins[written].placements:
-            return None
-        return Decision(ins, (ins[written],))
-    return Decision(ins, _output_specs(call, outputs, structure))
+    if written is None:
+        return Decision(ins, _output_specs(call, outputs, structure))
+    own = ins[written]
+    result = own if outputs is None else _output_specs(call, outputs, structure)[0]
+    return Decision(ins, (own,)) if result.placements == own.placements else None
 
 
 def _output_specs(call: Call, outputs: OutputSpecs, structure: Any) -> tuple[DTensorSpec, ...]:
@@ -413,24 +371,18 @@ def _output_specs(call: Call, outputs: OutputSpecs, structure: Any) -> tuple[DTe
             f"{call.name}: the rule gives {len(given)} output specs, but the operator returns "
             f"{len(places)} results."
         )
-    found: list[DTensorSpec] = []
-    for spec, place in zip(given, places, strict=True):
-        if place is not None:
-            meta = call.results[len(found)]
-            found.append(_output(call, len(found), spec, meta))
-    return tuple(found)
-
-
-def _output(call: Call, place: int, spec: DTensorSpec | None, meta: TensorMeta) -> DTensorSpec:
-    if spec is not None:
-        return _placed(call, f"result {place}", spec, meta)
-    mesh: Topology = call.specs[0].topology
-    if 0 in meta.shape:  # nothing to lay out
-        return DTensorSpec(mesh, default_placements(mesh), meta)
-    raise RuleError(
-        f"{call.name}: the rule gives no spec for result {place}, but the operator returns a "
-        f"tensor of shape {list(meta.shape)} there."
-    )
+    kept = [spec for spec, place in zip(given, places, strict=True) if place is not None]
+    mesh = call.specs[0].topology
+    nothing = DTensorSpec(mesh, default_placements(mesh))
+    made = []
+    for index, (spec, meta) in enumerate(zip(kept, call.results, strict=True)):
+        if spec is None and 0 not in meta.shape:
+            raise RuleError(
+                f"{call.name}: the rule gives no spec for result {index}, but the operator returns "
+                f"a tensor of shape {list(meta.shape)} there."
+            )
+        made.append(_placed(call, f"result {index}", spec or nothing, meta))
+    return tuple(made)
 
 
 def _placed(call: Call, what: str, spec: Any, meta: TensorMeta) -> DTensorSpec:
@@ -456,7 +408,7 @@ def _inputs_text(specs: Sequence[DTensorSpec]) -> str:
     return ", ".join(spec.layout_text() for spec in specs)
 
 
-def _not_where_it_was(call: Call, written: int | None) -> str:
+def _moves_the_written(call: Call, written: int | None) -> str:
     return (
         f"{call.name}: the operator writes into operand {written}, so that the result is in its "
         "layout, but the rule gives the result another one."

@@ -15,8 +15,6 @@ from ..rules import Call, Dims, Family, Local, Rule, Scaled, notation, parse
 from ..rules.registered import Registered
 from .operators import check_shapes, overloads, put
 
-__all__ = ["register_rule"]
-
 
 def register_rule(
     op: Any,
@@ -30,12 +28,15 @@ def register_rule(
 ) -> None:
     """Give an operator, or each of a list, a rule: index notation, or a function of the call.
 
-    `linear` are sets of operands that may hold pending sums together. `added` are operands that are
-    added to the result, so that they count once. `reduce` is the pending reduction of results that
-    lack a sharded factor; None if they must not lack one. `local(op, args, kwargs, site)` replaces
-    the local call. A function `fn(call)` returns a `Rule`; `reads` names the numbers that it looks
-    at (all, if not given), which then tell two calls apart. In-place forms follow their base
-    operator; a later rule replaces an earlier one.
+    - `linear`: sets of operands that may be Partial together.
+    - `added`: operands that are added to the result, so that only one rank of an axis on which the
+      result is Partial may add them.
+    - `reduce`: the reduction of results that lack a sharded factor; None if they must not lack one.
+    - `local(op, args, kwargs, site)` replaces the local call.
+    - `reads`: the numbers that a function `fn(call) -> Rule` reads (all, if not given). They tell
+      two calls apart.
+
+    In-place forms follow their base operator. A later rule replaces an earlier one.
 
     >>> import torch
     >>> from shardwise import Shard, distribute_tensor, init_device_mesh
@@ -82,19 +83,20 @@ def register_rule(
 
 
 def _whole(family: Family, local: Local | None, text: str) -> Family:
-    """The family with its local call, and its answer checked."""
+    """The family with its local call; each rule that it returns is checked."""
 
     def checked(call: Call) -> Rule:
         rule = family(call)
         if not isinstance(rule, Rule):
             raise RuleError(f"{call.name}: the rule's function returned {rule!r}, not a Rule.")
+        operands = [spec.meta for spec in call.specs]
         for kind, patterns, metas in (
-            ("operand", rule.inputs, [spec.meta for spec in call.specs]),
+            ("operand", rule.inputs, operands),
             ("result", rule.outputs, call.results),
         ):
-            if len(patterns) == len(metas):  # else the dispatcher says so
-                for place, (dims, meta) in enumerate(zip(patterns, metas, strict=True)):
-                    _check_sizes(call, rule, text, f"{kind} {place}", dims, meta)
+            # The dispatcher raises if the counts differ.
+            for place, (dims, meta) in enumerate(zip(patterns, metas, strict=False)):
+                _check_sizes(call, rule, text or str(rule), f"{kind} {place}", dims, meta)
         return rule if local is None else dataclasses.replace(rule, local=local)
 
     return checked
@@ -103,10 +105,10 @@ def _whole(family: Family, local: Local | None, text: str) -> Family:
 def _check_sizes(
     call: Call, rule: Rule, text: str, what: str, dims: Dims, meta: TensorMeta
 ) -> None:
-    """An error if a dim is not as large as the factor that it walks along."""
+    """Raise if a dim is not as large as the factor that it walks along."""
     if len(dims) != len(meta.shape):
         raise RuleError(
-            f"{call.name}: the rule {text or rule} has {len(dims)} dims for {what}, which has "
+            f"{call.name}: the rule {text} has {len(dims)} dims for {what}, which has "
             f"shape {list(meta.shape)}."
         )
     for dim, (at, size) in enumerate(zip(dims, meta.shape, strict=True)):
@@ -115,13 +117,13 @@ def _check_sizes(
         want = rule.sizes.get(at.factor, size) * (1 if at.link is None else at.link.block)
         if want != size:
             raise RuleError(
-                f"{call.name}: the rule {text or rule} has size {want} along {at.factor!r} for dim "
+                f"{call.name}: the rule {text} has size {want} along {at.factor!r} for dim "
                 f"{dim} of {what}, whose size is {size}."
             )
 
 
 def _check(call: Call, rule: Rule | None, decision: Decision, structure: Any) -> None:
-    """Hold the rule to its word, if the local call is the operator's own."""
+    """Check the shapes of local results, if the local call is the operator's own."""
     assert rule is not None
     if rule.local is None and rule.shape_arg is None and rule.tail is None and not rule.ignores:
         check_shapes(call, decision, structure, None)

@@ -1,8 +1,8 @@
-"""Which operators a registration is for, and the check that a rule keeps its word about shapes."""
+"""Which operators a registration is for, and the check that rules promise the right shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,29 +19,21 @@ from ..layout.spec import DTensorSpec
 from ..rules import Call, Local, Operand, Site
 from ..rules.registered import REGISTERED, Registered, key_of
 
-__all__ = ["check_shapes", "overloads", "put"]
-
 
 def overloads(what: str, given: Any) -> list[OpOverload]:
-    """The operators that `given` names, each fit to have a rule; out= forms follow the others."""
+    """The operators that `given` names; an error if one of them cannot have a rule."""
     many = given if isinstance(given, (list, tuple)) else [given]
     if not many:
         raise RuleError(f"{what}: the list of operators is empty.")
-    found: dict[OpOverload, None] = {}
-    for each in many:
-        for op in _overloads(what, each):
-            found[_checked(what, op)] = None
-    return list(found)
+    return list(dict.fromkeys(_checked(what, op) for each in many for op in _named(what, each)))
 
 
-def _overloads(what: str, given: Any) -> Iterator[OpOverload]:
+def _named(what: str, given: Any) -> Iterator[OpOverload]:
     if isinstance(given, OpOverload):
         yield given
     elif isinstance(given, OpOverloadPacket):
-        for name in given.overloads():
-            op = getattr(given, name)
-            if not any(argument.is_out for argument in op._schema.arguments):
-                yield op
+        found = [getattr(given, name) for name in given.overloads()]
+        yield from (op for op in found if not _has_out(op))
     elif isinstance(given, torch.library.CustomOpDef):  # type: ignore[attr-defined]
         yield given._opoverload
     else:
@@ -51,15 +43,18 @@ def _overloads(what: str, given: Any) -> Iterator[OpOverload]:
         )
 
 
+def _has_out(op: OpOverload) -> bool:
+    return any(argument.is_out for argument in op._schema.arguments)
+
+
 def _checked(what: str, op: OpOverload) -> OpOverload:
-    """The operator that the rule serves, or an error if a rule cannot serve it."""
-    if any(argument.is_out for argument in op._schema.arguments):
-        functional = functional_of(op)
-        if functional is None:
-            raise RuleError(
-                f"{what}: {op} has no form without out=, which is the one that gets a rule."
-            )
-        op = functional
+    """The operator that the rule serves, which for an out= form is the one without."""
+    functional = functional_of(op) if _has_out(op) else op
+    if functional is None:
+        raise RuleError(
+            f"{what}: {op} has no form without out=, which is the one that gets a rule."
+        )
+    op = functional
     if is_random(op) and not is_without_dropout(op, (), {}):
         raise RuleError(
             f"{what}: {op} draws random numbers. Shardwise draws them itself, so that they do not "
@@ -83,94 +78,72 @@ def put(ops: list[OpOverload], rule: Registered) -> None:
     dispatch.clear()
 
 
-def check_shapes(call: Call, decision: Decision, structure: Any, local: Local | None) -> None:
-    """An error if a local call does not give the shapes that the decision promises.
+def with_operands(
+    call: Call, one: Callable[[Operand], Any], several: Callable[[list[Any]], Any] = list
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with `one(operand)` in place of each operand, lists of them by `several`."""
 
-    A rule that is right for even shards and wrong for uneven ones would else give a wrong answer,
-    or an error on one rank alone. The calls run on meta tensors, for each kind of rank once.
+    def fill(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return one(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
+            return several([fill(each) for each in value])
+        return value
+
+    return tuple(map(fill, call.args)), {name: fill(v) for name, v in call.kwargs.items()}
+
+
+def check_shapes(call: Call, decision: Decision, structure: Any, local: Local | None) -> None:
+    """Raise if a local call does not give the shapes that the decision promises.
+
+    A rule may be right for even shards and wrong for uneven ones: without this check the answer
+    would be wrong, or one rank alone would fail. Local calls run on meta tensors, once for each
+    combination of local shapes.
     """
     specs = (*decision.inputs, *decision.outputs)
-    sharded = [any(spec.placements[a].is_shard() for spec in specs) for a in _axes(specs[0])]
-    mesh = specs[0].topology.shape
+    counts = tuple(
+        count if any(spec.placements[axis].is_shard() for spec in specs) else 1
+        for axis, count in enumerate(specs[0].topology.shape)
+    )
     seen: set[object] = set()
-    for coord in all_coords(tuple(n if on else 1 for n, on in zip(mesh, sharded, strict=True))):
+    for coord in all_coords(counts):
         shapes = tuple(spec.local_shape(coord) for spec in specs)
         if shapes not in seen:
             seen.add(shapes)
             _check_at(call, decision, structure, local, coord)
 
 
-def _axes(spec: DTensorSpec) -> range:
-    return range(spec.topology.ndim)
-
-
 def _check_at(
     call: Call, decision: Decision, structure: Any, local: Local | None, coord: Coord
 ) -> None:
-    metas = [_local_meta(spec, coord) for spec in decision.inputs]
-    given, named = _with_operands(call, metas)
-    if named.get("device") is not None:
-        named["device"] = torch.device("meta")
-    try:
-        if local is None:
-            made = call.op(*given, **named)
-        else:
-            site = Site(coord, decision.inputs, decision.outputs)
-            made = local(call.op, tuple(given), named, site)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise RuleError(
-            f"{call.name}: the rule says {_promise(decision)}, but the operator fails at "
-            f"coordinate {_at(coord)}: {error}"
-        ) from error
-    if structure is None:  # what was written is what came out
-        return
-    results = [made] if isinstance(structure, int) else list(made)
-    places = [structure] if isinstance(structure, int) else structure
-    for place, value in zip(places, results, strict=True):
-        want = None if place is None else decision.outputs[place].local_shape(coord)
-        got = None if value is None else tuple(value.shape)
-        if got != want:
-            raise RuleError(_broken_promise(call, decision, place, coord, want, got))
-
-
-def _broken_promise(
-    call: Call, decision: Decision, place: int | None, coord: Coord, want: object, got: object
-) -> str:
-    return (
-        f"{call.name}: the rule says {_promise(decision)}, so result {place} has the local shape "
-        f"{_text(want)} at coordinate {_at(coord)}, but the operator gives {_text(got)} there. "
-        "Leave this layout out of the rule where the shards do not fit."
-    )
-
-
-def _promise(decision: Decision) -> str:
+    args, kwargs = with_operands(call, lambda i: _local_meta(decision.inputs[i], coord))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
     ins = ", ".join(spec.layout_text() for spec in decision.inputs)
     outs = ", ".join(spec.layout_text() for spec in decision.outputs)
-    return f"{ins} -> {outs}"
-
-
-def _at(coord: Coord) -> str:
-    return "(" + ", ".join(map(str, coord)) + ")"
-
-
-def _text(shape: Any) -> str:
-    return "None" if shape is None else str(list(shape))
+    says = f"{call.name}: the rule says {ins} -> {outs}"
+    at = f"at coordinate ({', '.join(map(str, coord))})"
+    try:
+        if local is None:
+            made = call.op(*args, **kwargs)
+        else:
+            made = local(call.op, args, kwargs, Site(coord, decision.inputs, decision.outputs))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise RuleError(f"{says}, but the operator fails {at}: {error}") from error
+    if structure is None:  # the operator returns nothing, it only writes
+        return
+    results, places = ([made], [structure]) if isinstance(structure, int) else (made, structure)
+    for place, value in zip(places, results, strict=True):
+        want = None if place is None else list(decision.outputs[place].local_shape(coord))
+        got = None if value is None else list(value.shape)
+        if got != want:
+            raise RuleError(
+                f"{says}, so result {place} has the local shape {want} {at}, but the operator "
+                f"gives {got} there. Leave this layout out of the rule where the shards do not fit."
+            )
 
 
 def _local_meta(spec: DTensorSpec, coord: Coord) -> torch.Tensor:
     shape = spec.local_shape(coord)
-    order = memory_order(spec.stride)
-    return torch.empty_strided(shape, stride_like(shape, order), dtype=spec.dtype, device="meta")
-
-
-def _with_operands(call: Call, values: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call with its operands replaced by `values`."""
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, Operand):
-            return values[value]
-        if isinstance(value, (list, tuple)):
-            return [fill(each) for each in value]
-        return value
-
-    return [fill(value) for value in call.args], {k: fill(v) for k, v in call.kwargs.items()}
+    stride = stride_like(shape, memory_order(spec.stride))
+    return torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")

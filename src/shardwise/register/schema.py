@@ -1,7 +1,7 @@
-"""The words of PyTorch's DTensor rules: calls with specs for tensors, and what rules answer.
+"""The classes that DTensor rules take and return.
 
-The names and signatures are those of `torch.distributed.tensor`, so that rules written for it need
-only another import.
+Names and signatures are those of `torch.distributed.tensor`, so that rules written for it need only
+another import.
 """
 
 from __future__ import annotations
@@ -17,18 +17,6 @@ from ..errors import RuleError
 from ..layout.mesh import AnyMesh
 from ..layout.spec import DTensorSpec, TensorMeta
 
-__all__ = [
-    "OpSchema",
-    "OpSpec",
-    "OpStrategy",
-    "OutputSharding",
-    "OutputSpecs",
-    "PlacementStrategy",
-    "RuntimeSchemaInfo",
-    "StrategyType",
-    "TupleStrategy",
-]
-
 OutputSpecs = DTensorSpec | Sequence[DTensorSpec | None] | None
 """One spec, one per result with None for those that are no tensors, or nothing."""
 
@@ -37,8 +25,8 @@ OutputSpecs = DTensorSpec | Sequence[DTensorSpec | None] | None
 class RuntimeSchemaInfo:
     """Which numbers a rule reads: all positional ones from `static_argnum` on, and those named.
 
-    Only these numbers tell two calls apart. `needs_pytree` is accepted; lists are always looked
-    into.
+    Only these numbers tell two calls apart. Lists are always searched for tensors, with or without
+    `needs_pytree`.
     """
 
     static_argnum: int = 100
@@ -69,7 +57,8 @@ class OpSpec:
 
     @property
     def mesh(self) -> AnyMesh:
-        return next(_specs_in((self.output_specs, self.input_specs))).mesh
+        spec: DTensorSpec = next(_all_of(DTensorSpec, (self.output_specs, self.input_specs)))
+        return spec.mesh
 
     def __str__(self) -> str:
         ins = "" if self.input_specs is None else f"{_text(self.input_specs)} -> "
@@ -81,8 +70,7 @@ PlacementStrategy = OpSpec
 
 
 class StrategyType:
-    """What stands for a tensor, or a list of tensors, in the schema that a strategy function
-    gets."""
+    """The base class of what stands for a tensor, or a list of tensors, in a strategy's schema."""
 
 
 class OpStrategy(StrategyType):
@@ -120,7 +108,7 @@ class OpStrategy(StrategyType):
 
 
 class TupleStrategy(StrategyType):
-    """The strategies of the elements of a list of tensors."""
+    """The strategies of the elements of a list; `childs` is PyTorch's earlier name of them."""
 
     def __init__(
         self,
@@ -131,12 +119,7 @@ class TupleStrategy(StrategyType):
         given = childs if childs is not None else children
         if given is None:
             raise TypeError("TupleStrategy: give the strategies of the elements")
-        self.children = given
-
-    @property
-    def childs(self) -> Sequence[StrategyType]:
-        """The name of `children` in earlier versions of PyTorch."""
-        return self.children
+        self.children = self.childs = given
 
     def child_mesh(self, index: int) -> AnyMesh:
         child = self.children[index]
@@ -158,59 +141,39 @@ class OpSchema:
 
     @property
     def args_spec(self) -> tuple[DTensorSpec, ...]:
-        """The specs among the positional arguments, those in lists too."""
-        return tuple(_specs_in(self.args_schema))
+        """The specs among the positional arguments, including those in lists."""
+        return tuple(_all_of(DTensorSpec, self.args_schema))
 
     @property
     def kwargs_spec(self) -> tuple[DTensorSpec, ...]:
         """The specs among the keyword arguments."""
-        return tuple(_specs_in(list(self.kwargs_schema.values())))
+        return tuple(_all_of(DTensorSpec, list(self.kwargs_schema.values())))
 
     @property
     def args_strategy(self) -> tuple[OpStrategy, ...]:
-        """The strategies among the positional arguments, those in lists too."""
-        return tuple(_strategies_in(self.args_schema))
+        """The strategies among the positional arguments, including those in lists."""
+        return tuple(_all_of(OpStrategy, self.args_schema))
 
     @property
     def kwargs_strategy(self) -> tuple[OpStrategy, ...]:
         """The strategies among the keyword arguments."""
-        return tuple(_strategies_in(list(self.kwargs_schema.values())))
+        return tuple(_all_of(OpStrategy, list(self.kwargs_schema.values())))
 
     def get_mesh_from_args(self, validate: bool = True) -> AnyMesh:
-        """The mesh of the operands. They are on one mesh, else no rule is asked."""
+        """The mesh of the operands. They are all on one mesh."""
         everything = (self.args_schema, list(self.kwargs_schema.values()))
-        for spec in _specs_in(everything):
-            return spec.mesh
-        for strategy in _strategies_in(everything):
-            return strategy.mesh
+        for operand in _all_of((DTensorSpec, OpStrategy), everything):
+            mesh: AnyMesh = operand.mesh
+            return mesh
         raise RuleError(f"{self.op}: get_mesh_from_args: the call has no operand.")
 
     def is_inplace_op(self) -> bool:
-        """Whether the operator's name says that it writes into its first operand."""
+        """True if the operator's name says that it writes into its first operand."""
         return self.op._schema.name.endswith("_")
 
     def is_out_variant_op(self) -> bool:
-        """Whether the operator has out= arguments. Rules are asked for the form without."""
+        """True if the operator has out= arguments. Rules are asked for the form without."""
         return any(argument.is_out for argument in self.op._schema.arguments)
-
-    def is_view_op(self) -> bool:
-        """Whether a result shares memory with an operand."""
-        aliases = [result.alias_info for result in self.op._schema.returns]
-        return any(alias is not None and not alias.is_write for alias in aliases)
-
-    def return_type_tensor(self) -> bool:
-        """Whether the first result is a tensor."""
-        returns = self.op._schema.returns
-        return len(returns) > 0 and isinstance(returns[0].type, torch.TensorType)
-
-    def return_type_tuple_tensor_like(self) -> bool:
-        """Whether there are several results, of which the first is a tensor."""
-        return len(self.op._schema.returns) > 1 and self.return_type_tensor()
-
-    def return_type_list_tensor_like(self) -> bool:
-        """Whether the result is a list."""
-        returns = self.op._schema.returns
-        return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
     def with_specs(self, specs: Sequence[DTensorSpec]) -> OpSchema:
         """The same call with other layouts for the operands among the positional arguments."""
@@ -219,20 +182,26 @@ class OpSchema:
                 f"{self.op}: {len(specs)} specs were given for {len(self.args_spec)} operands."
             )
         left = iter(specs)
-        args = tuple(_refilled(value, left) for value in self.args_schema)
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(fill, value))
+            return next(left) if isinstance(value, DTensorSpec) else value
+
+        args = tuple(map(fill, self.args_schema))
         return OpSchema(self.op, args, self.kwargs_schema, self.schema_info)
 
     def _inplace_rewrap_schema_suggestion(self, origin_schema: OpSchema) -> None:
-        """Put the arguments of `origin_schema` that are no tensors around the specs of this one."""
+        """Take the arguments of `origin_schema` that are no tensors."""
         whole = origin_schema.with_specs(self.args_spec)
         self.args_schema, self.kwargs_schema = whole.args_schema, whole.kwargs_schema
 
 
 @dataclass
 class OutputSharding:
-    """What a propagation rule answers.
+    """What a propagation rule returns.
 
-    With `redistribute_schema` the operands are first moved to its specs; without an `output_spec`
+    With `redistribute_schema` the operands are first moved to its specs. Without an `output_spec`
     the rule is then asked again.
     """
 
@@ -242,35 +211,18 @@ class OutputSharding:
     use_val_from_redistribute_schema: bool = False
 
 
-def _specs_in(value: Any) -> Iterator[DTensorSpec]:
-    if isinstance(value, DTensorSpec):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _specs_in(each)
-
-
-def _strategies_in(value: Any) -> Iterator[OpStrategy]:
-    if isinstance(value, OpStrategy):
+def _all_of(kind: Any, value: Any) -> Iterator[Any]:
+    """The values of a class among arguments, including those in lists."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, TupleStrategy):
-        yield from _strategies_in(list(value.children))
+        yield from _all_of(kind, value.children)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _strategies_in(each)
-
-
-def _refilled(value: Any, specs: Iterator[DTensorSpec]) -> Any:
-    if isinstance(value, DTensorSpec):
-        return next(specs)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_refilled(each, specs) for each in value)
-    return value
+            yield from _all_of(kind, each)
 
 
 def _text(specs: object) -> str:
-    if isinstance(specs, DTensorSpec):
-        return specs.layout_text()
     if isinstance(specs, (list, tuple)):
         return "(" + ", ".join(map(_text, specs)) + ")"
-    return str(specs)
+    return specs.layout_text() if isinstance(specs, DTensorSpec) else str(specs)

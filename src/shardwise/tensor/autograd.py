@@ -20,27 +20,10 @@ from ..storage.match_meta import in_memory_order
 from ..storage.operands import in_layout, start_moves
 from ..storage.wrapper import Wrapper, exposed_locals, share_cell, wrap
 
-__all__ = [
-    "FromLocal",
-    "Redistribute",
-    "RedistributeIn",
-    "Replaced",
-    "ToLocal",
-    "WholeLocal",
-    "as_gradient",
-    "is_leaf_hook",
-    "keeps_partial_grads",
-    "not_partial",
-    "redistributed",
-    "refuse_recording",
-    "take_data",
-    "watch_leaf",
-]
-
 requires_grad: Any = torch.Tensor.requires_grad
-"""The attribute as autograd has it; `DTensor` wraps it to learn of new leaves."""
+"""The attribute of `torch.Tensor`, which `DTensor` overrides to watch new leaves."""
 data: Any = torch.Tensor.data
-"""As `requires_grad`: `DTensor` wraps it to take the local tensors too."""
+"""The attribute of `torch.Tensor`, which `DTensor` overrides to take local tensors too."""
 _WATCHED = "_watched"
 
 
@@ -49,10 +32,10 @@ def not_partial(spec: DTensorSpec) -> tuple[Placement, ...]:
 
 
 def refuse_recording(what: str, values: Sequence[Any]) -> None:
-    """An error if `make_fx` would record a result as a constant: this is no operator."""
+    """Raise if `make_fx` would record the result of `what`, which is no operator, as a constant."""
     if not modes_of_thread():
         return
-    # In fake tensors DTensors are taken apart, and what their local tensors do is recorded.
+    # Under fake tensors DTensors are flattened, and the calls of their local tensors are recorded.
     if any(isinstance(v, Wrapper) or type(v) is torch.Tensor for v in values if is_recorded(v)):
         raise LayoutError(
             f"{what}: make_fx, which torch.func.linearize uses, records operators, and this is "
@@ -62,10 +45,7 @@ def refuse_recording(what: str, values: Sequence[Any]) -> None:
 
 
 class Redistribute(torch.autograd.Function):
-    """Tensors in other layouts, all in few collectives.
-
-    The backward of a redistribution is a redistribution; those of a batch are a batch again.
-    """
+    """Redistribute many tensors in few collectives. So does the backward."""
 
     @staticmethod
     def forward(ctx: Any, targets: Sequence[DTensorSpec], async_op: bool, *values: Any) -> Any:
@@ -135,8 +115,7 @@ def _without_partial(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
 
 
 def as_gradient(grad: Any, topology: Topology) -> Any:
-    """A gradient as a DTensor. It may be plain and whole: of a result that nobody has used PyTorch
-    makes zeros itself."""
+    """A gradient as a DTensor. PyTorch makes plain zeros for a result that is not used."""
     if isinstance(grad, Wrapper):
         return grad
     meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
@@ -145,8 +124,7 @@ def as_gradient(grad: Any, topology: Topology) -> Any:
 
 
 class WholeLocal(torch.autograd.Function):
-    """From a DTensor to a plain tensor with its whole value; a pending sum keeps what is reduced
-    for it."""
+    """From a DTensor to a plain tensor with its whole value; a Partial caches its reduction."""
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Any:
@@ -167,15 +145,14 @@ class WholeLocal(torch.autograd.Function):
 class ToLocal(torch.autograd.Function):
     """From a DTensor to its local tensors.
 
-    Backwards here are made of these functions, not of what they do, so that they can be
-    differentiated again.
+    Backwards here call other functions of this file, so that they can be differentiated again.
     """
 
     @staticmethod
     def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
         refuse_recording("to_local", (value,))
         ctx.spec = grad_spec
-        # A rank that is not in the mesh holds nothing.
+        # A rank outside the mesh holds nothing.
         empty = torch.empty(0, dtype=value.dtype, device=value.device)
         return tuple(part.view_as(part) for part in exposed_locals(value)) or (empty,)
 
@@ -187,8 +164,8 @@ class ToLocal(torch.autograd.Function):
 
 
 class FromLocal(torch.autograd.Function):
-    """From local tensors to a DTensor; `grad_spec` is the layout of which their gradients are the
-    parts, by default that of the DTensor with nothing pending."""
+    """From local tensors to a DTensor. Their gradients are the parts of a gradient with
+    `grad_spec`, by default the layout of the DTensor without Partial."""
 
     @staticmethod
     def forward(
@@ -198,7 +175,7 @@ class FromLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros would be no DTensor
         ctx.spec, ctx.grad_spec = spec, grad_spec
         made = wrap(spec, tuple(part.view_as(part) for part in parts))
-        share_cell(made).exposed = True  # who gave them has them still
+        share_cell(made).exposed = True  # the caller still holds them
         return made
 
     @staticmethod
@@ -225,7 +202,7 @@ class FromLocal(torch.autograd.Function):
 
 
 class Replaced(torch.autograd.Function):
-    """Another value in place of a local tensor, whose gradient it has."""
+    """A local tensor with another value; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, value: torch.Tensor) -> Any:
@@ -237,12 +214,12 @@ class Replaced(torch.autograd.Function):
 
 
 def keeps_partial_grads() -> bool:
-    """Whether gradients of leaves are left partial."""
+    """True if gradients of leaves stay Partial."""
     return current().partial_grads
 
 
 def watch_leaf(tensor: Any) -> None:
-    """See to it that the gradient of a leaf arrives in the leaf's own layout."""
+    """Register the hooks that bring the gradient of a leaf into the leaf's layout."""
     if tensor.is_leaf and requires_grad.__get__(tensor) and not hasattr(tensor, _WATCHED):
         like_leaf = _LikeLeaf(tensor._spec)
         setattr(tensor, _WATCHED, like_leaf)
@@ -251,7 +228,7 @@ def watch_leaf(tensor: Any) -> None:
 
 
 def is_leaf_hook(hook: object) -> bool:
-    """Whether a hook is one of those that `watch_leaf` registers."""
+    """True if `watch_leaf` registered this hook."""
     return isinstance(hook, _LikeLeaf) or hook is _reduce_kept
 
 
@@ -270,8 +247,7 @@ def take_data(tensor: Any, value: Any) -> None:
 
 
 def _reduce_kept(leaf: Any) -> None:
-    """Bring a `.grad` into the leaf's layout that an earlier backward has left partial, under
-    `keep_partial_grads`."""
+    """Bring a `.grad` that `keep_partial_grads` left Partial into the leaf's layout."""
     grad = leaf.grad
     if current().partial_grads or not isinstance(grad, Wrapper) or not grad._spec.sums:
         return
@@ -287,13 +263,10 @@ class _LikeLeaf:
     def __call__(self, grad: Any) -> Any:
         if grad is None or grad.layout is not torch.strided:
             return grad
-        if not isinstance(grad, Wrapper):
-            mesh = self.spec.topology
-            meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
-            grad = wrap(DTensorSpec(mesh, default_placements(mesh), meta), (grad,))
+        grad = as_gradient(grad, self.spec.topology)
         if current().partial_grads and grad._spec.sums:
             return grad
-        # A leaf that has another shape by now (`unsqueeze_`) has no layout for this gradient.
+        # After `unsqueeze_` the leaf has another shape, and no layout for this gradient.
         like = self.spec if grad.shape == self.spec.meta.shape else grad._spec
         target = _without_partial(like, grad._spec.meta)
         return grad if grad._spec is target else redistributed(grad, target)

@@ -1,7 +1,7 @@
-"""What `torch.distributed.checkpoint` asks of a DTensor: which boxes of it are here, and where.
+"""The methods of a DTensor that `torch.distributed.checkpoint` (DCP) calls.
 
-A rank writes and reads one chunk for each box that it holds: one, several if it holds pieces of
-blocks, none if its shard is empty. Replicas name the same chunks, of which DCP writes each once.
+A rank writes and reads one chunk for each box that it holds: one box, several if a dim has
+`Shard(split=...)`, none if its shard is empty. Replicas name the same chunks; DCP writes each once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from ..layout.spec import DTensorSpec
 from ..storage.operands import in_layout
 from ..storage.wrapper import Locals, Wrapper, exposed_locals
 
-__all__ = ["Chunk", "chunk_list", "chunks", "shard_at", "write_items"]
-
 
 class Chunk(NamedTuple):
     """A box of the global tensor, and where it starts in a local tensor of this process."""
@@ -35,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(spec: DTensorSpec) -> list[Chunk]:
-    """The boxes that this process holds of a tensor, once what is pending is reduced.
+    """The boxes that this process holds of a tensor, after Partial axes are reduced.
 
     >>> import torch, shardwise
     >>> from shardwise import Shard
@@ -96,9 +94,44 @@ def _runs_of_blocks(group: Sequence[int], box: Sequence[Interval]) -> list[Run]:
     return runs
 
 
+class CheckpointProtocol:
+    """Chunks of a tensor, in the two forms that versions of DCP ask for."""
+
+    _spec: DTensorSpec
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return shard_at(self, index)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return tuple(self._spec.shape)
+
+    @property
+    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where the boxes that this process holds start in the tensor."""
+        return tuple([chunk.offset for chunk in chunks(self._spec)])
+
+    @property
+    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where the boxes that this process holds start in its local tensor."""
+        return tuple([chunk.local_offset for chunk in chunks(self._spec)])
+
+    @property
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the boxes that this process holds."""
+        return tuple([chunk.size for chunk in chunks(self._spec)])
+
+
 def write_items(tensor: Any, fqn: str) -> list[Any]:
-    """What this process offers to write of a tensor. Every rank comes here: what is pending is
-    reduced now, and not when one of them writes."""
+    """The chunks that this process offers to write. All ranks call this, so a Partial is reduced
+    here, not when one rank writes."""
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         MetadataIndex,
@@ -122,7 +155,7 @@ def write_items(tensor: Any, fqn: str) -> list[Any]:
 def _parts_to_write(tensor: Any, fqn: str) -> Locals:
     moves = bool(tensor._spec.sums) or isinstance(tensor, DeferredView)
     background = threading.current_thread() is not threading.main_thread()
-    # A copy that DCP has made to save it later has the attributes of such a tensor, not its class.
+    # A copy that DCP made in order to save it later has the attributes of a view, not its class.
     copied = not moves and not vars(tensor).keys().isdisjoint(("_of", "_ready"))
     if copied or (moves and background):
         raise LayoutError(
@@ -137,10 +170,10 @@ def _parts_to_write(tensor: Any, fqn: str) -> Locals:
 
 
 def chunk_list(tensor: Any) -> list[Any]:
-    """The chunks that this process reads of a tensor. DCP writes into the local tensors."""
+    """The chunks that this process reads. DCP writes into the local tensors."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    # DCP takes a ValueError for something else, so these are none.
+    # These are no ValueErrors, which DCP would catch.
     if tensor._spec.sums:
         raise ShardwiseError(
             f"load: {tensor._spec} is a pending {tensor._spec.placements}, and a checkpoint has "
@@ -178,7 +211,7 @@ def shard_at(tensor: Any, index: Any) -> torch.Tensor:
 
 
 def _parts_here(tensor: Wrapper) -> Locals:
-    """The local tensors; none of them moves, because only some ranks come here."""
+    """The local tensors as they are: only some ranks call this, so nothing may move."""
     to_write: Locals | None = vars(tensor).get("_to_write")
     if to_write is not None:
         return to_write

@@ -1,4 +1,4 @@
-"""Whole tensors and local tensors made DTensors, and local tensors of DTensors."""
+"""`distribute_tensor`, `from_local` and `to_local`: between plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .._torch import PARAMETER, is_traced
-from ..comm import as_bytes, engine_of
+from ..comm import as_bytes, broadcast_from, engine_of
 from ..errors import LayoutError, MeshError, PlainTensorError
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
@@ -25,8 +24,6 @@ from ..storage.wrapper import Wrapper, exposed_locals, wrap
 from .autograd import FromLocal, Replaced, ToLocal, not_partial, refuse_recording
 from .per_rank import PerRank
 
-__all__ = ["distribute", "from_local", "laid_out_like", "to_local", "whole_local"]
-
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     refuse_recording("to_local", (tensor,))
@@ -35,9 +32,10 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
         grad_spec = _given_grads("to_local", spec, grad_placements)
     else:
         grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
-        _say_assumption(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
-        grad_spec = _with_slots(spec, grad_spec)
+        if grad_placements is None and any(place.is_replicate() for place in spec.placements):
+            _warn_of_equal_gradients()
+        _check_slots(spec, grad_spec)
         parts = ToLocal.apply(tensor, grad_spec)
     else:
         parts = exposed_locals(tensor)
@@ -50,15 +48,14 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
 
 
 def _as_parameter(part: torch.Tensor) -> torch.Tensor:
-    """A local tensor of an `nn.Parameter`, which is one to `isinstance` too."""
+    """A local tensor of an `nn.Parameter`, for which `isinstance` is true too."""
     made = part if part.grad_fn is not None else part.view_as(part)
     setattr(made, PARAMETER, True)
     return made
 
 
 def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
-    """The local tensor of a replicated DTensor, whose gradient is laid out as `grad_placements`
-    say."""
+    """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
     spec = whole._spec
     grad_spec = _given_grads("full_tensor", spec, grad_placements)
     if spec.topology.virtual and not grad_spec.is_replicated():
@@ -74,8 +71,8 @@ def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tenso
 
 
 def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
-    """The layout that a user gives for the gradients of local tensors: those have the shapes of
-    the local tensors, and so must its shards."""
+    """The spec of a gradient with `grad_placements`; its shards must have the shapes of those of
+    `spec`."""
     mesh = spec.topology
     places = checked_placements(what, mesh, grad_placements, spec.ndim)
     pairs = zip(spec.placements, places, strict=True)
@@ -91,30 +88,28 @@ def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placeme
     return grad_spec
 
 
-def _with_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> DTensorSpec:
+def _check_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
     if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
         raise LayoutError(
             f"to_local: grad_placements {list(grad_spec.placements)} vary over other axes than the "
             f"placements {list(spec.placements)}, which a virtual mesh cannot follow. "
             "Redistribute to a sharded or partial layout before to_local."
         )
-    return grad_spec
 
 
 _said: set[str] = set()
 
 
-def _say_assumption(tensor: Any) -> None:
-    replicated = any(place.is_replicate() for place in tensor.placements)
-    if replicated and tensor.requires_grad and torch.is_grad_enabled() and "to_local" not in _said:
-        _said.add("to_local")
-        warnings.warn(
-            "to_local() of a replicated DTensor that requires grad: the gradient of its local "
-            "tensor is taken to be equal on all ranks. If each rank computes a part of it, say so "
-            "with "
-            "grad_placements=[Partial()]. This is said once.",
-            stacklevel=4,
-        )
+def _warn_of_equal_gradients() -> None:
+    if "to_local" in _said:
+        return
+    _said.add("to_local")
+    warnings.warn(
+        "to_local() of a replicated DTensor that requires grad: the gradient of its local tensor "
+        "is taken to be equal on all ranks. If each rank computes a part of it, say so with "
+        "grad_placements=[Partial()]. This is said once.",
+        stacklevel=4,
+    )
 
 
 def from_local(
@@ -163,8 +158,7 @@ def from_local(
 
 
 def _warn_of_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Say that parts of different sizes, which are seen in one process, must be asked for in
-    many."""
+    """Warn that real processes would not see that the local tensors differ in shape."""
     if len(shapes) > 1:
         warnings.warn(
             "from_local: the local tensors have different shapes, among them "
@@ -192,7 +186,7 @@ def _place_local(
         part = local.at(coord) if isinstance(local, PerRank) else local
         parts.append(part.resolve_conj().resolve_neg())
     shapes = {coord: tuple(p.shape) for coord, p in zip(spec.slots, parts, strict=True)}
-    if held is not None:  # all ranks look at all of them, so that all raise
+    if held is not None:  # every rank checks all of them, so that all raise
         shapes = {coord: part.shape for coord, part in held.items()}
     for coord, shape in shapes.items():
         if shape != spec.local_shape(coord):
@@ -207,7 +201,7 @@ def _place_local(
 
 
 def _held(local: Any, mesh: Topology, ask: bool) -> dict[Coord, Part] | None:
-    """The local tensor of every rank, if it is known here or shall be asked for."""
+    """The local tensor of every rank, if they are known here, or if `ask` is true."""
     every = mesh.coords_here(range(mesh.ndim))
     if isinstance(local, PerRank):
         return {coord: Part.of(local.at(coord)) for coord in every}
@@ -255,8 +249,8 @@ def _inferred(
 def _part_cuts(
     places: Sequence[Placement], dim: int, pieces: tuple[int, ...]
 ) -> list[tuple[int, ...] | None]:
-    """The cuts of a dim held in these pieces; of its blocks and of what is inside of them, if it is
-    sharded block by block. Pieces of blocks in blocks are as `torch.chunk` would cut them."""
+    """The cuts of a dim with these pieces: one entry, or one for the blocks and one for the pieces
+    of a block if the dim has `split`. With several splits they are those of `torch.chunk`."""
     splits = {place.split for place in places if isinstance(place, Shard) and place.dim == dim}
     if not splits or not sum(pieces):
         return [None]
@@ -290,7 +284,7 @@ def _pieces(
 
 
 def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """On axes where the ranks shall hold the same, all take the value of the axis's first rank."""
+    """Give all replicas the value of the first rank of the axis."""
     axes = [axis for axis, place in enumerate(spec.placements) if place.is_replicate()]
     if not axes or not parts:
         return parts
@@ -309,7 +303,7 @@ def distribute(
     cuts: Sequence[Sequence[int] | None] | None,
     source: int | None,
 ) -> Any:
-    """A whole tensor laid out on a mesh; all ranks take the value of rank `source` of the mesh."""
+    """A whole tensor laid out on a mesh, with the value of rank `source` of the mesh."""
     if isinstance(tensor, Wrapper):
         raise LayoutError(
             f"distribute_tensor: the tensor is a DTensor already: {tensor._spec}. Use redistribute."
@@ -337,8 +331,8 @@ def distribute(
 
 
 def laid_out_like(value: torch.Tensor, like: DTensorSpec) -> Any:
-    """A plain tensor, which counts as replicated, in the layout of another: its shards where the
-    dims allow them, its cuts if it has the same shape."""
+    """A plain tensor, which counts as replicated, in the layout `like`: with its shards where the
+    tensor has the dims, with its cuts if the shapes are equal."""
     mesh = like.topology
     check_dense("data", value)
     policy.on_plain("data", tuple(value.shape))
@@ -382,14 +376,6 @@ def _from_source(
             f"gives {parts[0].dtype}{list(parts[0].shape)}. All must give the same shape and "
             "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
         )
-    assert mesh.coordinate is not None
     value = parts[0].contiguous().clone()
-    raw = as_bytes(value)
-    coords = list(mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim)))
-    origin = coords[source]
-    for axis in range(mesh.ndim):
-        group = mesh.mesh.get_group(axis)
-        from_coord = (*mesh.coordinate[:axis], origin[axis], *mesh.coordinate[axis + 1 :])
-        if all(mesh.coordinate[later] == origin[later] for later in range(axis + 1, mesh.ndim)):
-            dist.broadcast(raw, mesh.rank_of(from_coord), group=group)
+    broadcast_from(mesh, as_bytes(value), source)
     return (value,)

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import sha256
-from secrets import token_hex
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
-from .._torch import is_tracing, memory_of, mode_of_fakes, untraced
+from .._torch import is_tracing, untraced
 from ..dispatch.dispatch import dispatch
-from ..dispatch.views import DeferredView, root_of
+from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
-from ..storage.wrapper import Cell, Wrapper, share_cell, wrap
+from ..storage.wrapper import Wrapper, wrap
 from .autograd import (
     Redistribute,
     RedistributeIn,
     WholeLocal,
-    not_partial,
     redistributed,
     take_data,
     watch_leaf,
 )
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
-from .checkpoint import chunk_list, chunks, shard_at, write_items
+from .checkpoint import CheckpointProtocol
+from .compiled import CompileProtocol
 from .conversion import distribute, from_local, laid_out_like, to_local, whole_local
 from .inplace_views import as_strided, in_place
 from .per_rank import PerRank
 from .saving import plain_attributes, saved
 
-__all__ = ["DTensor", "distribute_tensor", "redistribute_all"]
 
-
-class DTensor(Wrapper):
+class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     """A tensor laid out on a device mesh; every PyTorch operation on it gives the single-device
     answer.
 
@@ -77,8 +72,8 @@ class DTensor(Wrapper):
     def cuts(self) -> tuple[tuple[int, ...] | None, ...]:
         """For each dim the sizes of its pieces, None if it is cut as `torch.chunk` would.
 
-        A dim that is sharded block by block has several entries: one for the blocks, and one for
-        the pieces of a block.
+        A dim with `Shard(dim, split=...)` has several entries: one for the blocks, and one for the
+        pieces of a block.
         """
         return self._spec.cuts or (None,) * self.ndim
 
@@ -98,18 +93,18 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """A DTensor of local tensors: the one of this rank, or a `PerRank` in a virtual mesh.
 
-        If the tensor is sharded and no `shape` is given, the ranks tell each other what they hold,
-        in one small all-gather, and the global shape follows, also from unequal parts.
+        If the tensor is sharded and no `shape` is given, the ranks exchange their local shapes in
+        one small all-gather, and the global shape follows, also from unequal parts.
 
-        - `run_check=True` always asks. It makes replicas equal to the first rank's, and compares
-          dtypes, the order of dims in memory, and `requires_grad`.
-        - `run_check=False` never asks: all ranks are taken to hold tensors of this one's size.
-        - `shape` and `stride` are the global ones; nothing is asked then.
+        - `run_check=True` always exchanges them. It also makes replicas equal to the first rank's,
+          and compares dtypes, the order of dims in memory, and `requires_grad`.
+        - `run_check=False` never does: all ranks are taken to hold tensors of this rank's size.
+        - `shape` and `stride` are the global ones; nothing is exchanged then.
 
         Without `device_mesh` it is the mesh of the innermost `with mesh:`.
 
-        `grad_placements` says how the gradients of the local tensors make up the global one; by
-        default as the tensors do, and the gradient of a partial tensor is replicated.
+        `grad_placements` are the placements of the gradient whose parts are the gradients of the
+        local tensors; by default those of the tensor, with Replicate in place of Partial.
 
         >>> import torch, shardwise
         >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -126,12 +121,12 @@ class DTensor(Wrapper):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
 
-        `grad_placements` says how the gradients of the local tensors make up the global one. By
-        default it is the tensor's own layout: the gradient of a replicated tensor is taken to be
-        the same on all ranks, that of a partial one to be replicated.
+        `grad_placements` are the placements of the gradient whose parts are the gradients of the
+        local tensors; by default those of the tensor, with Replicate in place of Partial. So the
+        gradient of a replicated tensor is taken to be the same on all ranks.
         """
         if is_tracing():
-            # The result would be memory of this tensor, into which a user may write unseen.
+            # The result shares memory with this tensor, and writes into it would not be seen.
             raise NotImplementedError(
                 "DTensor.to_local cannot be compiled: it runs between the graphs of "
                 "torch.compile. With fullgraph=True call it outside."
@@ -163,14 +158,15 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """The same tensor in another layout.
 
-        `cuts` gives for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s.
-        `device_mesh` may be another mesh, of other ranks too: all ranks of both must make the call.
-        With `async_op` it overlaps with what follows; the result waits when it is first used.
-        `forward_dtype` is the dtype in which the tensor is moved, and that of the result;
-        `backward_dtype` is the one in which its gradient is moved. The gradient that arrives has
-        the dtype of the tensor.
-        The result has memory of its own: writes into it do not change this tensor. In the layout
-        that the tensor has already it is an alias, as `view_as` gives.
+        - `cuts`: for each dim the sizes of its pieces, None for those of `torch.chunk`.
+        - `device_mesh` may be another mesh, also of other ranks: all ranks of both make the call.
+        - `async_op`: the move overlaps with what follows; the result waits when it is first used.
+        - `forward_dtype`: the dtype in which the tensor is moved, and that of the result.
+        - `backward_dtype`: the dtype in which the gradient is moved. The gradient that arrives has
+          the dtype of the tensor.
+
+        The result has its own memory: writes into it do not change this tensor. If the tensor has
+        this layout already, the result is an alias, as `view_as` returns.
 
         >>> import torch, shardwise
         >>> from shardwise import Replicate, Shard
@@ -198,11 +194,7 @@ class DTensor(Wrapper):
 
     @untraced
     def numpy(self, *, force: bool = False) -> Any:
-        """The global value as a NumPy array that cannot be written: write into the tensor itself.
-
-        A plain tensor shares its memory with its array; what is written into the array of a tensor
-        on a mesh would be lost.
-        """
+        """The global value as a read-only NumPy array: writes would not reach the tensor."""
         array = self.full_tensor().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -215,15 +207,15 @@ class DTensor(Wrapper):
         return array.copy() if copy else array
 
     def share_memory_(self) -> DTensor:
-        """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
+        """Raise: only the local tensors have memory."""
         raise LayoutError(_no_memory("share_memory_", self))
 
     def __dlpack__(self, **_: Any) -> Any:
-        """An error: a tensor on a mesh has no memory of its own, only its local tensors have."""
+        """Raise: only the local tensors have memory."""
         raise LayoutError(_no_memory("__dlpack__", self))
 
     def apply_(self, callable: Any) -> DTensor:
-        """An error: PyTorch would read and write memory that a tensor on a mesh does not have."""
+        """Raise: PyTorch would write into memory that a DTensor does not have."""
         raise LayoutError(
             f"apply_: a function of Python numbers cannot be run on a DTensor {self._spec!r}. "
             "Write it with operators of torch, or use x.copy_(x.full_tensor().clone().apply_(f)), "
@@ -241,7 +233,7 @@ class DTensor(Wrapper):
         return like.new(*args, **options)
 
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
-        """PyTorch's own goes by the offset in memory, which a view of a DTensor does not have."""
+        """PyTorch's own uses the offset in memory, which a view of a DTensor does not have."""
         if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):
             return super().fill_diagonal_(fill_value, wrap)  # type: ignore[return-value]
         rows, columns = self.shape[0], self.shape[1]
@@ -268,12 +260,12 @@ class DTensor(Wrapper):
 
     @untraced
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Layout and local part; nothing is communicated. `full_tensor()` shows the values."""
+        """The layout and the local part, without communication."""
         text = f"DTensor({self._spec!r}"
         if isinstance(self, DeferredView):
             local = "a view not read yet"
         elif isinstance(self, AsyncValue):
-            local = "still under way"
+            local = "still moving"
         elif self._spec.topology.virtual:
             shapes = [list(part.shape) for part in self._locals]
             local = f"local={shapes}"
@@ -302,8 +294,8 @@ class DTensor(Wrapper):
     def data(self) -> torch.Tensor:
         """The tensor without its history; assigning to it gives the tensor other values.
 
-        A plain tensor that is assigned counts as replicated. It is copied into the layout of this
-        one: sharded by the same axes where it has the dims for it, else replicated.
+        A plain tensor that is assigned counts as replicated. It is sharded by the axes that shard
+        this tensor where it has the dims for it, else replicated.
         """
         return autograd_data.__get__(self)  # type: ignore[no-any-return]
 
@@ -317,7 +309,7 @@ class DTensor(Wrapper):
 
     @untraced
     def __copy__(self) -> DTensor:
-        """The same memory, as of a plain tensor: writes into one are known to the other."""
+        """A tensor that shares memory with this one, as for a plain tensor."""
         made: DTensor = self.detach()  # type: ignore[assignment]
         made.__dict__.update(plain_attributes(self))
         return made.requires_grad_() if self.requires_grad else made
@@ -341,106 +333,6 @@ class DTensor(Wrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return saved(self)
 
-    # --- torch.distributed.checkpoint ----------------------------------------------------------
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return write_items(self, fqn)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(self)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return shard_at(self, index)
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """The shape, as newer versions of `torch.distributed.checkpoint` ask for it."""
-        return tuple(self.shape)
-
-    @property
-    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Where the boxes that this process holds start in the tensor."""
-        return tuple([chunk.offset for chunk in chunks(self._spec)])
-
-    @property
-    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Where the boxes that this process holds start in its local tensor."""
-        return tuple([chunk.local_offset for chunk in chunks(self._spec)])
-
-    @property
-    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The sizes of the boxes that this process holds."""
-        return tuple([chunk.size for chunk in chunks(self._spec)])
-
-    # --- torch.compile asks these by name ------------------------------------------------------
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The names of the local tensors, and the layout. Guards ask for the layout, on each rank
-        in its own order, so nothing is read here that might have to be communicated."""
-        return [f"_local{index}" for index in range(len(self._spec.slots))], self._spec
-
-    def __getattr__(self, name: str) -> Any:
-        """The local tensors by their names in `__tensor_flatten__`."""
-        index = name.removeprefix("_local")
-        if index is name or not index.isdecimal():
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        with mode_of_fakes(root_of(self)):
-            part = self._locals[int(index)]
-        if type(part) is torch.Tensor:
-            _cells[memory_of(part)] = cell = share_cell(root_of(self))
-            cell.writes += 1  # a compiled program may write into it, where nobody counts
-        return part
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
-        parts = tuple(inner.values())
-        kept = type(parts[0]) is torch.Tensor if parts else False
-        return wrap(spec, parts, _cells.get(memory_of(parts[0])) if kept else None)
-
-    # --- torch.compile asks these by name ------------------------------------------------------
-
-    @untraced
-    def __coerce_tangent_metadata__(self) -> DTensor:
-        """The layout in which a compiled backward takes the gradient: no gradient is partial."""
-        return self.redistribute(placements=not_partial(self._spec))
-
-    @untraced
-    def __coerce_same_metadata_as_tangent__(self, spec: Any, kind: Any = None) -> Any:
-        """A gradient in the layout for which a backward was compiled; None if that takes no
-        DTensor."""
-        if not isinstance(spec, DTensorSpec):
-            return None
-        return _in_layout_of(self, spec)
-
-    @classmethod
-    def __metadata_guard__(cls, compiled: DTensorSpec, given: DTensorSpec) -> bool:
-        """Whether a graph that was compiled for one layout serves another: only the same."""
-        return compiled is given
-
-    def _stable_hash_for_caching(self) -> str:
-        """The key of a graph in the cache of the compiler.
-
-        Graphs differ by rank, and depend on rules that a program registers, which have no name that
-        would be the same in another run: so the key is good in this process only.
-        """
-        parts = [(part.shape, part.stride(), part.dtype, part.device) for part in self._locals]
-        mesh = self._spec.topology
-        where = mesh.device_type, mesh.shape, mesh.ranks, mesh.coordinate, id(mesh)
-        text = repr((_PROCESS, where, self._spec, self._spec.stride, self.cuts, parts))
-        return sha256(f"{text}{self.requires_grad}".encode()).hexdigest()
-
-
-_PROCESS = token_hex()
-
-_cells: WeakValueDictionary[int, Cell] = WeakValueDictionary()
-"""Of tensors that compiled programs were given, by their memory: a result in the same memory is an
-alias, and what is written into one is known to the other."""
-
-
-def _in_layout_of(tensor: DTensor, spec: DTensorSpec) -> DTensor:
-    target = DTensorSpec._intern(spec.topology, spec.placements, tensor._spec.meta, spec.cuts)
-    return _alias(tensor) if target is tensor._spec else redistributed(tensor, target)
-
 
 def _no_memory(what: str, tensor: DTensor) -> str:
     return (
@@ -454,7 +346,7 @@ class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is 
 
 
 class _Pending(AsyncValue, DTensor):  # type: ignore[override]  # _locals waits
-    """A DTensor that is still under way."""
+    """A DTensor whose move is still running."""
 
 
 Wrapper.public = DTensor
@@ -468,7 +360,7 @@ def _target(
     placements: Sequence[Placement] | None,
     cuts: Sequence[Sequence[int] | None] | None = None,
 ) -> DTensorSpec:
-    """The layout that a redistribution is asked for."""
+    """The spec that a redistribution moves to."""
     spec = tensor._spec
     where = spec.topology if device_mesh is None else topology(device_mesh)
     if where.virtual is not spec.topology.virtual or where.device_type != spec.topology.device_type:
@@ -494,11 +386,11 @@ def redistribute_all(
     device_mesh: AnyMesh | None = None,
     async_op: bool = False,
 ) -> list[DTensor]:
-    """Many tensors in other layouts, in few collectives: those that are alike go out as one.
+    """Redistribute many tensors in few collectives: those of one kind and group are joined.
 
     `placements` are for all tensors, or one list for each. All ranks must give the tensors in the
-    same order. With `async_op` they overlap with what follows; each result waits when it is first
-    used.
+    same order. With `async_op` the moves overlap with what follows; each result waits when it is
+    first used.
 
     >>> import torch, shardwise
     >>> from shardwise import Replicate, Shard
@@ -532,10 +424,7 @@ def redistribute_all(
 
 
 def _alias(tensor: DTensor) -> DTensor:
-    """The same tensor as a view that autograd knows of.
-
-    `view` would do but for dims of size 1, which it makes whole: they may be gone in its result.
-    """
+    """A view of the whole tensor that autograd knows of. `view` would unshard dims of size 1."""
     made: DTensor = torch.ops.aten.alias.default(tensor)
     return made
 
@@ -551,10 +440,10 @@ def distribute_tensor(
 ) -> DTensor:
     """A whole tensor laid out on a mesh: a leaf, with the input's `requires_grad`.
 
-    All ranks take the value of `src_data_rank`, counted in the mesh; with None each rank's own
-    tensor is taken to be the whole value already, and nothing is communicated. `cuts` gives
-    for each dim the sizes of its pieces, where they shall not be `torch.chunk`'s. Without
-    `device_mesh` it is the mesh of the innermost `with mesh:`.
+    All ranks take the value of rank `src_data_rank` of the mesh. With None the tensors of the ranks
+    are taken to be equal, and nothing is communicated. `cuts` gives for each dim the sizes of its
+    pieces, None for those of `torch.chunk`. Without `device_mesh` it is the mesh of the innermost
+    `with mesh:`.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))

@@ -1,4 +1,4 @@
-"""Factories: tensors made on a mesh, as `torch.zeros` and its like make them on a device."""
+"""Factories: `zeros`, `randn`, `arange` and others, with the tensor on a mesh."""
 
 from __future__ import annotations
 
@@ -12,30 +12,12 @@ from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from ..random import permuted
-from ..storage.wrapper import wrap
+from ..storage.wrapper import Locals, wrap
 from .dtensor import DTensor, distribute_tensor
-
-__all__ = [
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-]
 
 
 class _Where(TypedDict, total=False):
-    """What every factory takes by name: where to make the tensor, and what kind of tensor."""
+    """The keyword arguments of every factory."""
 
     device_mesh: AnyMesh
     placements: Sequence[Placement] | None
@@ -43,7 +25,7 @@ class _Where(TypedDict, total=False):
     requires_grad: bool
 
 
-Fill = Callable[[tuple[int, ...], torch.dtype, str], torch.Tensor]
+Generator = torch.Generator | None
 
 
 def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -54,16 +36,17 @@ def _mesh(where: _Where) -> Topology:
     return topology(where.get("device_mesh"))
 
 
-def _made(name: str, shape: tuple[int, ...], where: _Where, fill: Fill) -> DTensor:
-    """A tensor of which each rank makes what it holds; a partial one is made whole first."""
+def _made(
+    name: str, shape: tuple[int, ...], where: _Where, fill: Callable[[DTensorSpec], Locals]
+) -> DTensor:
+    """A tensor whose ranks make their local tensors; a Partial one is made replicated first."""
     mesh = _mesh(where)
     kind = where.get("dtype") or torch.get_default_dtype()
     meta = TensorMeta(shape, contiguous_stride(shape), kind)
     places = checked_placements(name, mesh, where.get("placements"), len(shape))
     target = DTensorSpec(mesh, places, meta)
     spec = DTensorSpec(mesh, default_placements(mesh), meta) if target.sums else target
-    local = tuple(fill(spec.local_shape(c), kind, mesh.device_type) for c in spec.slots)
-    made: DTensor = wrap(spec, local)
+    made: DTensor = wrap(spec, fill(spec))
     if spec is not target:
         made = made.redistribute(placements=places)
     return made.requires_grad_(where.get("requires_grad", False))
@@ -85,8 +68,14 @@ def ones(*size: Any, **where: Unpack[_Where]) -> DTensor:
     return _made("ones", _sizes(size), where, _filled(1))
 
 
-def _filled(value: Any) -> Fill:
-    return lambda shape, dtype, device: torch.full(shape, value, dtype=dtype, device=device)
+def _filled(value: Any) -> Callable[[DTensorSpec], Locals]:
+    """A function that makes local tensors of one value."""
+
+    def fill(spec: DTensorSpec) -> Locals:
+        kind: Any = {"dtype": spec.dtype, "device": spec.topology.device_type}
+        return tuple(torch.full(spec.local_shape(coord), value, **kind) for coord in spec.slots)
+
+    return fill
 
 
 def full(size: Sequence[int], fill_value: Any, **where: Unpack[_Where]) -> DTensor:
@@ -101,20 +90,17 @@ def full(size: Sequence[int], fill_value: Any, **where: Unpack[_Where]) -> DTens
 
 
 def empty(*size: Any, **where: Unpack[_Where]) -> DTensor:
-    """Memory on a mesh, not set to anything."""
-    return _made(
-        "empty",
-        _sizes(size),
-        where,
-        lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device),
-    )
+    """Uninitialized memory on a mesh."""
 
+    def fill(spec: DTensorSpec) -> Locals:
+        kind: Any = {"dtype": spec.dtype, "device": spec.topology.device_type}
+        return tuple(torch.empty(spec.local_shape(coord), **kind) for coord in spec.slots)
 
-Generator = torch.Generator | None
+    return _made("empty", _sizes(size), where, fill)
 
 
 def _random(
-    name: str, fill: str, numbers: Sequence[Any], size: Any, generator: Generator, where: _Where
+    fill: str, numbers: Sequence[Any], size: Any, generator: Generator, where: _Where
 ) -> DTensor:
     _mesh(where)
     requires_grad = where.pop("requires_grad", False)
@@ -132,12 +118,12 @@ def rand(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DT
     >>> _ = torch.manual_seed(0); torch.equal(x.full_tensor(), torch.rand(4))
     True
     """
-    return _random("rand", "uniform_", (), _sizes(size), generator, where)
+    return _random("uniform_", (), _sizes(size), generator, where)
 
 
 def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Normal random numbers on a mesh: those of `torch.randn` with the same seed, in any layout."""
-    return _random("randn", "normal_", (), _sizes(size), generator, where)
+    return _random("normal_", (), _sizes(size), generator, where)
 
 
 def normal(
@@ -149,7 +135,7 @@ def normal(
     **where: Unpack[_Where],
 ) -> DTensor:
     """Normal random numbers on a mesh, as `torch.normal(mean, std, size)` gives them."""
-    return _random("normal", "normal_", (mean, std), tuple(size), generator, where)
+    return _random("normal_", (mean, std), tuple(size), generator, where)
 
 
 def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
@@ -163,7 +149,7 @@ def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) 
     *limits, size = bounds
     low, high = (0, *limits) if len(limits) == 1 else limits
     where["dtype"] = where.get("dtype") or torch.int64
-    return _random("randint", "random_", (low, high), tuple(size), generator, where)
+    return _random("random_", (low, high), tuple(size), generator, where)
 
 
 def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
@@ -174,14 +160,8 @@ def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) ->
     >>> randperm(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).sort()[0].tolist()
     [0, 1, 2, 3, 4]
     """
-    mesh = _mesh(where)
-    places = checked_placements("randperm", mesh, where.get("placements"), 1)
-    target = DTensorSpec(mesh, places, TensorMeta((n,), (1,), where.get("dtype") or torch.int64))
-    spec = target.with_placements(default_placements(mesh)) if target.sums else target
-    made: DTensor = wrap(spec, permuted(spec, generator))
-    if spec is not target:
-        made = made.redistribute(placements=places)
-    return made.requires_grad_(where.get("requires_grad", False))
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _made("randperm", (n,), where, lambda spec: permuted(spec, generator))
 
 
 def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) -> DTensor:
@@ -193,7 +173,7 @@ def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) 
     [0, 1, 2, 3, 4]
     """
     first, last = (0, start) if end is None else (start, end)
-    return _kept("arange", where, torch.arange, first, last, step)
+    return _kept(where, torch.arange, first, last, step)
 
 
 def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTensor:
@@ -204,30 +184,30 @@ def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTens
     >>> linspace(0, 1, 5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0]
     """
-    return _kept("linspace", where, torch.linspace, start, end, steps)
+    return _kept(where, torch.linspace, start, end, steps)
 
 
 def logspace(
     start: Any, end: Any, steps: int, base: float = 10.0, **where: Unpack[_Where]
 ) -> DTensor:
     """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
-    return _kept("logspace", where, torch.logspace, start, end, steps, base)
+    return _kept(where, torch.logspace, start, end, steps, base)
 
 
 def tril_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The places of a lower triangle, on a mesh: those of `torch.tril_indices`."""
+    """The indices of a lower triangle, on a mesh: those of `torch.tril_indices`."""
     where["dtype"] = where.get("dtype") or torch.int64
-    return _kept("tril_indices", where, torch.tril_indices, row, col, offset)
+    return _kept(where, torch.tril_indices, row, col, offset)
 
 
 def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The places of an upper triangle, on a mesh: those of `torch.triu_indices`."""
+    """The indices of an upper triangle, on a mesh: those of `torch.triu_indices`."""
     where["dtype"] = where.get("dtype") or torch.int64
-    return _kept("triu_indices", where, torch.triu_indices, row, col, offset)
+    return _kept(where, torch.triu_indices, row, col, offset)
 
 
-def _kept(name: str, where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
-    """A tensor that every rank makes whole, to keep its part."""
+def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
+    """A tensor that every rank makes whole, of which it keeps its part."""
     _mesh(where)
     whole = make(*args, dtype=where.get("dtype"))
     placements = where.get("placements")

@@ -22,8 +22,6 @@ from ..storage.wrapper import Wrapper
 from .autograd import take_data
 from .saving import plain_attributes
 
-__all__ = ["as_strided", "in_place", "shards_left", "strided_alike"]
-
 
 def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
     """The method that makes a tensor its own view, for one that returns the view."""

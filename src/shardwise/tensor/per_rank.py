@@ -1,9 +1,7 @@
-"""`PerRank`: what a local tensor is in a virtual mesh, where this process is every rank.
+"""`PerRank`: the local tensors of all ranks of a virtual mesh, where this process is every rank.
 
-It maps every call over the ranks, each with its own autograd. Code written for one rank's local
-tensor
-runs on it unchanged. It has a shape if all ranks agree on one; a Python number can be had
-from it only if all ranks agree on it.
+Every call is mapped over the ranks, each with its own autograd. Code written for one rank's local
+tensor runs on it unchanged. Shapes and Python numbers can be read if all ranks agree on them.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ import torch
 
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
-
-__all__ = ["PerRank", "is_first_rank", "per_rank"]
 
 
 class PerRank:
@@ -81,9 +77,6 @@ class PerRank:
     def __len__(self) -> int:
         return int(self._agreed("len()", [len(part) for part in self.parts]))
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        mapped(lambda part, k, v: part.__setitem__(k, v), self, key, value)
-
     def _agreed(self, what: str, values: list[Any]) -> Any:
         if any(value != values[0] for value in values):
             raise LayoutError(
@@ -134,11 +127,10 @@ def _at(value: Any, coord: Coord) -> Any:
 
 
 def _same_or_mapped(mesh: Topology, axes: Sequence[int], values: list[Any]) -> Any:
-    """One value where all ranks agree on something that is no tensor, else one per rank."""
+    """One value if it is no tensor and all ranks agree on it, else one per rank."""
     first = values[0]
     if isinstance(first, tuple) and not isinstance(first, torch.Size):
-        columns = [_same_or_mapped(mesh, axes, list(c)) for c in zip(*values, strict=True)]
-        return tuple(columns)
+        return tuple(_same_or_mapped(mesh, axes, list(c)) for c in zip(*values, strict=True))
     if isinstance(first, list):
         return [_same_or_mapped(mesh, axes, list(c)) for c in zip(*values, strict=True)]
     if not isinstance(first, torch.Tensor) and not callable(first):
@@ -160,40 +152,11 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "rpow",
-    "matmul",
-    "rmatmul",
-    "neg",
-    "pos",
-    "abs",
-    "and",
-    "or",
-    "xor",
-    "invert",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "getitem",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-]:
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow matmul rmatmul neg pos abs "
+    "and or xor invert eq ne lt le gt ge getitem setitem iadd isub imul itruediv"
+)
+for _name in _OPERATORS.split():
     setattr(PerRank, f"__{_name}__", _operator(f"__{_name}__"))
 PerRank.__hash__ = object.__hash__  # type: ignore[method-assign]
 
@@ -217,7 +180,7 @@ def per_rank(device_mesh: AnyMesh, fn: Callable[[Coord], Any]) -> Any:
 
 
 def is_first_rank() -> bool:
-    """Whether this process should print: the first rank, or the only process.
+    """True if this process should print: on the first rank, and in a single process.
 
     >>> is_first_rank()
     True

@@ -13,8 +13,6 @@ from ..layout.placement import Partial, Replicate, Shard
 from ..layout.spec import DTensorSpec, rebuild_spec
 from ..storage.wrapper import Wrapper, wrap
 
-__all__ = ["plain_attributes", "reserved_attributes", "saved"]
-
 _OWN = (
     "_spec",
     "_locals",

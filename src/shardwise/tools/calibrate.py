@@ -1,4 +1,4 @@
-"""`shardwise calibrate`: measure the links of a mesh, and keep them where new meshes find them.
+"""`shardwise calibrate`: measure the links of a mesh, and write them to a file that meshes read.
 
     torchrun --nproc-per-node 4 -m shardwise calibrate --mesh 2,2
 
@@ -24,8 +24,6 @@ from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import redistribute_locals, steps_between
 
-__all__ = ["calibrate", "measure"]
-
 _SMALL = 1024
 _TURNS = 9
 
@@ -42,9 +40,9 @@ def calibrate(
 
 
 def measure(device_type: str, mesh_shape: Sequence[int], large: int) -> tuple[Link, ...]:
-    """For each axis the time to start an exchange, and the bytes that a rank receives per second.
+    """For each axis the time to start a collective, and the bytes that a rank receives per second.
 
-    All ranks give the same answer: that of the slowest.
+    All ranks return the numbers of the slowest.
     """
     mesh = init_device_mesh(device_type, mesh_shape, links=DEFAULT)
     where = topology(mesh)
@@ -66,14 +64,14 @@ def _link(mesh_shape: Sequence[int], device_type: str, axis: int, large: int) ->
 
 
 def _rough(value: float) -> float:
-    """Two digits: no measurement is truer than that, and axes that are alike shall be equal."""
+    """The value rounded to two digits, so that axes of one kind get equal links."""
     return float(f"{value:.1e}")
 
 
 def _exchange(
     mesh_shape: Sequence[int], device_type: str, axis: int, nbytes: int
 ) -> tuple[float, int]:
-    """Seconds that an exchange along `axis` of shards of `nbytes` takes, and bytes received."""
+    """The seconds of an all-to-all along `axis` of shards of `nbytes`, and the bytes received."""
     mesh = init_device_mesh(device_type, mesh_shape)
     count = mesh_shape[axis]
     rows = max(count, int((nbytes * count / 4) ** 0.5) // count * count)
@@ -89,7 +87,7 @@ def _exchange(
 
 
 def _median(run: Callable[[], object], device_type: str) -> float:
-    """The median time of a run on the slowest rank, after one that is not counted."""
+    """The median time of a run on the slowest rank, after a warm-up."""
     times = []
     for _ in range(_TURNS + 1):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Counting communication: how many collectives, of which kind, on which axes, how many bytes."""
+"""`CommDebugMode`: count collectives and bytes, by kind and axis."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any, Self
 from ..comm.events import listen, unlisten
 from ..layout.mesh import Topology
 
-__all__ = ["CommDebugMode"]
-
 
 class CommDebugMode:
     """A context manager that counts collectives; entering it again starts from zero.
 
-    Bytes are what the rank that receives most receives. Checks that ranks agree are counted apart,
-    in `checks`: of plain tensors when a call is first seen, of random states at each random call.
+    Bytes are those of the rank that receives most. Checks that ranks agree (on plain tensors and on
+    random states) are counted in `checks`.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

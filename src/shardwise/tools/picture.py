@@ -1,4 +1,4 @@
-"""A layout as a small picture: which ranks hold which part of a tensor."""
+"""`picture`: draw which ranks hold which part of a tensor."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from ..layout.spec import DTensorSpec
 from ..layout.split_dims import held_of
 from ..storage.wrapper import Wrapper
 
-__all__ = ["picture"]
-
 Intervals = tuple[Interval, ...]
 
 
 def picture(tensor: Wrapper | DTensorSpec) -> str:
-    """A tensor cut as it is, with the ranks that hold each part.
+    """A drawing of a tensor's layout: each shard with the ranks that hold it.
 
-    Two dims are drawn, those that are sharded before others. If more are sharded, there is a
-    drawing for each part of the other dims. Ranks side by side are replicas. Of a partial tensor
-    the reduction is named that makes the value of what ranks hold.
+    Two dims are drawn, sharded dims first. If more dims are sharded, there is a drawing for each
+    shard of the others. Ranks side by side are replicas; `sum(0, 2)` is a Partial over two ranks.
 
     >>> import torch, shardwise
     >>> from shardwise import Partial, Replicate, Shard
@@ -75,7 +72,7 @@ def picture(tensor: Wrapper | DTensorSpec) -> str:
 
 
 def _ranks(spec: DTensorSpec, coords: Sequence[Coord]) -> str:
-    """The ranks at some coordinates: replicas side by side, terms of a reduction in brackets."""
+    """The ranks at some coordinates: replicas side by side, terms of a Partial in brackets."""
     partial = [
         (place.reduce_op, axis)
         for axis, place in enumerate(spec.placements)
@@ -98,7 +95,7 @@ def _ranks(spec: DTensorSpec, coords: Sequence[Coord]) -> str:
 def _panel(
     title: str, pieces: Sequence[Sequence[Intervals]], cells: dict[tuple[Intervals, ...], str]
 ) -> str:
-    """One drawing: the pieces of the first dim are its rows, those of the second its columns."""
+    """One drawing: rows are the shards of the first dim, columns those of the second."""
     rows = pieces[0] if pieces else [()]
     columns = pieces[1] if len(pieces) > 1 else [()]
     lines = [

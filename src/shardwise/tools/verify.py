@@ -1,7 +1,7 @@
-"""The checker of rules: every row by brute force.
+"""`verify`: check every row of a rule by brute force.
 
-The inputs are sharded as a row says, the operator runs on every rank, the results are put together
-as the row says, and all is compared with the operator on the whole tensors.
+The inputs are laid out as a row says, the operator runs on every rank, and the result is compared
+with the operator on whole tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..comm.reduction import check_reducible, reduce_list
+from ..comm.dtypes import check_reducible
 from ..dispatch.decide import spec_for
 from ..dispatch.infer import infer
 from ..dispatch.operator import Operator
@@ -24,20 +24,20 @@ from ..dispatch.random_ops import is_random, is_without_dropout
 from ..errors import LayoutError, RuleError
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
-from ..layout.placement import Partial, Placement, Shard
+from ..layout.placement import Partial, Placement
 from ..layout.spec import DTensorSpec, Groups, TensorMeta, default_placements
+from ..redistribute import redistribute_locals
 from ..rules import Call, Dims, Operand, Row, Rule
 from ..rules.call import has_fractions
-from ..storage.wrapper import wrap
-
-__all__ = ["CheckedRow", "Report", "Trial", "verify"]
+from ..storage.plain import full_local
+from ..storage.wrapper import Locals, wrap
 
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
 
 
 @dataclass(frozen=True)
 class CheckedRow:
-    """A row of a rule, in how many settings it was tried, and the first thing that was wrong."""
+    """A row of a rule, the number of trials, and the first problem."""
 
     row: Row
     trials: int
@@ -46,7 +46,7 @@ class CheckedRow:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found: one entry per row of the rule."""
+    """The result of `verify`: one entry per row of the rule."""
 
     op: OpOverload
     rule: Rule
@@ -54,16 +54,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every row gives the answer of one device."""
+        """True if every row gives the answer of one device."""
         return all(checked.problem is None for checked in self.rows)
 
     @property
     def trials(self) -> int:
-        """How many times the operator ran sharded."""
+        """The number of sharded runs of the operator."""
         return sum(checked.trials for checked in self.rows)
 
     def raise_if_wrong(self) -> None:
-        """Raise a `RuleError` that says what is wrong, if anything is."""
+        """Raise a `RuleError` with the problems, if there are any."""
         if not self.ok:
             raise RuleError(str(self))
 
@@ -79,7 +79,7 @@ class Report:
 def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> Report:
     """Check every row of the rule of `op` for a call with plain tensors, on axes of `ranks` ranks.
 
-    Sharded dims are cut evenly and raggedly, with empty pieces; pending values are split at random.
+    Dims are cut evenly and raggedly, with empty shards; Partial operands are split at random.
 
     >>> import torch
     >>> print(verify(torch.ops.aten.mm, torch.randn(5, 4), torch.randn(4, 3)))
@@ -125,7 +125,7 @@ def _draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
-    """The cuts of the row's factor to try: even, all on the last rank, and one with holes."""
+    """The cuts of the row's factor to try: even, all on the last rank, and with empty shards."""
     if row.factor is None:
         yield from [()] * (3 if any(place.is_partial() for place in row.inputs) else 1)
         return
@@ -162,7 +162,7 @@ class Trial:
         return self.entry.family(call)
 
     def rows(self, rule: Rule) -> list[Row]:
-        """The rows that calls can meet: of those that write, the ones that keep the layout."""
+        """The rows to try; for an operator that writes, those that keep the written layout."""
         kept = self.written
         rows = [r for r in rule.rows if kept is None or r.inputs[kept] is r.outputs[0]]
         return [row for row in rows if self._can_be(row)]
@@ -177,7 +177,7 @@ class Trial:
         return True
 
     def problem(self, rule: Rule, row: Row, count: int, cuts: Cuts) -> str | None:
-        """What is wrong when the call runs in this layout; None if nothing is."""
+        """The problem with the call in this layout, or None."""
         where = _axis(count)
         factors: dict[str, tuple[Cuts, tuple[int, ...]]] = {}
         if row.factor is not None:
@@ -220,7 +220,7 @@ class Trial:
             windows=rule.windows,
         )
         operands = [
-            wrap(spec, tuple(_parts(tensor, spec, self.draw)))
+            wrap(spec, _parts(tensor, spec, self.draw))
             for spec, tensor in zip(inputs, self.tensors, strict=True)
         ]
         given, named = filled(self.args, self.kwargs, iter(operands))
@@ -234,7 +234,7 @@ class Trial:
         return None
 
     def _aliased(self, got: Any, operands: Sequence[Any]) -> str | None:
-        """A result shares memory with an operand only if it does so on one device."""
+        """The problem if a result shares memory with an operand, but does not on one device."""
         if self.shares:
             return None
         mine = {_memory(local) for local in got._locals}
@@ -263,24 +263,18 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _parts(
-    tensor: torch.Tensor, spec: DTensorSpec, draw: torch.Generator
-) -> Iterator[torch.Tensor]:
+def _parts(tensor: torch.Tensor, spec: DTensorSpec, draw: torch.Generator) -> Locals:
     """The local tensors of a whole tensor laid out as `spec`, which has one axis."""
     (place,) = spec.placements
     if isinstance(place, Partial):
-        for part in _split(tensor, place.reduce_op, len(spec.slots), draw):
-            yield torch.empty_like(tensor).copy_(part)  # in the tensor's order of dims
-        return
-    fine = spec.fine or spec
-    seen = tensor.view(fine.shape)
-    for coord in spec.slots:
-        part = seen[tuple(slice(*piece) for piece in fine.box(coord))].clone()
-        yield part.reshape(spec.local_shape(coord))
+        parts = _split(tensor, place.reduce_op, len(spec.slots), draw)
+        return tuple(torch.empty_like(tensor).copy_(part) for part in parts)  # in its memory format
+    whole = DTensorSpec(spec.topology, default_placements(spec.topology), spec.meta)
+    return redistribute_locals(whole, spec, (tensor.clone(),), fresh=True)
 
 
 def _split(whole: torch.Tensor, op: str, count: int, draw: torch.Generator) -> list[torch.Tensor]:
-    """Tensors that reduce to `whole`, which none of them needs to resemble."""
+    """Random tensors that reduce to `whole`."""
     dtype = whole.dtype
     noise = [torch.randint(-3, 4, whole.shape, generator=draw).to(dtype) for _ in range(count)]
     if dtype is torch.bool:
@@ -300,7 +294,7 @@ def _split(whole: torch.Tensor, op: str, count: int, draw: torch.Generator) -> l
     rest = sum(noise[1:], torch.zeros_like(whole))
     if op == "sum":
         return [whole - rest, *noise[1:]]
-    # The average of integers drops what is over: whole values must not depend on it.
+    # The average of integers is rounded down: the result must not depend on that.
     over = 0 if exact else (count - 1) * torch.where(whole < 0, -1, 1).to(dtype)
     return [whole * count - rest + over, *noise[1:]]
 
@@ -319,24 +313,13 @@ def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
             )
     if not values:
         return None
-    whole = _joined(spec, got._locals)
+    whole = full_local(got)
     # Sums in another order differ in the last digits, and more where large parts cancel.
     close = torch.finfo(want.dtype).eps ** 0.5 if has_fractions(want.dtype) else 0
-    if torch.equal(whole, want):  # much faster than to look for what is close
+    if torch.equal(whole, want):  # much faster than assert_close
         return None
     try:
         torch.testing.assert_close(whole, want, rtol=close, atol=close, equal_nan=True)
     except AssertionError as error:
         return "values differ: " + "; ".join(filter(None, str(error).splitlines()[1:]))
     return None
-
-
-def _joined(spec: DTensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    fine = spec.fine or spec
-    (place,) = fine.placements
-    if isinstance(place, Shard):
-        seen = [
-            part.reshape(fine.local_shape(at)) for at, part in zip(fine.slots, parts, strict=True)
-        ]
-        return torch.cat(seen, place.dim).reshape(spec.shape)
-    return reduce_list(parts, place.reduce_op) if isinstance(place, Partial) else parts[0]

@@ -1,0 +1,118 @@
+"""Random operators composed of others, with the numbers of PyTorch's own kernels.
+
+A function returns NotImplemented if the call is not of the kind it serves: then whole tensors are
+drawn, and PyTorch raises its own errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload
+from ..dispatch.fallback import laid_out
+from ..dispatch.random_ops import DISTRIBUTIONS
+from ..storage.ragged import reduce_partial
+from ..storage.wrapper import Wrapper
+from .agree import begin
+
+Given = Mapping[str, Any]
+"""The arguments of a call, by name."""
+
+
+def _filled(fill: str, op: OpOverload, given: Given) -> Any:
+    """A new tensor like `self`, filled in place: `rand_like`, `randn_like` and their like."""
+    options = ("dtype", "layout", "device", "pin_memory", "memory_format")
+    named = {name: given[name] for name in options if given.get(name) is not None}
+    made = torch.empty_like(given["self"], **named)
+    rest = {name: v for name, v in given.items() if name not in (*options, "self")}
+    return getattr(made, fill)(**rest)
+
+
+def _randint_like(op: OpOverload, given: Given) -> Any:
+    bounds = {"from": given.get("low", 0), "to": int(given["high"])}
+    rest = {name: value for name, value in given.items() if name not in ("low", "high")}
+    return _filled("random_", op, rest | bounds)
+
+
+def _bernoulli(op: OpOverload, given: Given) -> Any:
+    """One number is drawn for each probability, whatever it is: no rank needs those of others."""
+    target, p, generator = given["self"], given.get("p", given["self"]), given["generator"]
+    if op._overloadname == "p":
+        made = torch.empty_like(target, memory_format=torch.contiguous_format)
+        return made.bernoulli_(p, generator=generator)
+    if op._overloadname == "float" or not isinstance(p, Wrapper):
+        return NotImplemented
+    p = reduce_partial(op, p)
+    fits = p.shape == target.shape and p.dtype.is_floating_point and p._spec.groups is None
+    if not fits or not bool(((p >= 0) & (p <= 1)).all()):
+        return NotImplemented
+    begin(op, p._spec.topology, generator)
+    if op._overloadname == "default":
+        drawn = torch.bernoulli(_held(p), generator=generator)
+    else:
+        shape, stride, dtype = target._spec.meta
+        drawn = torch.empty_strided(shape, stride, dtype=dtype, device=target.device)
+        drawn.bernoulli_(_held(p), generator=generator)
+    made = laid_out(drawn, p._spec.topology, p._spec)
+    return made if op._overloadname == "default" else target.copy_(made)
+
+
+def _held(x: Any) -> torch.Tensor:
+    """The whole tensor, with zeros where it is not held here."""
+    spec = x._spec
+    shape, stride, dtype = spec.meta
+    whole = torch.empty_strided(shape, stride, dtype=dtype, device=x.device).zero_()
+    for coord, part in zip(spec.slots, x._locals, strict=True):
+        whole[tuple(slice(*piece) for piece in spec.box(coord))] = part
+    return whole
+
+
+def _normal(op: OpOverload, given: Given) -> Any:
+    """Numbers around zero are drawn, then scaled and shifted."""
+    mean, std = given["mean"], given["std"]
+    tensors = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
+    fits = all(isinstance(each, Wrapper) and each.dtype.is_floating_point for each in tensors)
+    if not fits or not tensors or len({each.dtype for each in tensors}) > 1:
+        return NotImplemented
+    if isinstance(std, torch.Tensor) and not bool((std >= 0).all()):
+        return NotImplemented
+    base = torch.broadcast_tensors(*tensors)[0] if len(tensors) > 1 else tensors[0]
+    made = torch.empty_like(base, memory_format=torch.contiguous_format)
+    spread = 1.0 if isinstance(std, torch.Tensor) else std
+    made.normal_(0.0, spread, generator=given["generator"])
+    if isinstance(std, torch.Tensor):
+        made = made.mul_(std)
+    return made.add_(mean)
+
+
+def _multinomial(op: OpOverload, given: Given) -> Any:
+    """Without replacement, or for one sample: the largest of `p / e`, where `e` is exponential."""
+    p, count = given["self"], given["num_samples"]
+    if (given["replacement"] and count > 1) or not p.numel() or not p.dtype.is_floating_point:
+        return NotImplemented
+    p = reduce_partial(op, p)
+    drawable = count if count > 1 else 1
+    valid = ((p >= 0) & (p < inf)).all() & ((p > 0).sum(-1) >= drawable).all()
+    if not 0 < p.ndim < 3 or not 0 < count <= p.shape[-1] or not bool(valid):
+        return NotImplemented
+    e = torch.empty_like(p).exponential_(1, generator=given["generator"])
+    best = p / e
+    return best.argmax(-1, keepdim=True) if count == 1 else best.topk(count)[1]
+
+
+COMPOSITES: dict[str, Callable[[OpOverload, Given], Any]] = {
+    **{name: partial(_filled, f"{name}_") for name in DISTRIBUTIONS},
+    "rand_like": partial(_filled, "uniform_"),
+    "randn_like": partial(_filled, "normal_"),
+    "randint_like": _randint_like,
+    "bernoulli": _bernoulli,
+    "bernoulli_": _bernoulli,
+    "normal": _normal,
+    "multinomial": _multinomial,
+}
+"""By the name of the operator."""
