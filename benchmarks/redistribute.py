@@ -30,7 +30,7 @@ import torch.multiprocessing
 import shardwise as sw
 from shardwise.layout.geometry import all_coords, box_numel, intersect
 from shardwise.layout.mesh import VirtualMesh
-from shardwise.redistribute import Layout, plan
+from shardwise.redistribute import steps_between
 
 MESHES = [(8,), (2, 4), (2, 2, 2)]
 SIZE = (1024, 1024)
@@ -183,7 +183,7 @@ def time_planning(axes: int, unequal: bool, most: int, times: int) -> None:
         value
         for name, module in list(sys.modules.items())
         if name.startswith("shardwise")
-        for value in [*vars(module).values(), Layout.of]
+        for value in vars(module).values()
         if hasattr(value, "cache_clear")
     ]
     found = []
@@ -194,7 +194,7 @@ def time_planning(axes: int, unequal: bool, most: int, times: int) -> None:
                 cache.cache_clear()
             a, b = spec(mesh, src), spec(mesh, dst)
             start = time.perf_counter()
-            plan(a, b)
+            steps_between(a, b)
             least = min(least, time.perf_counter() - start)
             del a, b
         found.append(least * 1e3)

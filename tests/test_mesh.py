@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardwise.errors import MeshError
-from shardwise.layout.mesh import DeviceMesh, VirtualMesh, init_device_mesh, topology
+from shardwise.layout.make_mesh import DeviceMesh, init_device_mesh
+from shardwise.layout.mesh import VirtualMesh, topology
 
 
 def test_a_virtual_mesh_has_the_interface_of_pytorchs() -> None:
@@ -96,7 +97,8 @@ def test_questions_without_one_answer_name_the_way_out(method: str) -> None:
 
 def test_under_torchruns_environment_the_mesh_is_pytorchs() -> None:
     script = (
-        "from shardwise.layout.mesh import init_device_mesh; import torch.distributed as dist\n"
+        "import torch.distributed as dist\n"
+        "from shardwise import init_device_mesh\n"
         "mesh = init_device_mesh('cpu', (1,)); print(type(mesh).__module__)\n"
         "dist.destroy_process_group()"
     )

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from shardwise.comm.events import listen, unlisten
 from shardwise.errors import LayoutError
-from shardwise.layout.mesh import Link, Topology, init_device_mesh
+from shardwise.layout.make_mesh import init_device_mesh
+from shardwise.layout.mesh import Link, Topology
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import plan, run_steps
+from shardwise.redistribute import redistribute_locals, steps_between
 
 from .layouts import (
     assert_holds,
@@ -37,7 +38,7 @@ SIZES = [(8, 8), (7, 5), (3, 2), (1, 1), (0, 4)]
 def assert_moves(src: DTensorSpec, dst: DTensorSpec, full: torch.Tensor, seed: int = 0) -> None:
     before = stored(src, scatter(src, full, seed))
     kept = [part.clone() for part in before]
-    after = run_steps(plan(src, dst), before, src.stride, fresh=True)
+    after = redistribute_locals(src, dst, tuple(before), fresh=True)
     assert_holds(dst, by_coord(dst, after), full, f"from {src}")
     assert all(map(equal, before, kept)), f"from {src} to {dst}: the source was changed"
 
@@ -59,7 +60,7 @@ def test_every_pair_is_exact(mesh_shape: tuple[int, ...], size: tuple[int, int])
     for src in some(specs, 0.4, (mesh_shape, size)):
         before = stored(src, scatter(src, full))
         for dst in specs:
-            after = run_steps(plan(src, dst), before, src.stride)
+            after = redistribute_locals(src, dst, tuple(before))
             assert_holds(dst, by_coord(dst, after), full, src)
 
 
@@ -78,10 +79,10 @@ def test_pending_kinds_that_do_not_commute_reduce_the_last_axis_first() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     spec = spec_of(mesh, [Partial("sum"), Partial("max")], (1,))
     local = [torch.tensor([float(v)]) for v in (1, 5, 7, 2)]
-    (got,) = run_steps(plan(spec, spec.with_placements([R, R])), local, spec.stride)
+    (got,) = redistribute_locals(spec, spec.with_placements([R, R]), tuple(local))
     assert got.item() == max(1, 5) + max(7, 2)
     swapped = spec_of(mesh, [Partial("max"), Partial("sum")], (1,))
-    (got,) = run_steps(plan(swapped, swapped.with_placements([R, R])), local, spec.stride)
+    (got,) = redistribute_locals(swapped, swapped.with_placements([R, R]), tuple(local))
     assert got.item() == max(1 + 5, 7 + 2)
 
 
@@ -142,7 +143,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
             if given is None:
                 assert_moves(src, dst, full)
         if given is not None:  # equal values on all ranks: the sum is three times, max and min one
-            (got,) = run_steps(plan(src, specs[0]), given, src.stride)
+            (got,) = redistribute_locals(src, specs[0], tuple(given))
             times = 3 if src.placements[0].is_partial("sum") else 1
             want = full if dtype is torch.bool else (full.to(torch.complex64) * times).real
             if dtype.is_complex:
@@ -156,7 +157,7 @@ def test_nan_and_infinities_survive() -> None:
     local = [torch.tensor([nan, 1.0, -inf, inf]), torch.tensor([1.0, nan, -inf, 0.0])]
     for op, want in (("max", [nan, nan, -inf, inf]), ("min", [nan, nan, -inf, 0.0])):
         spec = spec_of(mesh, [Partial(op)], (4,))
-        (got,) = run_steps(plan(spec, spec.with_placements([R])), local, spec.stride)
+        (got,) = redistribute_locals(spec, spec.with_placements([R]), tuple(local))
         torch.testing.assert_close(got, torch.tensor(want), equal_nan=True)
 
 
@@ -164,7 +165,7 @@ def test_average_of_small_integers_does_not_overflow() -> None:
     mesh = init_device_mesh("cpu", (4,))
     spec = spec_of(mesh, [Partial("avg")], (1,), torch.int8)
     local = [torch.tensor([100], dtype=torch.int8)] * 4
-    (got,) = run_steps(plan(spec, spec.with_placements([R])), local, spec.stride)
+    (got,) = redistribute_locals(spec, spec.with_placements([R]), tuple(local))
     assert got.dtype is torch.int8 and got.item() == 100
 
 
@@ -177,7 +178,7 @@ def test_average_of_small_integers_among_sums_does_not_overflow() -> None:
     local = [torch.full((4,), 60 - 50 * (rank % 2), dtype=torch.int8) for rank in range(8)]
     for target in ([R, R], [S0, R], [R, S0], [S0, S0]):
         dst = spec.with_placements(target)
-        after = run_steps(plan(spec, dst), local, spec.stride)
+        after = redistribute_locals(spec, dst, tuple(local))
         assert_holds(dst, by_coord(dst, after), torch.full((4,), 70, dtype=torch.int8), "")
 
 
@@ -185,10 +186,10 @@ def test_what_cannot_be_pending_is_said_before_anything_moves() -> None:
     mesh = init_device_mesh("cpu", (2,))
     spec = spec_of(mesh, [Partial("max")], (2,), torch.complex64)
     with pytest.raises(LayoutError, match="complex numbers have no order"):
-        plan(spec, spec.with_placements([R]))
+        steps_between(spec, spec.with_placements([R]))
     spec = spec_of(mesh, [R], (2,), torch.bool)
     with pytest.raises(LayoutError, match="Use Partial\\('max'\\) for any"):
-        plan(spec, spec.with_placements([Partial("avg")]))
+        steps_between(spec, spec.with_placements([Partial("avg")]))
 
 
 # --- what moves ---------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def heard(src: DTensorSpec, dst: DTensorSpec) -> list[tuple[str, tuple[int, ...]
     before = stored(src, scatter(src, whole_numbers(src.shape)))
     listen(listener)
     try:
-        run_steps(plan(src, dst), before, src.stride)
+        redistribute_locals(src, dst, tuple(before))
     finally:
         unlisten(listener)
     return listener.calls
@@ -268,7 +269,7 @@ def test_no_step_loses_data(size: tuple[int, int]) -> None:
     specs = [spec_of(mesh, each, size) for each in layouts_of(2, [R, S0, S1, P])]
     for src in specs:
         for dst in specs:
-            for step in plan(src, dst):
+            for step in steps_between(src, dst):
                 seen = torch.zeros(size, dtype=torch.bool)
                 for coord in step.dst.topology.group_coords((0, 0), (0, 1)):
                     (a, b), (c, d) = step.dst.box(coord)
@@ -284,7 +285,7 @@ def test_local_tensors_keep_the_order_of_dims() -> None:
     for src in specs:
         before = [part.t().contiguous().t() for part in stored(src, scatter(src, full))]
         for dst in specs:
-            for part in run_steps(plan(src, dst), before, stride):
+            for part in redistribute_locals(src, dst, tuple(before)):
                 assert part.stride(0) == 1, (src, dst, part.stride())
 
 

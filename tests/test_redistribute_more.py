@@ -18,7 +18,7 @@ from shardwise.layout.cost import PRESETS, links_of
 from shardwise.layout.geometry import all_coords, box_numel, box_shape, intersect
 from shardwise.layout.links import read_links, write_links
 from shardwise.layout.mesh import VirtualMesh
-from shardwise.redistribute import Run, plan, run_all, run_steps
+from shardwise.redistribute import redistribute_locals, run_all, run_between, steps_between
 from shardwise.tools.calibrate import calibrate
 
 from .layouts import assert_holds, by_coord, layouts_of, scatter, spec_of, stored, whole_numbers
@@ -34,7 +34,7 @@ def test_nobody_receives_what_it_has(mesh_shape: tuple[int, ...], size: tuple[in
     mesh = sw.init_device_mesh("cpu", mesh_shape)
     specs = [spec_of(mesh, each, size) for each in layouts_of(len(mesh_shape), [R, S0, S1])]
     for src, dst in itertools.product(specs, repeat=2):
-        steps = plan(src, dst)
+        steps = steps_between(src, dst)
         for coord in all_coords(mesh_shape):
             new = dst.box(coord)
             lacks = box_numel(new) - box_numel(intersect(src.box(coord), new))
@@ -46,7 +46,9 @@ def test_pending_sums_end_in_any_shards_at_once() -> None:
     big = (1024, 1024)
 
     def kinds(src: Any, dst: Any) -> list[str]:
-        return [step.kind for step in plan(spec_of(mesh, src, big), spec_of(mesh, dst, big))]
+        return [
+            step.kind for step in steps_between(spec_of(mesh, src, big), spec_of(mesh, dst, big))
+        ]
 
     assert kinds([P, P], [S0, S0]) == ["reduce_scatter"]
     assert kinds([P, P], [S1, S0]) == ["reduce_scatter"]
@@ -59,7 +61,7 @@ def test_bytes_sent_are_bytes_received() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 3))
     specs = [spec_of(mesh, each, (7, 5)) for each in layouts_of(2, [R, S0, S1, P])]
     for src, dst in itertools.product(specs, repeat=2):
-        for step in plan(src, dst):
+        for step in steps_between(src, dst):
             if step.kind not in ("all_reduce", "reduce_scatter"):
                 coords = all_coords((2, 3))
                 assert sum(map(step.sent, coords)) == sum(map(step.received, coords)), (src, dst)
@@ -76,31 +78,8 @@ def test_every_way_is_exact(mesh_shape: tuple[int, ...]) -> None:
     every = layouts_of(len(mesh_shape), [R, S0, S1, P])
     specs = [spec_of(mesh, each, (7, 5)) for each in every]
     for src, dst in list(itertools.product(specs, repeat=2))[:: 1 if len(mesh_shape) == 2 else 23]:
-        after = run_steps(plan(src, dst), stored(src, scatter(src, full)), src.stride)
+        after = redistribute_locals(src, dst, tuple(stored(src, scatter(src, full))))
         assert_holds(dst, by_coord(dst, after), full, f"from {src}")
-
-
-@pytest.mark.parametrize("size", [(24, 24), (7, 5), (1, 9)], ids=str)
-def test_a_price_is_that_of_each_piece_by_its_slowest_link(size: tuple[int, int]) -> None:
-    mesh_shape = (2, 3, 2)
-    links = [Link(1e-6, 10.0**bandwidth) for bandwidth in (8, 6, 7)]
-    mesh = sw.init_device_mesh("cpu", mesh_shape, links=links)
-    specs = [spec_of(mesh, each, size) for each in layouts_of(3, [R, S0, S1, P])]
-    costs = [link.per_byte for link in links]
-    for src, dst in list(itertools.product(specs, repeat=2))[::7]:
-        for step in plan(src, dst):
-            if step.is_local or step.kind == "all_reduce":
-                continue
-            paid = [
-                sum(
-                    box_numel(step.piece(giver, coord))
-                    * max([c for c, a, b in zip(costs, giver, coord, strict=True) if a != b])
-                    for giver in step.sources(coord)
-                    if giver != coord
-                )
-                for coord in all_coords(mesh_shape)
-            ]
-            assert step.price(4) == 10**9 + 4 * max(paid), (src, dst, step.kind)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2)], ids=str)
@@ -214,18 +193,22 @@ def test_an_explanation_says_what_each_rank_moves() -> None:
 
 @pytest.mark.parametrize("size", [(64, 64), (67, 41)], ids=str)
 @pytest.mark.parametrize("room", [4096, 1024])
-def test_memory_stays_within_source_target_and_buffer(size: tuple[int, int], room: int) -> None:
-    links = ["ethernet", "nvlink"]
-    mesh = sw.init_device_mesh("cpu", (2, 4), links=links)
+def test_what_lies_between_two_collectives_fits_the_buffer(
+    size: tuple[int, int], room: int
+) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 4))
+    full = whole_numbers(size)
     specs = [spec_of(mesh, each, size) for each in layouts_of(2, [R, S0, S1, P])]
     with sw.exchange_buffer(room):
-        for src, dst in itertools.product(specs, repeat=2):
+        for src, dst in list(itertools.product(specs, repeat=2))[::3]:
             told = sw.explain_redistribute(src, dst)
             for step in told.steps:
                 for coord in all_coords((2, 4)):
                     shards = 4 * (box_numel(src.box(coord)) + box_numel(dst.box(coord)))
                     rank = coord[0] * 4 + coord[1]
-                    assert step.held[rank] <= shards + room, (told, coord)
+                    assert step.held[rank] <= shards + 2 * room, (told, coord)
+            after = redistribute_locals(src, dst, tuple(stored(src, scatter(src, full))))
+            assert_holds(dst, by_coord(dst, after), full, f"from {src}")
 
 
 @pytest.mark.parametrize("at", [[S0, R], [S1, S0], [R, S1]], ids=str)
@@ -266,15 +249,15 @@ def test_every_pair_of_layouts_on_two_meshes(name: str, size: tuple[int, int]) -
     for src in (spec_of(a, each, size) for each in layouts_of(a.ndim, [R, S0, S1, P])):
         before = stored(src, scatter(src, full))
         for dst in (spec_of(b, each, size) for each in layouts_of(b.ndim, [R, S0, S1, P])):
-            after = run_steps(plan(src, dst), before, src.stride, fresh=True)
+            after = redistribute_locals(src, dst, tuple(before), fresh=True)
             assert_holds(dst, by_coord(dst, after), full, f"from {src}")
 
 
 def test_a_rank_on_both_meshes_keeps_what_it_has() -> None:
     a, b = VirtualMesh("cpu", [0, 1, 2, 3]), VirtualMesh("cpu", [[0, 1], [2, 3]])
-    (step,) = plan(spec_of(a, [S0], (8, 4)), spec_of(b, [S0, S0], (8, 4)))
+    (step,) = steps_between(spec_of(a, [S0], (8, 4)), spec_of(b, [S0, S0], (8, 4)))
     assert step.elements_received == 0
-    (step,) = plan(spec_of(a, [R], (8, 4)), spec_of(b, [S1, S0], (8, 4)))
+    (step,) = steps_between(spec_of(a, [R], (8, 4)), spec_of(b, [S1, S0], (8, 4)))
     assert step.elements_received == 0
 
 
@@ -309,7 +292,7 @@ def test_a_batch_is_what_each_alone_is() -> None:
     specs = [(spec_of(mesh, a, size), spec_of(mesh, b, size)) for a, b, size in pairs]
     full = [whole_numbers(src.shape) for src, _ in specs]
     runs = [
-        Run(plan(src, dst), stored(src, scatter(src, whole)), src.stride)
+        run_between(src, dst, tuple(stored(src, scatter(src, whole))))
         for (src, dst), whole in zip(specs, full, strict=True)
     ]
     for (src, dst), whole, ready in zip(specs, full, run_all(runs), strict=True):
@@ -333,17 +316,17 @@ def test_a_batch_holds_no_more_between_its_steps_than_the_buffer() -> None:
     full = whole_numbers((8, 8))
     spec, goal = spec_of(mesh, [P, S0], (8, 8)), spec_of(mesh, [R, S1], (8, 8))
     local = stored(spec, scatter(spec, full))
-    assert [step.kind for step in plan(spec, goal)] == ["all_reduce", "exchange"]
+    assert [step.kind for step in steps_between(spec, goal)] == ["all_reduce", "exchange"]
 
     def counts(buffer: int) -> dict[str, int]:
         with sw.exchange_buffer(buffer), sw.CommDebugMode() as comm:
-            runs = [Run(plan(spec, goal), local, spec.stride) for _ in range(6)]
+            runs = [run_between(spec, goal, tuple(local)) for _ in range(6)]
             for ready in run_all(runs):
                 assert_holds(goal, by_coord(goal, ready()), full, f"with {buffer}")
         return comm.get_comm_counts()
 
     assert counts(1 << 20) == {"all_reduce": 1, "exchange": 1}
-    # Each has 128 bytes in between, and an exchange packs 256: four, then two.
+    # Each packs and holds 512 bytes at most: three, then three.
     assert counts(1600) == {"all_reduce": 2, "exchange": 2}
 
 
@@ -392,7 +375,7 @@ def test_async_is_ready_when_used() -> None:
 def test_shapes_of_pieces_fit_their_boxes() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2))
     src, dst = spec_of(mesh, [S0, S1], (5, 3)), spec_of(mesh, [S1, S0], (5, 3))
-    (step,) = plan(src, dst)
+    (step,) = steps_between(src, dst)
     for target in all_coords((2, 2)):
         pieces = [step.piece(source, target) for source in step.sources(target)]
         assert sum(map(box_numel, pieces)) == box_numel(dst.box(target))

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
-from shardwise.layout.mesh import init_device_mesh, topology
+from shardwise.layout.make_mesh import init_device_mesh
+from shardwise.layout.mesh import topology
 from shardwise.layout.placement import Partial, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec, TensorMeta, checked_placements
 

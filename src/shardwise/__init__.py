@@ -15,7 +15,7 @@ from .config import (
     ragged_results,
 )
 from .layout.cost import Link
-from .layout.mesh import DeviceMesh, init_device_mesh
+from .layout.make_mesh import DeviceMesh, init_device_mesh
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import distribute_module

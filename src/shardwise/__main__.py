@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .layout.links import links_file
-from .layout.mesh import distributed_is_on
+from .layout.make_mesh import distributed_is_on
 from .tools.calibrate import calibrate
 
 

@@ -173,7 +173,8 @@ def keep_partial_grads() -> Block:
 def exchange_buffer(nbytes: int) -> Block:
     """Let collectives use buffers of at most `nbytes`, the same on all ranks; 32 MiB by default.
 
-    Larger moves go in rounds. A rank never holds more than the source, the target and the buffer.
+    Larger tensors go in rounds. If a rank would hold more than this between two collectives of one
+    move, the move is a single exchange where there is one.
 
     >>> import torch, shardwise
     >>> from shardwise import Shard

@@ -10,7 +10,7 @@ import torch
 
 from shardwise import Shard, distribute_tensor
 from shardwise.errors import LayoutError
-from shardwise.layout.mesh import described
+from shardwise.layout.make_mesh import described
 
 from ..compare import numbers, virtual
 

@@ -22,7 +22,7 @@ from shardwise import DTensor, DTensorSpec, Partial, Replicate, Shard, TensorMet
 from shardwise.dispatch.operator import Operator
 from shardwise.errors import ShardwiseError
 from shardwise.layout.mesh import VirtualMesh
-from shardwise.redistribute import plan
+from shardwise.redistribute import steps_between
 from shardwise.rules import TABLE, parse
 from shardwise.tools.verify import Trial
 
@@ -99,7 +99,7 @@ def _plan(mesh: Any, size: tuple[int, int], src: tuple[Any, ...], dst: tuple[Any
         if step.is_local
         else f"{step.kind}({','.join(names[axis] for axis in step.axes)}) "
         f"{step.elements_received * 4} B"
-        for step in plan(a, b)
+        for step in steps_between(a, b)
     ]
     return f"{a} -> {b.layout_text()}: {', then '.join(steps) or 'nothing'}"
 

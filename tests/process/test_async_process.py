@@ -20,7 +20,8 @@ from shardwise import Partial, Replicate, Shard
 from shardwise._torch import shared_store
 from shardwise.comm import all_to_all
 from shardwise.errors import CommunicationError
-from shardwise.layout.mesh import AnyMesh, DeviceMesh
+from shardwise.layout.make_mesh import DeviceMesh
+from shardwise.layout.mesh import AnyMesh
 from shardwise.redistribute import run_all, run_between
 from shardwise.storage.async_value import AsyncValue
 

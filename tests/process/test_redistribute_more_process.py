@@ -23,7 +23,8 @@ from shardwise.errors import CommunicationError, MeshError
 from shardwise.layout.cost import DEFAULT
 from shardwise.layout.geometry import stride_like
 from shardwise.layout.links import read_links, write_links
-from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh, topology
+from shardwise.layout.make_mesh import DeviceMesh
+from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import run_all, run_between

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.comm import engine_of
-from shardwise.layout.mesh import AnyMesh, DeviceMesh, VirtualMesh, init_device_mesh, topology
+from shardwise.layout.make_mesh import DeviceMesh, init_device_mesh
+from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import plan, run_steps
+from shardwise.redistribute import redistribute_locals
 from shardwise.tensor.dtensor import distribute_tensor
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
@@ -49,7 +50,7 @@ def move(ranks: Ranks, cases: Sequence[Case]) -> list[list[torch.Tensor]]:
 def move_one(mesh: AnyMesh, case: Case) -> list[torch.Tensor]:
     src, dst = sides(mesh, case)
     full = whole_numbers(case[0], dtype=case[1])
-    return list(run_steps(plan(src, dst), stored(src, scatter(src, full)), src.stride))
+    return list(redistribute_locals(src, dst, tuple(stored(src, scatter(src, full)))))
 
 
 def check(ranks: Ranks, cases: Sequence[Case], got: Sequence[Sequence[Any]]) -> None:
@@ -181,7 +182,7 @@ def reduce_equal(dtype: torch.dtype, op: str, value: float, to: Placement) -> li
     mesh = make_mesh([0, 1, 2, 3])
     src = spec_of(mesh, [Partial(op)], (4,), dtype)
     local = torch.full((4,), value).to(dtype)
-    (got,) = run_steps(plan(src, src.with_placements([to])), [local], src.stride)
+    (got,) = redistribute_locals(src, src.with_placements([to]), (local,))
     assert got.dtype is dtype and got.data_ptr() != local.data_ptr()
     return [complex(v).real for v in got.to(torch.complex64).tolist()]
 
@@ -218,7 +219,7 @@ def reduce_special(op: str, dtype: torch.dtype) -> list[torch.Tensor]:
     rows = [[nan, 1.0, -inf, inf, -2.0], [1.0, nan, -inf, 0.0, -3.0]]
     src = spec_of(mesh, [Partial(op)], (5,), dtype)
     here = torch.tensor(rows[dist.get_rank()], dtype=dtype)
-    return [run_steps(plan(src, src.with_placements([p])), [here], (1,))[0] for p in (R, S0)]
+    return [redistribute_locals(src, src.with_placements([p]), (here,))[0] for p in (R, S0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
@@ -239,7 +240,7 @@ def gather_conjugate() -> bool:
     full = torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj()
     spec = spec_of(mesh, [S0], (4,), torch.complex64)
     here = full.chunk(2)[dist.get_rank()]
-    (got,) = run_steps(plan(spec, spec.with_placements([R])), [here], (1,))
+    (got,) = redistribute_locals(spec, spec.with_placements([R]), (here,))
     return torch.equal(got, full.resolve_conj())
 
 

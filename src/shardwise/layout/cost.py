@@ -12,18 +12,6 @@ from functools import cached_property
 from ..errors import MeshError
 from .placement import Placement
 
-__all__ = [
-    "DEFAULT",
-    "LATENCY_BYTES",
-    "PRESETS",
-    "Link",
-    "LinkLike",
-    "debt",
-    "links_of",
-    "move_cost",
-    "recut_cost",
-]
-
 _SECOND = 10**15
 
 

@@ -11,32 +11,11 @@ from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
 
-__all__ = [
-    "Box",
-    "Cuts",
-    "Interval",
-    "all_coords",
-    "box_numel",
-    "box_shape",
-    "chunk_cuts",
-    "contains",
-    "contiguous_stride",
-    "flat_index",
-    "flat_indices",
-    "intersect",
-    "intervals",
-    "is_dense",
-    "relative",
-    "stride_like",
-    "strided",
-]
-
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 Cuts = tuple[int, ...]
 
 
-@lru_cache(maxsize=65536)
 def chunk_cuts(size: int, counts: tuple[int, ...]) -> Cuts:
     """The sizes of the pieces when `size` is cut as `torch.chunk` would, axis after axis.
 
@@ -81,7 +60,7 @@ def intersect(a: Box, b: Box) -> Box:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether every element of `inner` is in `outer`; an empty box is in every box."""
+    """True if every element of `inner` is in `outer`; an empty box is in every box."""
     if box_numel(inner) == 0:
         return True
     return all(o0 <= i0 and i1 <= o1 for (o0, o1), (i0, i1) in zip(outer, inner, strict=True))
@@ -118,37 +97,6 @@ def flat_index(coord: Sequence[int], shape: Sequence[int], axes: Iterable[int]) 
     for axis in axes:
         index = index * shape[axis] + coord[axis]
     return index
-
-
-@lru_cache(maxsize=4096)
-def flat_indices(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """For every coordinate of a grid its row-major index among the coordinates of `axes` alone.
-
-    >>> flat_indices((2, 3), (1,))
-    (0, 1, 2, 0, 1, 2)
-    """
-    steps = [0] * len(shape)
-    step = 1
-    for axis in reversed(axes):
-        steps[axis] = step
-        step *= shape[axis]
-    return tuple(strided(shape, steps))
-
-
-def strided(shape: Iterable[int], steps: Iterable[int]) -> list[int]:
-    """For every coordinate of a grid its index in memory, if axes have these strides.
-
-    >>> strided((2, 3), (10, 1))
-    [0, 1, 2, 10, 11, 12]
-    """
-    found = [0]
-    for size, step in zip(shape, steps, strict=True):
-        if step:
-            places = range(0, size * step, step)
-            found = [index + place for index in found for place in places]
-        else:
-            found = [index for index in found for _ in range(size)]
-    return found
 
 
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
@@ -189,7 +137,7 @@ def stride_like(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in some order of dims."""
+    """True if the elements fill their memory without gaps or overlap, in some order of dims."""
     dims = sorted((st, size) for size, st in zip(shape, stride, strict=True) if size != 1)
     step = 1
     for st, size in dims:

@@ -18,8 +18,6 @@ from .._torch import shared_store
 from ..errors import MeshError
 from .cost import Link, links_of
 
-__all__ = ["links_file", "read_links", "told_by_first", "write_links"]
-
 
 def links_file() -> Path:
     """Where measured links are kept: `shardwise/links.json` in the user's cache directory."""

@@ -6,39 +6,22 @@ works with its `Topology`: an interned value that says what the mesh is.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
-from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from .._torch import entered_torch_mesh, root_mesh, shared_store
+from .._torch import entered_torch_mesh, root_mesh
 from ..config import current, enter_mesh, leave_mesh
 from ..errors import MeshError
 from .cost import Link, LinkLike, links_of
 from .geometry import all_coords
-from .links import told_by_first
 from .placement import Placement
-from .world import World, at_end, current_world, known_world
-
-__all__ = [
-    "AnyMesh",
-    "DeviceMesh",
-    "Topology",
-    "VirtualMesh",
-    "described",
-    "described_mesh",
-    "from_first_rank",
-    "init_device_mesh",
-    "topology",
-]
+from .world import World, at_end, current_world
 
 Coord = tuple[int, ...]
 
@@ -68,7 +51,7 @@ class VirtualMesh:
             raise MeshError(f"DeviceMesh: a rank appears twice in {ranks.tolist()}.")
         self.device_type = device_type
         self.mesh = ranks.reshape(1) if ranks.ndim == 0 else ranks
-        self.mesh_dim_names = _checked_names(mesh_dim_names, self.mesh.ndim)
+        self.mesh_dim_names = checked_names(mesh_dim_names, self.mesh.ndim)
         self.links = links_of(links, self.mesh.ndim)
 
     @property
@@ -127,7 +110,7 @@ class VirtualMesh:
         return self.device_type, self.shape, ranks, self.mesh_dim_names, self.links
 
     def __repr__(self) -> str:
-        return f"VirtualMesh({self.device_type!r}, {_axes_text(self.shape, self.mesh_dim_names)})"
+        return f"VirtualMesh({self.device_type!r}, {axes_text(self.shape, self.mesh_dim_names)})"
 
 
 AnyMesh = VirtualMesh | TorchDeviceMesh
@@ -141,7 +124,8 @@ def _no_single_rank(method: str) -> str:
     )
 
 
-def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
+def checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
+    """The names of `ndim` axes, or an error."""
     if names is None:
         return None
     got = tuple(names)
@@ -153,133 +137,11 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | 
     return got
 
 
-def _axes_text(shape: Sequence[int], names: Sequence[str] | None) -> str:
+def axes_text(shape: Sequence[int], names: Sequence[str] | None) -> str:
+    """The axes of a mesh for messages: `2x2`, or `dp=2, tp=2`."""
     if names is None:
         return "x".join(map(str, shape))
     return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
-
-
-def distributed_is_on() -> bool:
-    """Whether this process is one of several: initialised, or started by torchrun."""
-    if not dist.is_available():
-        return False
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return dist.is_initialized() or all(name in os.environ for name in needed)
-
-
-def init_device_mesh(
-    device_type: str,
-    mesh_shape: Sequence[int],
-    *,
-    mesh_dim_names: Sequence[str] | None = None,
-    links: LinkLike | Sequence[LinkLike] | None = None,
-    lockstep: bool = False,
-) -> AnyMesh:
-    """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
-
-    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
-    one per axis, the same for as long as the mesh lives. Processes that are told nothing read what
-    `shardwise calibrate` has measured; all take what the mesh's first rank has. With `lockstep` the
-    ranks compare what they run before each collective, as in `shardwise.lockstep`, until the
-    process group is destroyed.
-
-    >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    VirtualMesh('cpu', dp=2, tp=2)
-    """
-    if not isinstance(mesh_shape, Sequence):
-        raise MeshError(
-            f"init_device_mesh: mesh_shape must have one size per axis, but got {mesh_shape!r}. "
-            f"Write ({mesh_shape!r},) for one axis."
-        )
-    shape = tuple(mesh_shape)
-    if any(not isinstance(size, int) or size < 1 for size in shape) or not shape:
-        raise MeshError(f"init_device_mesh: mesh_shape must hold positive ints, but got {shape}.")
-    names = _checked_names(mesh_dim_names, len(shape))
-    if not distributed_is_on():
-        ranks = torch.arange(prod(shape)).view(shape)
-        return VirtualMesh(device_type, ranks, mesh_dim_names=names, links=links)
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    if prod(shape) != world:
-        raise MeshError(
-            f"init_device_mesh: mesh_shape {shape} has {prod(shape)} ranks, but {world} processes "
-            f"run. Start {prod(shape)}, or use DeviceMesh(device_type, ranks) for a part of them."
-        )
-    made = _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
-    current_world().lockstep |= lockstep
-    return made
-
-
-class _DeviceMeshMeta(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, VirtualMesh | TorchDeviceMesh)
-
-
-class DeviceMesh(metaclass=_DeviceMeshMeta):
-    """`DeviceMesh(device_type, ranks)` makes a mesh of given ranks, virtual or over processes.
-
-    >>> DeviceMesh("cpu", [[0, 1], [2, 3]])
-    VirtualMesh('cpu', 2x2)
-    """
-
-    def __new__(  # type: ignore[misc]  # it chooses one of two mesh classes
-        cls,
-        device_type: str,
-        mesh: torch.Tensor | Sequence[Any],
-        *,
-        mesh_dim_names: Sequence[str] | None = None,
-        links: LinkLike | Sequence[LinkLike] | None = None,
-    ) -> AnyMesh:
-        if not distributed_is_on():
-            return VirtualMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, links=links)
-        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        made = TorchDeviceMesh(device_type, torch.as_tensor(mesh), mesh_dim_names=names)
-        return _made(made, links)
-
-
-def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) -> TorchDeviceMesh:
-    """A mesh over processes, with its links and its flattened groups: every rank comes here."""
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    own = None if links is None else links_of(links, mesh.ndim)
-    agreed = told_by_first(mesh.device_type, tuple(mesh.shape), ranks, own)
-    known = _find(mesh)
-    if known is not None and known.links != agreed:
-        if links is not None:
-            raise MeshError(
-                f"links: {list(agreed)} were given for mesh {known}, which exists already with "
-                f"{list(known.links)}. The links of a mesh stay as they are."
-            )
-        agreed = known.links
-    where = topology(mesh, agreed)
-    if not where.groups:
-        where.groups.update(_flattened_groups(where))
-    share_random_state(mesh)
-    current_world().find_addresses(where.ranks)  # all have said so: they took part in the above
-    return mesh
-
-
-def _flattened_groups(where: Topology) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for each run of adjacent axes that has none yet, made in one order by all.
-
-    `new_group` needs every rank of the world, also those that the group or the mesh leaves out.
-    """
-    assert isinstance(where.mesh, TorchDeviceMesh) and dist.group.WORLD is not None
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    axes = [axis for axis in range(where.ndim) if where.shape[axis] > 1]
-    everyone = set(range(dist.get_world_size()))
-    for count in range(2, len(axes) + 1):
-        for first in range(len(axes) - count + 1):
-            run = tuple(axes[first : first + count])
-            rest = [axis for axis in range(where.ndim) if axis not in run]
-            for start in where.group_coords((0,) * where.ndim, rest):
-                members = where.group_coords(start, run)
-                ranks = [where.rank_of(member) for member in members]
-                if set(ranks) == everyone:
-                    groups[run] = dist.group.WORLD
-                    continue
-                made = dist.new_group(ranks)
-                if where.coordinate in members:
-                    groups[run] = made
-    return groups
 
 
 class Topology:
@@ -354,7 +216,7 @@ class Topology:
 
     def __repr__(self) -> str:
         names = self.mesh.mesh_dim_names
-        return f"({_axes_text(self.shape, names)})"
+        return f"({axes_text(self.shape, names)})"
 
 
 class DestroyedMesh:
@@ -371,10 +233,10 @@ class DestroyedMesh:
         return self.mesh.numel() if mesh_dim is None else self.mesh.size(mesh_dim)
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        raise MeshError(_destroyed(_axes_text(self.shape, self.mesh_dim_names)))
+        raise MeshError(_destroyed(axes_text(self.shape, self.mesh_dim_names)))
 
     def __repr__(self) -> str:
-        return f"DestroyedMesh({_axes_text(self.shape, self.mesh_dim_names)})"
+        return f"DestroyedMesh({axes_text(self.shape, self.mesh_dim_names)})"
 
 
 def _destroyed(mesh: str) -> str:
@@ -390,9 +252,9 @@ def _destroyed(mesh: str) -> str:
 def _forget_groups(world: World) -> None:
     """Let go of all groups of a world that was destroyed; tensors may keep their `Topology`."""
     with _lock:
-        for key, where in list(_topologies.items()):
+        for key, where in list(topologies.items()):
             if where.world is world:
-                del _topologies[key]
+                del topologies[key]
                 where.groups.clear()
                 where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment, arg-type]
 
@@ -409,7 +271,7 @@ def _group_coords(shape: tuple[int, ...], coord: Coord, axes: tuple[int, ...]) -
 
 
 _lock = threading.Lock()
-_topologies: dict[tuple[object, ...], Topology] = {}
+topologies: dict[tuple[object, ...], Topology] = {}
 
 
 def topology(mesh: AnyMesh | None, links: tuple[Link, ...] | None = None) -> Topology:
@@ -418,7 +280,7 @@ def topology(mesh: AnyMesh | None, links: tuple[Link, ...] | None = None) -> Top
     None is the mesh of the innermost `with mesh:`.
     """
     mesh = _entered() if mesh is None else mesh
-    found = _find(mesh)
+    found = find(mesh)
     if found is None:
         own = _links(mesh) if links is None else links
         if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
@@ -426,7 +288,7 @@ def topology(mesh: AnyMesh | None, links: tuple[Link, ...] | None = None) -> Top
         made = Topology(mesh, own)
         _check_groups(made)
         with _lock:
-            found = _topologies.setdefault(_key(mesh), made)
+            found = topologies.setdefault(_key(mesh), made)
     return found
 
 
@@ -460,95 +322,8 @@ def _check_groups(where: Topology) -> None:
             raise MeshError(_destroyed(str(where)))
 
 
-def described(where: Topology) -> tuple[Any, ...]:
-    """A mesh in plain values: what a pickle keeps of it."""
-    names = where.mesh.mesh_dim_names
-    links = tuple((link.latency, link.bandwidth) for link in where.links)
-    return where.virtual, where.device_type, where.shape, where.ranks, names, links
-
-
-def described_mesh(
-    virtual: bool,
-    device_type: str,
-    shape: tuple[int, ...],
-    ranks: tuple[int, ...],
-    names: tuple[str, ...] | None,
-    links: Sequence[tuple[float, float]],
-) -> Topology:
-    """The mesh of a description. One over all processes is made if it does not exist, which needs
-    every rank."""
-    if virtual:
-        own = [Link(*pair) for pair in links]
-        array = torch.tensor(ranks).view(shape)
-        return topology(VirtualMesh(device_type, array, mesh_dim_names=names, links=own))
-    world = known_world()
-    number = None if world is None or not world.is_current() else world.number
-    found = _topologies.get((number, device_type, tuple(shape), tuple(ranks), names))
-    if found is None and names is not None:
-        found = _part_of_known(device_type, tuple(ranks), tuple(names))
-    if found is not None:
-        return found
-    text = f"{device_type}, {_axes_text(shape, names)}, ranks {list(ranks)}"
-    everybody = list(range(dist.get_world_size())) if dist.is_initialized() else None
-    if sorted(ranks) != everybody:
-        raise MeshError(
-            f"a tensor was saved on a mesh of processes ({text}), which does not exist in this "
-            "process. Make it with shardwise.init_device_mesh before the file is loaded, in as "
-            "many processes; for another mesh save full_tensor() and use distribute_tensor after "
-            "loading it."
-        )
-    _wait_for_all(text)
-    mesh = TorchDeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=names)
-    return topology(_made(mesh, [Link(*pair) for pair in links]))
-
-
-_LOAD_SECONDS = 60.0
-"""How long a rank that loads a tensor waits for the others before it makes the mesh with them."""
-
-
-class _Made:
-    """How many meshes the ranks have made of files: every rank counts alike."""
-
-    times = 0
-
-
-def _wait_for_all(mesh: str) -> None:
-    """Return when every rank is about to make a mesh; an error if some do not come."""
-    store, here = shared_store(), dist.get_rank()
-    name = f"shardwise/loading/{_Made.times}/{mesh}"
-    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[here], "")
-    try:
-        store.wait(keys, timedelta(seconds=_LOAD_SECONDS))
-    except RuntimeError:
-        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        store.delete_key(keys[here])
-        raise MeshError(
-            f"a tensor was saved on a mesh ({mesh}) that does not exist yet, and to make it all "
-            f"ranks must load the tensor, but within {_LOAD_SECONDS:g} s ranks {late} did not. "
-            "Make the mesh with shardwise.init_device_mesh before the file is loaded."
-        ) from None
-    _Made.times += 1
-
-
-def _part_of_known(
-    device_type: str, ranks: tuple[int, ...], names: tuple[str, ...]
-) -> Topology | None:
-    """The sub-mesh of a known mesh over processes that has these axes and ranks."""
-    for whole in list(_topologies.values()):
-        if isinstance(whole.mesh, VirtualMesh) or whole.device_type != device_type:
-            continue
-        axes = [whole.names.index(name) for name in names if name in whole.names]
-        root = root_mesh(whole.mesh) is whole.mesh and whole.coordinate is not None
-        if not root or len(axes) != len(names) or axes != sorted(axes):
-            continue
-        assert whole.coordinate is not None
-        if tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes))) == ranks:
-            return topology(whole.mesh[names])
-    return None
-
-
-def _find(mesh: Any) -> Topology | None:
+def find(mesh: Any) -> Topology | None:
+    """The `Topology` of a mesh, if there is one already; an error if it is no mesh."""
     if not isinstance(mesh, VirtualMesh | TorchDeviceMesh):
         places = isinstance(mesh, (list, tuple)) and all(isinstance(p, Placement) for p in mesh)
         hint = f" For placements alone write placements={mesh!r}." if places else ""
@@ -556,7 +331,7 @@ def _find(mesh: Any) -> Topology | None:
             f"a device mesh is needed, but got {type(mesh).__name__}. "
             "Make one with shardwise.init_device_mesh(device_type, shape)." + hint
         )
-    return _topologies.get(_key(mesh))
+    return topologies.get(_key(mesh))
 
 
 def _key(mesh: AnyMesh) -> tuple[object, ...]:
@@ -572,27 +347,7 @@ def _links(mesh: AnyMesh) -> tuple[Link, ...]:
     if isinstance(mesh, VirtualMesh):
         return mesh.links
     root = root_mesh(mesh)
-    whole = None if root is mesh else _topologies.get(_key(root))
+    whole = None if root is mesh else topologies.get(_key(root))
     named = {} if whole is None else dict(zip(whole.names, whole.links, strict=True))
     default = links_of(None, 1)[0]
     return tuple(named.get(name, default) for name in mesh.mesh_dim_names or [""] * mesh.ndim)
-
-
-def from_first_rank(value: torch.Tensor, mesh: AnyMesh) -> torch.Tensor:
-    """The value that the first rank of a mesh has; ranks outside the mesh keep theirs."""
-    where = topology(mesh)
-    if isinstance(mesh, VirtualMesh) or where.coordinate is None:
-        return value
-    shared = value.to(where.device_type)
-    for axis in range(where.ndim):
-        first = (*where.coordinate[:axis], 0, *where.coordinate[axis + 1 :])
-        dist.broadcast(shared, where.rank_of(first), group=mesh.get_group(axis))
-    return shared.to(value.device)
-
-
-def share_random_state(mesh: AnyMesh) -> None:
-    """Give every rank of a mesh the first one's random state, so that replicas draw alike."""
-    torch.set_rng_state(from_first_rank(torch.get_rng_state(), mesh))
-    if mesh.device_type != "cpu":
-        device = torch.get_device_module(mesh.device_type)
-        device.set_rng_state(from_first_rank(device.get_rng_state(), mesh))

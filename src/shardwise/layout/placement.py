@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from ..errors import LayoutError
-
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard"]
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -66,7 +65,8 @@ class Shard(Placement):
     """The ranks of the axis hold consecutive pieces of tensor dimension `dim`.
 
     With `split` the dim is seen as `split` equal blocks, and each rank holds its piece of every
-    block: what a view that merges a sharded dim with those before it leaves where it is.
+    block. Views that merge a sharded dim into an earlier one produce this placement, so they move
+    no data.
 
     >>> Shard(1)
     S(1)
@@ -157,3 +157,42 @@ def _intern_partials() -> None:
 
 
 _intern_partials()
+
+
+def block_groups(
+    places: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[tuple[Placement, ...], tuple[tuple[int, ...], ...] | None]:
+    """The placements, and for each dim the sizes that it is the product of by the splits of the
+    placements; None if nothing is split. The placements of a dim of size 0 lose their split."""
+    if all(not isinstance(place, Shard) or place.split == 1 for place in places):
+        return places, None
+    places = tuple(
+        Shard(place.dim) if isinstance(place, Shard) and not shape[place.dim] else place
+        for place in places
+    )
+    groups = []
+    for dim, size in enumerate(shape):
+        splits = {place.split for place in places if isinstance(place, Shard) and place.dim == dim}
+        ends = sorted({1, *splits})
+        if len(ends) > 1 and any(b % a or a == b for a, b in pairwise([*ends, size])):
+            raise LayoutError(
+                f"{list(places)} of a tensor of shape {list(shape)}: dim {dim} of size {size} "
+                f"cannot be seen as {' and as '.join(map(str, ends[1:]))} equal blocks of several "
+                "elements. A split must divide the size, and one split the next."
+            )
+        groups.append(tuple(b // a for a, b in pairwise([*ends, size])) or (size,))
+    return places, tuple(groups) if len(groups) < sum(map(len, groups)) else None
+
+
+def split_placements(
+    places: tuple[Placement, ...], groups: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """Placements and shape of a tensor with its dims split into `groups`."""
+    dims: dict[tuple[int, int], int] = {}
+    for dim, group in enumerate(groups):
+        before = 1
+        for size in group:
+            dims[dim, before] = len(dims)
+            before *= size
+    seen = [Shard(dims[p.dim, p.split]) if isinstance(p, Shard) else p for p in places]
+    return tuple(seen), tuple(size for group in groups for size in group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -14,18 +13,9 @@ import torch
 from ..errors import LayoutError
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
 from .lazy import lazy
-from .mesh import AnyMesh, Coord, Topology, described, described_mesh, topology
-from .placement import Partial, Placement, Replicate, Shard
-
-__all__ = [
-    "DTensorSpec",
-    "Groups",
-    "TensorMeta",
-    "checked_placements",
-    "default_placements",
-    "fine_meta",
-    "rebuild_spec",
-]
+from .make_mesh import described, described_mesh
+from .mesh import AnyMesh, Coord, Topology, topology
+from .placement import Partial, Placement, Replicate, Shard, block_groups, split_placements
 
 Groups = tuple[tuple[int, ...], ...]
 """For each dim the sizes it is the product of, outer first."""
@@ -46,7 +36,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """Whether two elements may be the same memory, as in an `expand` or in windows of `unfold`.
+        """True if two elements may share memory, as in an `expand` or in windows of `unfold`.
 
         As in PyTorch some strides are taken to overlap that do not: to know is expensive.
         """
@@ -145,9 +135,9 @@ class DTensorSpec:
             meta = TensorMeta(tuple(shape), tuple(stride), dtype)
         normal = None
         if meta is not None:
-            places, groups = _blocks(places, meta.shape)
+            places, groups = block_groups(places, meta.shape)
             if cuts is not None:
-                seen, sizes = _seen(places, groups) if groups else (places, meta.shape)
+                seen, sizes = split_placements(places, groups) if groups else (places, meta.shape)
                 normal = _normal_cuts(where, seen, sizes, cuts)
         return cls._intern(where, places, meta, normal)
 
@@ -232,17 +222,17 @@ class DTensorSpec:
 
     @lazy
     def groups(self) -> Groups | None:
-        """For each dim the sizes it is the product of, if some axis shards the blocks of a dim."""
-        return _blocks(self.placements, self.meta.shape)[1]
+        """For each dim the sizes it is the product of; None if no axis shards blocks of a dim."""
+        return block_groups(self.placements, self.meta.shape)[1]
 
     @lazy
     def fine(self) -> DTensorSpec | None:
-        """The same layout of the tensor with its dims taken apart as `groups` says: every rank
-        holds a box of that. None if every rank holds a box of the tensor itself."""
+        """The same layout with the dims split into `groups`, of which every rank holds a box; None
+        if every rank holds a box of the tensor itself."""
         groups = self.groups
         if groups is None:
             return None
-        places, _ = _seen(self.placements, groups)
+        places, _ = split_placements(self.placements, groups)
         return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
 
     @lazy
@@ -271,7 +261,7 @@ class DTensorSpec:
                 dims[place.dim] = axis
         return dims
 
-    @property
+    @lazy
     def sums(self) -> list[int]:
         """The axes on which a reduction is pending."""
         return [axis for axis, place in enumerate(self.placements) if place.is_partial()]
@@ -292,11 +282,11 @@ class DTensorSpec:
         )
 
     def is_sharded(self) -> bool:
-        """Whether some axis shards the tensor."""
+        """True if some axis shards the tensor."""
         return any(place.is_shard() for place in self.placements)
 
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole tensor."""
+        """True if every rank holds the whole tensor."""
         return all(place.is_replicate() for place in self.placements)
 
     @lazy
@@ -358,7 +348,7 @@ class DTensorSpec:
 
     @lazy
     def largest_shape(self) -> tuple[int, ...]:
-        """For each dim the size of its largest piece: what a rank may hold, whichever it is."""
+        """For each dim the size of its largest piece."""
         if self.fine is not None:
             sizes = iter(self.fine.largest_shape)
             return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
@@ -452,47 +442,8 @@ def _check_meta(shape: object, stride: object, dtype: object) -> None:
         )
 
 
-def _blocks(
-    places: tuple[Placement, ...], shape: tuple[int, ...]
-) -> tuple[tuple[Placement, ...], Groups | None]:
-    """The sizes that each dim is the product of, by the splits of the placements; None if nothing
-    is split. A dim without elements has no blocks: its placements lose their split."""
-    if all(not isinstance(place, Shard) or place.split == 1 for place in places):
-        return places, None
-    places = tuple(
-        Shard(place.dim) if isinstance(place, Shard) and not shape[place.dim] else place
-        for place in places
-    )
-    groups = []
-    for dim, size in enumerate(shape):
-        splits = {place.split for place in places if isinstance(place, Shard) and place.dim == dim}
-        ends = sorted({1, *splits})
-        if len(ends) > 1 and any(b % a or a == b for a, b in pairwise([*ends, size])):
-            raise LayoutError(
-                f"{list(places)} of a tensor of shape {list(shape)}: dim {dim} of size {size} "
-                f"cannot be seen as {' and as '.join(map(str, ends[1:]))} equal blocks of several "
-                "elements. A split must divide the size, and one split the next."
-            )
-        groups.append(tuple(b // a for a, b in pairwise([*ends, size])) or (size,))
-    return places, tuple(groups) if len(groups) < sum(map(len, groups)) else None
-
-
-def _seen(
-    places: tuple[Placement, ...], groups: Groups
-) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
-    """Placements and shape of a tensor whose dims are taken apart."""
-    dims: dict[tuple[int, int], int] = {}
-    for dim, group in enumerate(groups):
-        before = 1
-        for size in group:
-            dims[dim, before] = len(dims)
-            before *= size
-    seen = [Shard(dims[p.dim, p.split]) if isinstance(p, Shard) else p for p in places]
-    return tuple(seen), tuple(size for group in groups for size in group)
-
-
 def fine_meta(meta: TensorMeta, groups: Groups) -> TensorMeta:
-    """What a tensor whose dims are taken apart is like."""
+    """The shape, stride and dtype of a tensor with its dims split into `groups`."""
     shape, stride = [], []
     for group, step in zip(groups, meta.stride, strict=True):
         inner = prod(group)

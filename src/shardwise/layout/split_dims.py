@@ -1,15 +1,14 @@
-"""Layouts of a tensor whose dims are taken apart, and put together again.
+"""Layouts of a tensor whose dims are split, and merged again.
 
-A rank that holds its piece of every block of a dim holds a box of the tensor with that dim taken
-apart: `view(64)` of a (4, 16) tensor sharded on dim 1 is sharded inside each of 4 blocks. So what
-goes for boxes goes for blocks, on a finer shape: this module finds the shape and translates.
+A rank that holds its piece of every block of a dim holds a box of the tensor with that dim split:
+`view(64)` of a (4, 16) tensor sharded on dim 1 is sharded inside each of 4 blocks. Whatever works
+for boxes works for blocks on the split shape. This module finds that shape and translates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 from .geometry import Cuts, Interval, intervals
@@ -17,26 +16,15 @@ from .mesh import Coord
 from .placement import Placement, Shard
 from .spec import DTensorSpec, Groups, TensorMeta, fine_meta
 
-__all__ = [
-    "assumed",
-    "common",
-    "common_refinement",
-    "held_of",
-    "merge_dims",
-    "rounded",
-    "split_dims",
-    "trivial",
-]
-
 
 def trivial(shape: Sequence[int]) -> Groups:
-    """Every dim by itself."""
+    """The groups of a tensor whose dims are not split."""
     return tuple((size,) for size in shape)
 
 
 def common(*groups: Groups) -> Groups | None:
-    """The coarsest way to take dims apart that all of these ways are part of; None if there is
-    none, as for blocks of 4 and blocks of 6.
+    """The coarsest common refinement of several ways to split dims; None if there is none, as for
+    blocks of 4 and blocks of 6.
 
     >>> common(((4, 16),), ((16, 4),))
     ((4, 4, 4),)
@@ -56,45 +44,50 @@ def common(*groups: Groups) -> Groups | None:
 
 
 def _ends(group: Sequence[int]) -> list[int]:
-    """How many blocks there are after each size, from one block: the dim as a whole."""
+    """The number of blocks after each size, beginning with one block: the dim as a whole."""
     ends = [1]
     for size in group:
         ends.append(ends[-1] * size)
     return ends
 
 
-@lru_cache(maxsize=16384)
+def finer_parts(groups: Groups, finer: Groups) -> list[list[int]]:
+    """For each size of `groups` the sizes of `finer` that it is the product of.
+
+    >>> finer_parts(((4, 16),), ((4, 4, 4),))
+    [[4], [4, 4]]
+    """
+    found = []
+    for sizes, parts in zip(groups, finer, strict=True):
+        left = list(parts)
+        for size in sizes:
+            own = [left.pop(0)]
+            while prod(own) != size:
+                own.append(left.pop(0))
+            found.append(own)
+    return found
+
+
 def split_dims(spec: DTensorSpec, groups: Groups) -> DTensorSpec | None:
-    """The layout of the tensor with its dims taken apart; None if that is none of boxes."""
+    """The layout of the tensor with its dims split into `groups`; None if no placements say it."""
     own = spec.groups or trivial(spec.meta.shape)
     if common(own, groups) != groups:
         return None
-    base = spec.fine or spec
-    first: list[int] = []  # the finer dim that each dim of `base` begins with, and its block
-    blocks: list[int] = []
-    at = 0
-    for coarse_group, group in zip(own, groups, strict=True):
-        left = list(group)
-        for size in coarse_group:
-            first.append(at)
-            blocks.append(size // left[0] if left[0] else 1)
-            taken = left.pop(0)
-            at += 1
-            while taken != size:
-                taken *= left.pop(0)
-                at += 1
-    cuts: list[Cuts | None] = [None] * at
+    base, parts = spec.fine or spec, finer_parts(own, groups)
+    first = [0, *accumulate(map(len, parts))]
+    cuts: list[Cuts | None] = [None] * first[-1]
     for dim, axes in enumerate(base.dim_axes):
+        block = prod(parts[dim][1:])
+        if axes and any(size % block for size in base.dim_cuts[dim]):
+            return None
         if axes:
-            if any(size % blocks[dim] for size in base.dim_cuts[dim]):
-                return None
-            cuts[first[dim]] = tuple(size // blocks[dim] for size in base.dim_cuts[dim])
+            cuts[first[dim]] = tuple(size // block for size in base.dim_cuts[dim])
     places = [Shard(first[p.dim]) if isinstance(p, Shard) else p for p in base.placements]
     return DTensorSpec(spec.topology, places, fine_meta(spec.meta, groups), cuts=cuts)
 
 
 def merge_dims(fine: DTensorSpec, groups: Groups, meta: TensorMeta) -> DTensorSpec:
-    """The layout of a tensor of which `fine` is the layout with dims taken apart as in `groups`."""
+    """The layout of a tensor; `fine` is its layout with dims split into `groups`."""
     splits: dict[int, Shard] = {}
     cuts: list[Cuts | None] = []
     at = 0
@@ -115,18 +108,16 @@ def merge_dims(fine: DTensorSpec, groups: Groups, meta: TensorMeta) -> DTensorSp
 
 
 def assumed(spec: DTensorSpec, groups: Groups) -> DTensorSpec:
-    """Consecutive pieces of the outermost part of each dim taken apart: what a layout that is no
-    layout of boxes there can be turned into."""
-    first, at = [], 0
-    for group in groups:
-        first.append(at)
-        at += len(group)
+    """The layout whose shards are consecutive pieces of the outermost part of each split dim. A
+    tensor that `split_dims` refuses is moved there."""
+    first = [0, *accumulate(map(len, groups))]
     places = [Shard(first[p.dim]) if isinstance(p, Shard) else p for p in spec.placements]
     return DTensorSpec(spec.topology, places, fine_meta(spec.meta, groups))
 
 
 def rounded(spec: DTensorSpec, groups: Groups) -> DTensorSpec:
-    """Nearly the layout `spec`, of consecutive pieces, cut only where blocks end."""
+    """A layout near to `spec`, which has no blocks: it is cut only where the blocks of `groups`
+    end."""
     cuts: list[Cuts | None] = []
     for dim, (size, group) in enumerate(zip(spec.meta.shape, groups, strict=True)):
         block = size // group[0] if size else 1
@@ -136,27 +127,8 @@ def rounded(spec: DTensorSpec, groups: Groups) -> DTensorSpec:
     return spec.with_placements(spec.placements, cuts)
 
 
-@lru_cache(maxsize=16384)
-def common_refinement(
-    src: DTensorSpec, dst: DTensorSpec
-) -> tuple[DTensorSpec, DTensorSpec] | DTensorSpec:
-    """Both layouts on one finer shape on which both are boxes; or a layout to go through."""
-    have = src.groups or trivial(src.meta.shape)
-    want = dst.groups or trivial(dst.meta.shape)
-    groups = common(have, want)
-    if groups is not None:
-        pair = split_dims(src, groups), split_dims(dst, groups)
-        if pair[0] is not None and pair[1] is not None:
-            return pair[0], pair[1]
-    if dst.groups is None:
-        return rounded(dst, have)
-    if src.groups is None:
-        return rounded(src, want)
-    return rounded(src.consecutive, have)
-
-
 def held_of(spec: DTensorSpec, coord: Coord) -> list[tuple[Interval, ...]]:
-    """What a rank holds of each dim: one interval, or one in every block."""
+    """The intervals of each dim that a rank holds: one, or one in every block."""
     boxes = iter((spec.fine or spec).box(coord))
     found = []
     for group in spec.groups or trivial(spec.meta.shape):

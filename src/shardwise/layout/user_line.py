@@ -13,8 +13,6 @@ import torch
 
 from .._torch import autograd_node_name
 
-__all__ = ["user_line"]
-
 _NOT_THE_USERS = (
     *[str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)],
     contextlib.__file__,  # it enters and leaves contexts

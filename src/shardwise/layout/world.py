@@ -18,21 +18,19 @@ import torch.distributed as dist
 from .._torch import call_at_destroy, shared_store, store_address
 from ..errors import CommunicationError, MeshError
 
-__all__ = ["World", "at_end", "at_start", "current_world", "known_world", "refuse_forked"]
-
 Callback = Callable[["World"], None]
 
 
 class World:
-    """What one default process group has: its rank and size, its store, and how to tell whether
-    another of its processes still runs."""
+    """The default process group: its rank and size, its store, and a test whether another process
+    still runs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.number = next(_numbers)
         self.group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.store: Any = shared_store()
-        self.lockstep = False  # whether ranks compare what they run, see comm/lockstep.py
+        self.lockstep = False  # True if ranks compare what they run, see comm/lockstep.py
         self.prefix = f"shardwise/{self.number}"  # a store may outlive the group
         self._doorbell = _listen(store_address(self.store))
         self._addresses: dict[int, tuple[str, int]] = {}
@@ -45,7 +43,7 @@ class World:
         return "/".join([self.prefix, *map(str, parts)])
 
     def is_current(self) -> bool:
-        """Whether the group has not been destroyed."""
+        """True if the group has not been destroyed."""
         group = self.group()
         return group is not None and group is dist.group.WORLD
 
@@ -58,7 +56,7 @@ class World:
                 self._addresses[rank] = host, int(port)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended, or to have destroyed its group.
+        """True if a rank's process is known to have ended, or to have destroyed its group.
 
         Each process listens on a port and never answers. The operating system takes connections
         while the process lives, be it busy or stuck, and refuses them afterwards.

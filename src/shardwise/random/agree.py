@@ -10,7 +10,8 @@ from .._torch import autograd_node_name, is_tracing
 from ..comm import engine_of
 from ..config import RandomMode, current
 from ..errors import CommunicationError, LayoutError
-from ..layout.mesh import AnyMesh, Topology, from_first_rank
+from ..layout.make_mesh import from_first_rank
+from ..layout.mesh import AnyMesh, Topology
 from ..storage.plain import digest
 
 _MOST_CALLS = 1 << 16

@@ -1,11 +1,19 @@
-"""Changing layouts: `plan(src, dst)` gives the steps, `redistribute_locals` takes them."""
+"""Changing layouts: `steps_between(src, dst)` gives the steps, `redistribute_locals` takes them."""
 
-from .execute import Ready, Run, bytes_received, in_order, ordered, run_all, run_steps, run_together
+from .execute import (
+    Ready,
+    Run,
+    bytes_received,
+    in_order,
+    redistribute_locals,
+    run_all,
+    run_between,
+    run_together,
+)
 from .explain import Explanation, explain_redistribute
 from .layout import DimMap, Layout
-from .moves import move
-from .plan import plan
-from .repeated import redistribute_locals, run_between, steps_between
+from .prepare import ordered, steps_between
+from .routes import move
 from .step import Step
 
 __all__ = [
@@ -20,11 +28,9 @@ __all__ = [
     "in_order",
     "move",
     "ordered",
-    "plan",
     "redistribute_locals",
     "run_all",
     "run_between",
-    "run_steps",
     "run_together",
     "steps_between",
 ]

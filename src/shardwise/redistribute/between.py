@@ -1,54 +1,43 @@
-"""From one mesh to another: pieces go straight from a rank that holds them to one that needs them.
+"""The steps from one mesh to another: each piece goes from a rank that holds it to one that needs
+it.
 
-The meshes may overlap, be apart, or one a part of the other. Pending reductions are done on the
-source's mesh, scattered so that nothing is sent twice; those of the target are made on its own.
+The meshes may overlap, be apart, or one a part of the other. The same steps serve boxes on one mesh
+of which one axis shards several dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec
+from ..layout.geometry import all_coords, contains
 from .layout import Layout
+from .plan import reduce
 from .step import Step
 
-__all__ = ["between_meshes"]
 
-Plan = Callable[[DTensorSpec, DTensorSpec], tuple[Step, ...]]
+def between(now: Layout, goal: Layout) -> Iterator[Step]:
+    """Reduce on the source's mesh, transfer, and make axes Partial on the target's mesh."""
+    for step in reduce(now, _scattered(now), {axis for axis, _ in now.partial}):
+        yield step
+        now = step.dst
+    arrival, where = Layout(goal.topology, goal.dims, ()), now.topology
+    if where is not goal.topology:
+        yield Step("transfer", now, arrival)
+    elif all(contains(now.box(coord), goal.box(coord)) for coord in all_coords(where.shape)):
+        yield Step("slice", now, arrival)
+    else:
+        yield Step("transfer", now, arrival, now.axes)
+    if arrival != goal:
+        yield Step("make_partial", arrival, goal)
 
 
-def between_meshes(src: DTensorSpec, dst: DTensorSpec, plan: Plan) -> Iterator[Step]:
-    """The steps on the source's mesh, the transfer, and the steps on the target's mesh."""
-    settled = _settled(src)
-    whole = [Replicate() if place.is_partial() else place for place in dst.placements]
-    arrival = DTensorSpec(dst.topology, whole, dst.meta, cuts=dst.cuts)
-    if settled is not src:
-        yield from plan(src, settled)
-    have, want = Layout.of(settled), Layout.of(arrival)
-    yield Step("transfer", have, want)
-    if arrival is not dst:
-        yield from plan(arrival, dst)
-
-
-def _settled(src: DTensorSpec) -> DTensorSpec:
-    """The layout with nothing pending that a reduce-scatter gives: each axis cuts the longest dim
-    that is left."""
-    if not src.sums:
-        return src
-    if not src.ndim:
-        places: list[Placement] = [Replicate() if p.is_partial() else p for p in src.placements]
-        return src.with_placements(places)
-    places, sizes = list(src.placements), list(src.meta.shape)
-    for axis, place in enumerate(src.placements):
-        if isinstance(place, Shard):
-            sizes[place.dim] //= src.topology.shape[axis]
-    for axis in src.sums:
-        widest = max(range(src.ndim), key=sizes.__getitem__)
-        places[axis] = Shard(widest)
-        sizes[widest] //= src.topology.shape[axis]
-    kept = None
-    if src.cuts is not None:
-        changed = {p.dim for p, old in zip(places, src.placements, strict=True) if p is not old}  # type: ignore[attr-defined]
-        kept = [None if dim in changed else own for dim, own in enumerate(src.cuts)]
-    return src.with_placements(places, kept)
+def _scattered(now: Layout) -> Layout:
+    """The layout that a reduce-scatter gives: each pending axis shards the longest dim that is
+    left. A tensor of no dims stays whole."""
+    dims, shape = list(now.dims), now.topology.shape
+    for axis, _ in now.partial:
+        if dims:
+            sizes = [max([b - a for a, b in dim.table]) for dim in dims]
+            longest = sizes.index(max(sizes))
+            dims[longest] = dims[longest].split([axis], shape)
+    return Layout(now.topology, tuple(dims), ())

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..comm import buffer_size
+from ..comm import buffer_size, buffer_width, is_plain
 from ..errors import LayoutError
-from ..layout.geometry import all_coords
+from ..layout.geometry import all_coords, box_numel
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec
-from .blocks import stretches
 from .layout import Layout
-from .legs import Legs, held_by_legs, legs, once
-from .portions import held_beside, portions, sizes
+from .prepare import steps_between
 from .step import Step
-
-__all__ = ["Explanation", "StepCost", "explain_redistribute"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class StepCost:
 class Explanation:
     """The steps of a redistribution with the bytes that each rank sends, receives and holds.
 
-    `held` counts the source, the target, what is in between, and the buffer of a collective.
+    `held` counts the source, the result, what lies in between, and at most what is packed.
     """
 
     src: DTensorSpec
@@ -121,24 +116,7 @@ def explain_redistribute(
         b = _spec_of("dst", dst)
     else:
         b = DTensorSpec(a.topology if dst is None else dst, placements, a.meta)
-    if a is b:
-        return Explanation(a, b, ())
-    src, dst = once(a, b) or (a, b)
-    parts = [(legs(*pair), count) for pair, count in _parts(src, dst).items()]
-    costs = _costs_of_parts(src, dst, parts) if parts else _costs(legs(src, dst), a.dtype)
-    return Explanation(a, b, tuple(costs))
-
-
-def _parts(a: DTensorSpec, b: DTensorSpec) -> Counter[tuple[DTensorSpec, DTensorSpec]]:
-    """The layouts of the parts that are moved one after another, and how many parts have them; none
-    if all is moved at once."""
-    found: Counter[tuple[DTensorSpec, DTensorSpec]] = Counter()
-    for part in stretches(a, b, buffer_size()):
-        src, dst = a, b
-        for stretch in part:
-            src, dst = stretch.of_spec(src), stretch.of_spec(dst)
-        found[src, dst] += 1
-    return found
+    return Explanation(a, b, tuple(_costs(steps_between(a, b), a.dtype)) if a is not b else ())
 
 
 def _spec_of(name: str, value: Any) -> DTensorSpec:
@@ -151,67 +129,41 @@ def _spec_of(name: str, value: Any) -> DTensorSpec:
     return found
 
 
-def _costs(plans: Legs, dtype: torch.dtype) -> list[StepCost]:
-    costs: list[StepCost] = []
-    taken = [steps for steps in plans if steps]
-    carried: dict[int, int] = {}
-    for steps in taken:
-        always = _sum(sizes(taken[0][0].src, dtype), carried)
-        for step, beside in zip(steps, _beside(steps, dtype), strict=True):
-            costs.append(_cost(step, dtype, _sum(always, beside)))
-        carried = sizes(steps[-1].dst, dtype)
-    return costs
+def _costs(steps: Sequence[Step], dtype: torch.dtype) -> Iterator[StepCost]:
+    between: dict[int, int] = {}
+    for step in steps:
+        source, made = _sizes(steps[0].src, dtype), _sizes(step.dst, dtype)
+        is_view = step.kind in ("slice", "view") and step is not steps[-1]
+        held = {
+            rank: source.get(rank, 0)
+            + (0 if step.kind == "make_partial" else between.get(rank, 0))  # that is in place
+            + (0 if is_view else made.get(rank, 0))
+            + _packed(step, dtype, source.get(rank, 0) + made.get(rank, 0))
+            for rank in sorted({*source, *made})
+        }
+        before, after = step.src.topology, step.dst.topology
+        names = tuple(before.names[axis] for axis in step.axes)
+        sent = {before.rank_of(c): step.sent(c) * dtype.itemsize for c in all_coords(before.shape)}
+        got = {after.rank_of(c): step.received(c) * dtype.itemsize for c in all_coords(after.shape)}
+        everywhere = [{rank: each.get(rank, 0) for rank in held} for each in (sent, got)]
+        if step.kind != "view":
+            yield StepCost(step.kind, names, everywhere[0], everywhere[1], held)
+        if not is_view:
+            between = made
 
 
-def _cost(step: Step, dtype: torch.dtype, held: dict[int, int]) -> StepCost:
-    before, after = step.src.topology, step.dst.topology
-    names = tuple(before.names[axis] for axis in step.axes)
-    sent = {before.rank_of(c): step.sent(c) * dtype.itemsize for c in all_coords(before.shape)}
-    got = {after.rank_of(c): step.received(c) * dtype.itemsize for c in all_coords(after.shape)}
-    everywhere = [{rank: each.get(rank, 0) for rank in held} for each in (sent, got)]
-    return StepCost(step.kind, names, everywhere[0], everywhere[1], held)
+def _sizes(layout: Layout, dtype: torch.dtype) -> dict[int, int]:
+    """The bytes that each rank holds."""
+    where = layout.topology
+    return {
+        where.rank_of(c): box_numel(layout.box(c)) * dtype.itemsize for c in all_coords(where.shape)
+    }
 
 
-def _costs_of_parts(
-    src: DTensorSpec, dst: DTensorSpec, parts: Sequence[tuple[Legs, int]]
-) -> list[StepCost]:
-    """What steps cost that are taken for one part of a tensor after another: those that are alike
-    are told as one."""
-    dtype = src.dtype
-    layouts = [Layout.of(spec.fine or spec) for spec in (src, dst)]
-    always = _sum(*[sizes(layout, dtype) for layout in layouts])
-    found: dict[tuple[str, tuple[str, ...]], StepCost] = {}
-    for plans, count in parts:
-        beside = held_by_legs(plans, dtype, buffer_size())
-        steps = [step for each in plans for step in each]
-        for step, extra in zip(steps, beside, strict=True):
-            cost = _cost(step, dtype, _sum(always, extra))
-            key = cost.kind, cost.axes
-            sent, received = ([by_rank] * count for by_rank in (cost.sent, cost.received))
-            if key in found:
-                old = found[key]
-                sent, received = [*sent, old.sent], [*received, old.received]
-                held = {rank: max(n, old.held[rank]) for rank, n in cost.held.items()}
-            else:
-                held = cost.held
-            found[key] = StepCost(*key, _sum(*sent), _sum(*received), held)
-    return list(found.values())
-
-
-def _sum(*by_rank: dict[int, int]) -> dict[int, int]:
-    ranks = sorted({rank for each in by_rank for rank in each})
-    return {rank: sum([each.get(rank, 0) for each in by_rank]) for rank in ranks}
-
-
-def _beside(steps: tuple[Step, ...], dtype: torch.dtype) -> list[dict[int, int]]:
-    """What each rank holds at each step beside the source."""
-    room = buffer_size()
-    most: list[dict[int, int]] = []
-    for portion in portions(steps, dtype, room):
-        held = held_beside([portion.of_step(step) for step in steps], dtype, room)
-        pairs = zip(most or held, held, strict=True)
-        most = [{rank: max(n, old[rank]) for rank, n in new.items()} for old, new in pairs]
-    if not most:
-        return held_beside(steps, dtype, room)
-    target = sizes(steps[-1].dst, dtype)
-    return [_sum(target, each) for each in most]
+def _packed(step: Step, dtype: torch.dtype, nbytes: int) -> int:
+    """What a collective packs and unpacks, at most; nothing if it runs in place."""
+    if step.is_local or (step.kind == "all_reduce" and is_plain(dtype, step.op)):
+        return 0
+    copies = step.count if step.op or step.kind == "all_gather" else 1
+    width = buffer_width(step, dtype)
+    return min(buffer_size(), nbytes * copies * width // dtype.itemsize)

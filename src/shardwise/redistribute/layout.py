@@ -1,47 +1,50 @@
-"""Where every element is, in the middle of a redistribution: boxes per rank and pending reductions.
+"""`Layout`: the box of every rank and the axes that are still Partial, between two steps of a move.
 
-A spec says only what placements and cuts can say. Between two specs the pieces may lie in ways that
-no placement names, so the steps of a redistribution go from `Layout` to `Layout`.
+Placements and cuts cannot name every layout that a redistribution passes through. Its steps
+therefore go from `Layout` to `Layout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from ..layout.geometry import Box, Interval, chunk_cuts, flat_index, flat_indices, intervals
+from ..layout.geometry import Box, Interval, chunk_cuts, flat_index, intervals
 from ..layout.lazy import lazy
 from ..layout.mesh import Coord, Topology
-from ..layout.placement import Partial, Placement, Shard
-from ..layout.spec import DTensorSpec
-
-__all__ = ["DimMap", "Grid", "Layout", "grid_of", "largest"]
+from ..layout.placement import Partial
+from ..layout.spec import DTensorSpec, Groups
+from ..layout.split_dims import finer_parts, trivial
 
 
 class DimMap(NamedTuple):
-    """Which interval of one dim a rank holds, by its coordinate on `axes`."""
+    """The interval of one dim that a rank holds, by its coordinate on `axes`."""
 
     axes: tuple[int, ...]
     table: tuple[Interval, ...]
 
     def at(self, coord: Coord, shape: tuple[int, ...]) -> Interval:
+        """The interval of the rank at `coord` on a mesh of this shape."""
         index = 0
         for axis in self.axes:
             index = index * shape[axis] + coord[axis]
         return self.table[index]
 
-    def over(self, grid: Grid) -> Sequence[Interval]:
-        """The interval at every coordinate of a grid that has at least its axes."""
-        if self.axes == grid.axes:
-            return self.table
-        table = self.table
-        return [table[index] for index in grid.indices(self.axes)]
+    def split(self, axes: Sequence[int], shape: tuple[int, ...]) -> DimMap:
+        """The map in which the members along more axes share what each rank holds."""
+        counts = tuple([shape[axis] for axis in axes])
+        table = [
+            (start + a, start + b)
+            for start, stop in self.table
+            for a, b in intervals(chunk_cuts(stop - start, counts))
+        ]
+        return DimMap((*self.axes, *axes), tuple(table))
 
     def joined(self, axis: int, shape: tuple[int, ...]) -> DimMap | None:
-        """The map in which each member along `axis` holds what all hold, if one interval."""
+        """The map in which each member along `axis` holds what all of them hold; None if that is
+        not one interval."""
         at = self.axes.index(axis)
         rest = self.axes[:at] + self.axes[at + 1 :]
         step = prod([shape[inner] for inner in self.axes[at + 1 :]])
@@ -58,65 +61,6 @@ class DimMap(NamedTuple):
         return DimMap(rest, tuple(table))
 
 
-class Grid:
-    """Some axes of a mesh, and all coordinates on them, the last axis fastest."""
-
-    __slots__ = ("_indices", "axes", "sizes")
-
-    def __init__(self, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
-        self.axes = axes
-        self.sizes = tuple([shape[axis] for axis in axes])
-        self._indices: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def indices(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """For every coordinate its index among those of `axes` alone."""
-        found = self._indices.get(axes)
-        if found is None:
-            order = tuple([self.axes.index(axis) for axis in axes])
-            found = self._indices[axes] = flat_indices(self.sizes, order)
-        return found
-
-
-@lru_cache(maxsize=4096)
-def _grid(shape: tuple[int, ...], axes: tuple[int, ...]) -> Grid:
-    return Grid(shape, axes)
-
-
-def grid_of(shape: tuple[int, ...], *axes: Iterable[int]) -> Grid:
-    """The grid of all of these axes."""
-    return _grid(shape, tuple(sorted({axis for some in axes for axis in some})))
-
-
-def largest(
-    shape: tuple[int, ...], axes: tuple[int, ...], values: Sequence[int], dims: Sequence[DimMap]
-) -> int:
-    """The largest product of a value, by the place on `axes`, and the lengths of intervals there.
-
-    Where every dim has axes of its own some rank has the longest of each.
-    """
-    others = [axis for dim in dims for axis in dim.axes]
-    if len({*axes, *others}) == len(axes) + len(others):
-        return max(values) * prod([max([b - a for a, b in dim.table]) for dim in dims])
-    grid = grid_of(shape, axes, others)
-    found = [values[index] for index in grid.indices(axes)]
-    for dim in dims:
-        found = [n * (b - a) for n, (a, b) in zip(found, dim.over(grid), strict=True)]
-    return max(found)
-
-
-@lru_cache(maxsize=16384)
-def _chunked(size: int, axes: tuple[int, ...], counts: tuple[int, ...]) -> DimMap:
-    """A dim cut as `torch.chunk` would."""
-    return DimMap(axes, intervals(chunk_cuts(size, counts)))
-
-
-def _pending(placements: tuple[Placement, ...]) -> tuple[tuple[int, str], ...]:
-    found = [
-        (i, place.reduce_op) for i, place in enumerate(placements) if isinstance(place, Partial)
-    ]
-    return tuple(found)
-
-
 @dataclass(frozen=True)
 class Layout:
     """A box per rank, and the axes on which a reduction is pending."""
@@ -126,37 +70,51 @@ class Layout:
     partial: tuple[tuple[int, str], ...]
 
     @staticmethod
-    @lru_cache(maxsize=16384)
     def of(spec: DTensorSpec) -> Layout:
-        """The layout that a spec says."""
-        if not spec.cuts and not spec.groups:
-            return _laid(spec.topology, spec.meta.shape, spec.placements)
+        """The layout of a spec whose shards are boxes."""
         maps = [
             DimMap(axes, intervals(cuts))
             for axes, cuts in zip(spec.dim_axes, spec.dim_cuts, strict=True)
         ]
-        return Layout(spec.topology, tuple(maps), _pending(spec.placements))
+        return Layout(spec.topology, tuple(maps), _pending(spec))
 
-    def laid(self, placements: tuple[Placement, ...]) -> Layout:
-        """The same tensor with other placements, cut as `torch.chunk` would."""
-        return _laid(self.topology, [dim.table[-1][1] for dim in self.dims], placements)
+    @staticmethod
+    def split(spec: DTensorSpec, groups: Groups) -> Layout | None:
+        """The layout of a spec with its dims split into `groups`; None if some shard is not a box
+        of the split dims."""
+        base, dims = spec.fine or spec, []
+        parts = finer_parts(spec.groups or trivial(spec.meta.shape), groups)
+        for axes, cuts, own in zip(base.dim_axes, base.dim_cuts, parts, strict=True):
+            found = _split_dim(axes, intervals(cuts), own)
+            if found is None:
+                return None
+            dims += found
+        return Layout(spec.topology, tuple(dims), _pending(spec))
 
     @lazy
     def axes(self) -> tuple[int, ...]:
-        """The axes over which the local tensor varies: those that index its slots."""
+        """The axes over which the local tensor varies. They index its slots."""
         varying = {axis for dim in self.dims for axis in dim.axes}
         return tuple(sorted(varying | {axis for axis, _ in self.partial}))
 
+    @property
+    def shares_axes(self) -> bool:
+        """True if one axis shards several dims, as 8 ranks do that shard a dim of 2 blocks."""
+        axes = [axis for dim in self.dims for axis in dim.axes]
+        return len(axes) > len(set(axes))
+
     @lazy
     def most(self) -> int:
-        """How many elements the largest box has."""
-        return largest(self.topology.shape, (), (1,), self.dims)
+        """The number of elements of the largest box."""
+        return prod([max([stop - start for start, stop in dim.table]) for dim in self.dims])
 
     @lazy
     def slots(self) -> tuple[Coord, ...]:
+        """The coordinates of the local tensors held here, in the order in which they are stored."""
         return self.topology.coords_here(self.axes)
 
     def slot(self, coord: Coord) -> int:
+        """The index of the local tensor of `coord`."""
         if not self.topology.virtual:
             return 0
         return flat_index(coord, self.topology.shape, self.axes)
@@ -166,29 +124,65 @@ class Layout:
         return {}
 
     def box(self, coord: Coord) -> Box:
+        """The region of the tensor that the rank at `coord` holds."""
         found = self._boxes.get(coord)
         if found is None:
             shape = self.topology.shape
             found = self._boxes[coord] = tuple([dim.at(coord, shape) for dim in self.dims])
         return found
 
-    def with_dims(self, dims: tuple[DimMap, ...]) -> Layout:
-        return Layout(self.topology, dims, self.partial)
+    def with_dims(self, dims: Sequence[DimMap]) -> Layout:
+        """The layout with other boxes and the same pending reductions."""
+        return Layout(self.topology, tuple(dims), self.partial)
 
     def without(self, axes: set[int]) -> Layout:
-        """With the reductions over `axes` done."""
-        return Layout(
-            self.topology, self.dims, tuple([p for p in self.partial if p[0] not in axes])
-        )
+        """The layout after the reductions over `axes`."""
+        left = tuple([each for each in self.partial if each[0] not in axes])
+        return Layout(self.topology, self.dims, left)
 
 
-def _laid(where: Topology, sizes: Sequence[int], placements: tuple[Placement, ...]) -> Layout:
-    axes: list[list[int]] = [[] for _ in sizes]
-    for axis, place in enumerate(placements):
-        if isinstance(place, Shard):
-            axes[place.dim].append(axis)
-    maps = [
-        _chunked(size, tuple(own), tuple([where.shape[axis] for axis in own]))
-        for size, own in zip(sizes, axes, strict=True)
-    ]
-    return Layout(where, tuple(maps), _pending(placements))
+def _pending(spec: DTensorSpec) -> tuple[tuple[int, str], ...]:
+    places = enumerate(spec.placements)
+    return tuple([(axis, place.reduce_op) for axis, place in places if isinstance(place, Partial)])
+
+
+def _split_dim(
+    axes: tuple[int, ...], table: Sequence[Interval], parts: Sequence[int]
+) -> list[DimMap] | None:
+    """The maps of a dim that is split into `parts`; None if some interval is not a box of them."""
+    if len(parts) == 1:
+        return [DimMap(axes, tuple(table))]
+    boxes = []
+    for start, stop in table:
+        box = _box(start, stop, parts)
+        if box is None:
+            return None
+        boxes.append(box)
+    first, *rest = zip(*boxes, strict=True)
+    found = [DimMap(axes, first)]
+    for size, held in zip(parts[1:], rest, strict=True):
+        whole = set(held) == {(0, size)}
+        found.append(DimMap((), ((0, size),)) if whole else DimMap(axes, held))
+    return found
+
+
+def _box(start: int, stop: int, parts: Sequence[int]) -> list[Interval] | None:
+    """An interval of a dim as a box of its parts; None if it is more than one box.
+
+    >>> _box(8, 12, (2, 8)), _box(8, 16, (4, 4)), _box(2, 6, (4, 4))
+    ([(1, 2), (0, 4)], [(2, 4), (0, 4)], None)
+    """
+    box: list[Interval] = []
+    inner = prod(parts)
+    for size in parts:
+        inner //= size
+        place = start // inner
+        aligned = start % inner == 0 and stop % inner == 0
+        if aligned or start >= stop:
+            box.append((place, stop // inner if aligned else place))
+            return [*box, *[(0, rest) for rest in parts[len(box) :]]]
+        if (stop - 1) // inner != place:
+            return None
+        box.append((place, place + 1))
+        start, stop = start - place * inner, stop - place * inner
+    return box

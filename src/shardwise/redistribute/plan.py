@@ -1,61 +1,43 @@
-"""`plan(src, dst)`: the steps from one layout to another. Pure and cached; no tensor, no rank.
+"""The steps from one layout to another on one mesh. Pure: no tensor and no rank enters.
 
-A plan slices, reduces pending axes, moves boxes in one gather or exchange over just the axes that
-must talk, and last makes axes partial. Where axes are reduced and boxes move, three orders are
-priced and the cheapest is kept: reduce then move, move then reduce, and both in one exchange.
+Three candidates are priced: reduce then move, move then reduce, and both in a single exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import groupby
 
-from ..comm import check_reducible
-from ..layout.geometry import chunk_cuts, intervals
-from ..layout.mesh import Topology
-from ..layout.placement import Partial, Placement
-from ..layout.spec import DTensorSpec
-from .between import between_meshes
-from .layout import DimMap, Layout, grid_of
-from .moves import move
+from .layout import DimMap, Layout
+from .routes import move
 from .step import Step
 
 _LINEAR = ("sum", "avg")
 Steps = tuple[Step, ...]
 
 
-@lru_cache(maxsize=16384)
-def plan(src: DTensorSpec, dst: DTensorSpec) -> Steps:
-    """The steps that take a tensor laid out as `src` to `dst`."""
-    for place in (*src.placements, *dst.placements):
-        if isinstance(place, Partial):
-            check_reducible(place.reduce_op, src.dtype)
-    if src.topology is not dst.topology:
-        return tuple(between_meshes(src, dst, plan))
-    now, goal = Layout.of(src), Layout.of(dst)
-    found = [tuple(_steps(now, goal))]
-    if any(step.op for step in found[0]) and sum(not step.is_local for step in found[0]) > 1:
-        found.append(tuple(_steps(now, goal, at_once=True)))
-        moved = _moved_first(src, dst)
-        if moved not in (src.placements, dst.placements):
-            between = now.laid(moved)
-            found.append((*_steps(now, between), *_steps(between, goal)))
-    return min(found, key=lambda steps: sum([step.price(src.dtype.itemsize) for step in steps]))
+def candidates(now: Layout, goal: Layout) -> tuple[list[Steps], Steps]:
+    """The ways to go from one layout to another on one mesh that may be the cheapest, and the way
+    that holds least: a single exchange goes in rounds."""
+    found = [tuple(chain(now, goal))]
+    if not any(step.op for step in found[0]) or sum(not step.is_local for step in found[0]) < 2:
+        return found, found[0]
+    between = _moved_first(now, goal)
+    if between is not None and between not in (now, goal):
+        found.append((*chain(now, between), *chain(between, goal)))
+    single = tuple(_single_exchange(now, goal))
+    shards = {axis for dim in goal.dims for axis in dim.axes}
+    if single and _axes_to_reduce(now, goal) <= shards:
+        found.append(single)
+    return found, single or found[0]
 
 
-def _moved_first(src: DTensorSpec, dst: DTensorSpec) -> tuple[Placement, ...]:
-    """The placements after a move that leaves pending what is to be reduced."""
-    pairs = zip(src.placements, dst.placements, strict=True)
-    return tuple([a if a.is_partial() and not b.is_partial() else b for a, b in pairs])
-
-
-def _steps(now: Layout, goal: Layout, *, at_once: bool = False) -> Iterator[Step]:
-    reduced = _axes_to_reduce(now, goal)
+def chain(now: Layout, goal: Layout) -> Iterator[Step]:
+    """The chain of native collectives: slice, reduce, move, and last make axes Partial."""
     for step in _shrink(now, goal):
         yield step
         now = step.dst
-    for step in _reduce(now, goal, reduced, at_once):
+    for step in reduce(now, goal, _axes_to_reduce(now, goal)):
         yield step
         now = step.dst
     if now.dims != goal.dims:
@@ -64,6 +46,37 @@ def _steps(now: Layout, goal: Layout, *, at_once: bool = False) -> Iterator[Step
         now = step.dst
     if now != goal:
         yield Step("make_partial", now, goal)
+
+
+def _single_exchange(now: Layout, goal: Layout) -> Iterator[Step]:
+    """One exchange into the boxes of the goal, in which each piece comes from every member and is
+    reduced. Nothing if reductions of several kinds are pending."""
+    reduced = _axes_to_reduce(now, goal)
+    ops = {op for axis, op in now.partial if axis in reduced}
+    if len(ops) > 1:
+        return
+    for step in _shrink(now, goal):
+        yield step
+        now = step.dst
+    moved = move(now.without(reduced), now.without(reduced).with_dims(goal.dims))
+    axes = tuple(sorted({*moved.axes, *reduced}))
+    yield Step("reduce_exchange", now, moved.dst, axes, ops.pop(), tuple(sorted(reduced)))
+    if moved.dst != goal:
+        yield Step("make_partial", moved.dst, goal)
+
+
+def _moved_first(now: Layout, goal: Layout) -> Layout | None:
+    """The layout after a move that leaves pending what is to be reduced."""
+    kept = {axis: op for axis, op in now.partial if axis not in dict(goal.partial)}
+    dims = []
+    for want in goal.dims:
+        part: DimMap | None = want
+        for axis in [axis for axis in want.axes if axis in kept]:
+            part = None if part is None else part.joined(axis, now.topology.shape)
+        if part is None:
+            return None
+        dims.append(part)
+    return Layout(now.topology, tuple(dims), tuple(sorted({**kept, **dict(goal.partial)}.items())))
 
 
 def _commute(a: str, b: str) -> bool:
@@ -95,37 +108,33 @@ def _shrink(now: Layout, goal: Layout) -> Iterator[Step]:
     dims = list(now.dims)
     busy = set(now.axes)
     for dim, (have, want) in enumerate(zip(now.dims, goal.dims, strict=True)):
-        part = None if have == want else _part(now.topology, have, want, busy)
+        part = None if have == want else _part(now, have, want, busy)
         if part is not None:
             dims[dim] = part
             busy |= set(part.axes)
     if tuple(dims) != now.dims:
-        yield Step("slice", now, now.with_dims(tuple(dims)))
+        yield Step("slice", now, now.with_dims(dims))
 
 
-def _part(topology: Topology, have: DimMap, want: DimMap, busy: set[int]) -> DimMap | None:
-    """The wanted cut of a dim as far as axes that are not busy can cut it, if it only shrinks.
-
-    What busy axes will share later stays together.
-    """
+def _part(now: Layout, have: DimMap, want: DimMap, busy: set[int]) -> DimMap | None:
+    """The wanted shards of a dim as far as axes that are not busy can make them, if the dim only
+    shrinks. What busy axes will share later stays together."""
     if not set(have.axes) <= set(want.axes):
         return None  # the dim also grows along an axis: slicing now would lose what that needs
+    where = now.topology
     part: DimMap | None = want
     for axis in sorted((set(want.axes) - set(have.axes)) & busy):
-        part = None if part is None else part.joined(axis, topology.shape)
+        part = None if part is None else part.joined(axis, where.shape)
     if part is None or part == have:
         return None
-    grid = grid_of(topology.shape, have.axes, part.axes)
-    for (a, b), (start, stop) in zip(have.over(grid), part.over(grid), strict=True):
+    for coord in where.group_coords((0,) * where.ndim, sorted({*have.axes, *part.axes})):
+        (a, b), (start, stop) = have.at(coord, where.shape), part.at(coord, where.shape)
         if start < stop and not (a <= start and stop <= b):
             return None
     return part
 
 
-# --- reducing ------------------------------------------------------------------------------------
-
-
-def _reduce(now: Layout, goal: Layout, reduced: set[int], at_once: bool) -> Iterator[Step]:
+def reduce(now: Layout, goal: Layout, reduced: set[int]) -> Iterator[Step]:
     """Reductions: kinds that do not commute last axis first, axes of one kind together.
 
     Axes that end in a shard scatter, and first, because that leaves less for the others. Else sums
@@ -141,53 +150,29 @@ def _reduce(now: Layout, goal: Layout, reduced: set[int], at_once: bool) -> Iter
         axes = sorted(run)
         scattered = [axis for axis in axes if axis in shards]
         if scattered:
-            found = _reduce_exchange(now, goal, scattered, op, shards) if at_once else None
-            step = found or _reduce_scatter(now, goal, scattered, op)
+            step = _reduce_scatter(now, goal, scattered, op)
             yield step
             now = step.dst
         rest = tuple([axis for axis in axes if axis not in scattered])
         if rest:
-            step = Step("all_reduce", now, now.without(set(rest)), rest, op)
+            step = Step("all_reduce", now, now.without(set(rest)), rest, op, rest)
             yield step
             now = step.dst
 
 
 def _reduce_scatter(now: Layout, goal: Layout, axes: list[int], op: str) -> Step:
-    """Into what the goal has where that is a part of what is held, else into some shards.
+    """Scatter into the shards of the goal where these are a part of what is held, else into any.
 
     The parts need not make up the whole: axes that hold the same take a part each, too.
     """
     dims, busy = list(now.dims), set(now.axes) - set(axes)
     for dim, (have, want) in enumerate(zip(now.dims, goal.dims, strict=True)):
         own = [axis for axis in axes if axis in want.axes]
-        part = _part(now.topology, have, want, busy) if own else None
+        part = _part(now, have, want, busy) if own else None
         if part is not None and set(own) <= set(part.axes):
             dims[dim] = part
             busy |= set(part.axes)
         elif own:
-            dims[dim] = _split(now, have, own)
-    done = now.without(set(axes)).with_dims(tuple(dims))
-    return Step("reduce_scatter", now, done, tuple(axes), op)
-
-
-def _split(now: Layout, have: DimMap, axes: list[int]) -> DimMap:
-    counts = tuple([now.topology.shape[axis] for axis in axes])
-    table = []
-    for start, stop in have.table:
-        for a, b in intervals(chunk_cuts(stop - start, counts)):
-            table.append((start + a, start + b))
-    return DimMap((*have.axes, *axes), tuple(table))
-
-
-def _reduce_exchange(
-    now: Layout, goal: Layout, axes: list[int], op: str, shards: set[int]
-) -> Step | None:
-    """Straight into the shards of the goal: each piece comes from every member and is reduced."""
-    settled = now.without(set(axes))
-    if shards & {axis for axis, _ in settled.partial}:
-        return None
-    step = move(settled, settled.with_dims(goal.dims))
-    if step.kind != "exchange":
-        return None
-    every = tuple(sorted({*step.axes, *axes}))
-    return Step("reduce_exchange", now, step.dst, every, op, reduced=tuple(axes))
+            dims[dim] = have.split(own, now.topology.shape)
+    done = now.without(set(axes)).with_dims(dims)
+    return Step("reduce_scatter", now, done, tuple(axes), op, tuple(axes))

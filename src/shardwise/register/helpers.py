@@ -13,7 +13,7 @@ from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import plan
+from ..redistribute import steps_between
 from ..rules import Call, Rule, along
 from .schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 
@@ -103,7 +103,7 @@ def redistribute_cost(src: DTensorSpec, dst: DTensorSpec) -> float:
         dst = DTensorSpec(src.topology, dst.placements, src.meta)
     if src is dst:
         return 0.0
-    moves = [step for step in plan(src, dst) if not step.is_local]
+    moves = [step for step in steps_between(src, dst) if not step.is_local]
     received = sum(step.elements_received for step in moves)
     return float(LATENCY_BYTES * len(moves) + received * src.dtype.itemsize)
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from ..errors import MeshError
 from ..layout.cost import DEFAULT, Link
 from ..layout.links import write_links
-from ..layout.mesh import init_device_mesh, topology
+from ..layout.make_mesh import init_device_mesh
+from ..layout.mesh import topology
 from ..layout.placement import Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import plan, run_steps
+from ..redistribute import redistribute_locals, steps_between
 
 _SMALL = 1024
 _TURNS = 9
@@ -79,12 +80,10 @@ def _exchange(
     for dim in (0, 1):
         places = [Shard(dim) if other == axis else Replicate() for other in range(mesh.ndim)]
         sides.append(DTensorSpec(mesh, places, meta))
-    steps = plan(*sides)
-    local = [
-        torch.ones(sides[0].local_shape(coord), device=device_type) for coord in sides[0].slots
-    ]
-    taken = _median(lambda: run_steps(steps, local, meta.stride), device_type)
-    return taken, steps[0].elements_received * 4
+    src, dst = sides
+    local = tuple(torch.ones(src.local_shape(coord), device=device_type) for coord in src.slots)
+    taken = _median(lambda: redistribute_locals(src, dst, local), device_type)
+    return taken, steps_between(src, dst)[0].elements_received * 4
 
 
 def _median(run: Callable[[], object], device_type: str) -> float:

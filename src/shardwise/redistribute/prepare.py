@@ -1,0 +1,266 @@
+"""`Move`: a redistribution between two specs, prepared once.
+
+- Of a dim of stride 0, as `expand` makes it, one place moves.
+- Dims that are sharded block by block are split, so that every shard is a box, and merged at the
+  end. If source and target have no common refinement, the tensor goes through a third layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from ..comm import Job, buffer_size, check_reducible, engine_of, narrow
+from ..comm.events import is_heard, record
+from ..layout.geometry import Cuts, box_shape, memory_order
+from ..layout.placement import Partial, Placement, Replicate, Shard
+from ..layout.spec import DTensorSpec, Groups
+from ..layout.split_dims import common, rounded, trivial
+from .between import between
+from .layout import Layout
+from .plan import Steps, candidates
+from .step import Step
+
+Locals = tuple[torch.Tensor, ...]
+Change = Callable[[Locals], Locals]
+
+
+@dataclass(frozen=True)
+class Move:
+    """The steps from one spec to another.
+
+    `enter` makes the tensors that the steps take from the local tensors, `leave` the local tensors
+    from what the steps give. `run` is the whole move, if that is one step.
+    """
+
+    cheapest: Steps
+    leanest: Steps
+    between: int
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    enter: Change | None = None
+    leave: Change | None = None
+    run: Callable[[Locals, bool], Locals] | None = None
+
+    @property
+    def steps(self) -> Steps:
+        """The cheapest steps; if they hold more than the buffer between two collectives, those that
+        hold least."""
+        return self.cheapest if self.between <= buffer_size() else self.leanest
+
+    @property
+    def is_view(self) -> bool:
+        """True if the results are views of the source."""
+        return all(step.kind in ("slice", "view") for step in self.steps)
+
+
+@lru_cache(maxsize=16384)
+def prepared(src: DTensorSpec, dst: DTensorSpec) -> Move:
+    """The move from one layout of a tensor to another."""
+    for place in (*src.placements, *dst.placements):
+        if isinstance(place, Partial):
+            check_reducible(place.reduce_op, src.dtype)
+    if (pair := _first_places(src, dst)) is not None:
+        return _repeated(src, dst, *pair)
+    if src.fine is not None or dst.fine is not None:
+        return _in_blocks(src, dst)
+    move = _between_boxes(Layout.of(src), Layout.of(dst), dst, memory_order(dst.stride))
+    return replace(move, run=_quick(move))
+
+
+def steps_between(src: DTensorSpec, dst: DTensorSpec) -> Steps:
+    """The steps that a redistribution takes."""
+    return prepared(src, dst).steps
+
+
+def _between_boxes(now: Layout, goal: Layout, dst: DTensorSpec, order: tuple[int, ...]) -> Move:
+    if now.topology is not goal.topology or now.shares_axes or goal.shares_axes:
+        leanest = tuple(between(now, goal))
+        found = [leanest]
+    else:
+        found, leanest = candidates(now, goal)
+    itemsize, cheapest = dst.dtype.itemsize, found[0]
+    if len(found) > 1:
+        cheapest = min(found, key=lambda steps: sum([step.price(itemsize) for step in steps]))
+    cheapest, leanest = (
+        tuple([replace(step, order=order) for step in steps]) for steps in (cheapest, leanest)
+    )
+    return Move(cheapest, leanest, _held_between(cheapest) * itemsize, order, dst.dtype)
+
+
+def _held_between(steps: Steps) -> int:
+    """The most elements that a rank holds between two collectives."""
+    made = [step.dst.most for step in steps if not step.is_local]
+    return max(made[:-1], default=0)
+
+
+# --- dims in blocks ------------------------------------------------------------------------------
+
+
+def _in_blocks(src: DTensorSpec, dst: DTensorSpec) -> Move:
+    """The move between layouts of which at least one shards the blocks of a dim."""
+    have = src.groups or trivial(src.meta.shape)
+    want = dst.groups or trivial(dst.meta.shape)
+    groups = common(have, want)
+    now, goal = (None if groups is None else Layout.split(spec, groups) for spec in (src, dst))
+    if groups is None or now is None or goal is None:
+        return _through(src, _third(src, dst, have, want), dst)
+    shapes = [box_shape(now.box(coord)) for coord in now.slots]
+    ends = [dst.local_shape(coord) for coord in dst.slots]
+    move = _between_boxes(now, goal, dst, _split_order(dst, groups))
+    return replace(move, enter=_reshaped(shapes), leave=_reshaped(ends))
+
+
+def _third(src: DTensorSpec, dst: DTensorSpec, have: Groups, want: Groups) -> DTensorSpec:
+    """The layout to go through: nearly that of an end whose shards are consecutive, cut only where
+    the blocks of the other end end."""
+    if dst.groups is None:
+        return rounded(dst, have)
+    near = rounded(src, want) if src.groups is None else rounded(src.consecutive, have)
+    return near.with_meta(dst.meta)
+
+
+def _through(src: DTensorSpec, way: DTensorSpec, dst: DTensorSpec) -> Move:
+    """The moves to a third layout and on from there, as one."""
+    first, second = prepared(src, way), prepared(way, dst)
+    if not first.cheapest or not second.cheapest:
+        return first if first.cheapest else second
+    seam = Step("view", first.cheapest[-1].dst, second.cheapest[0].src, order=second.order)
+    steps = (*first.cheapest, seam, *second.cheapest)
+    held = _held_between(steps) * dst.dtype.itemsize
+    return replace(second, cheapest=steps, leanest=steps, between=held, enter=first.enter, run=None)
+
+
+def _split_order(spec: DTensorSpec, groups: Groups) -> tuple[int, ...]:
+    """The order in memory of the split dims."""
+    first = [sum(map(len, groups[:dim])) for dim in range(len(groups))]
+    order = memory_order(spec.stride)
+    return tuple([first[dim] + part for dim in order for part in range(len(groups[dim]))])
+
+
+def _reshaped(shapes: Sequence[tuple[int, ...]]) -> Change:
+    return lambda local: tuple(
+        [part.reshape(shape) for part, shape in zip(local, shapes, strict=True)]
+    )
+
+
+# --- dims of stride 0 ----------------------------------------------------------------------------
+
+
+def _first_places(src: DTensorSpec, dst: DTensorSpec) -> tuple[DTensorSpec, DTensorSpec] | None:
+    """The layouts of the first place of each dim of stride 0; None if there is no such dim, or if
+    some rank holds no place of it."""
+    dims = src.meta.repeated
+    if not dims or 0 in src.meta.shape:
+        return None
+    groups = src.groups or trivial(src.meta.shape)
+    for dim in dims:
+        first = sum(map(len, groups[:dim]))
+        cuts = (src.fine or src).dim_cuts[first : first + len(groups[dim])]
+        if any(0 in sizes for sizes in cuts):
+            return None
+    return _first_place(src), _first_place(dst)
+
+
+def _first_place(spec: DTensorSpec) -> DTensorSpec:
+    """The layout of the first place of each dim of stride 0: whoever holds some place holds it."""
+    dims = spec.meta.repeated
+    places: list[Placement] = [
+        Replicate() if isinstance(place, Shard) and place.dim in dims else place
+        for place in spec.placements
+    ]
+    groups = spec.groups or trivial(spec.meta.shape)
+    given = iter(spec.cuts or [None] * sum(map(len, groups)))
+    cuts: list[Cuts | None] = []
+    for dim, group in enumerate(groups):
+        own = [next(given) for _ in group]
+        cuts += [None] if dim in dims else own
+    shape = tuple(1 if dim in dims else size for dim, size in enumerate(spec.meta.shape))
+    return DTensorSpec(spec.topology, places, spec.meta._replace(shape=shape), cuts=cuts)
+
+
+def _repeated(src: DTensorSpec, dst: DTensorSpec, have: DTensorSpec, want: DTensorSpec) -> Move:
+    """The move of one place of each dim of stride 0, which is expanded again at the end."""
+    inner, dims = prepared(have, want), src.meta.repeated
+    slots = [src.slot(coord) for coord in have.slots]
+    ends = [(want.slot(coord), dst.local_shape(coord)) for coord in dst.slots]
+
+    def enter(local: Locals) -> Locals:
+        parts = []
+        for slot in slots:
+            part = local[slot]
+            for dim in dims:
+                part = part.narrow(dim, 0, 1)
+            parts.append(part)
+        return tuple(parts) if inner.enter is None else inner.enter(tuple(parts))
+
+    def leave(made: Locals) -> Locals:
+        made = made if inner.leave is None else inner.leave(made)
+        taken: set[int] = set()
+        found = []
+        for slot, shape in ends:
+            part = made[slot].clone() if slot in taken else made[slot]
+            taken.add(slot)
+            found.append(part.expand(shape))
+        return tuple(found)
+
+    return replace(inner, enter=enter, leave=leave, run=None)
+
+
+# --- moves of one step ---------------------------------------------------------------------------
+
+
+def _quick(move: Move) -> Callable[[Locals, bool], Locals] | None:
+    """The whole move as one function, if it has one step."""
+    if len(move.cheapest) != 1:
+        return None
+    (step,) = move.cheapest
+    if step.kind == "slice":
+        return lambda local, fresh: finished(sliced(step, local), move.order, fresh)
+    if step.is_local or step.src.topology is not step.dst.topology:
+        return None
+    where = step.src.topology
+
+    def run(local: Locals, fresh: bool) -> Locals:
+        if is_heard():
+            record(step.kind, where, step.axes, step.elements_received * move.dtype.itemsize)
+        if not local:
+            return ()  # this rank is not on the mesh
+        job = Job(step, local, step.order, local[0].dtype, local[0].device)
+        (made,) = engine_of(where).start([job])()
+        return tuple(made)
+
+    return run
+
+
+def sliced(step: Step, local: Sequence[torch.Tensor]) -> Locals:
+    """The part of each local tensor that stays, as a view."""
+    parts = []
+    for slot, box, shape in step.slices:
+        value = local[slot]
+        parts.append(value.new_empty(shape) if box is None else narrow(value, box))
+    return tuple(parts)
+
+
+def finished(views: Locals, order: tuple[int, ...], fresh: bool) -> Locals:
+    """Views of the source, dense in the order of the global tensor. With `fresh` they share no
+    memory with it."""
+    made = tuple([ordered(part, order) for part in views])
+    if not fresh:
+        return made
+    pairs = zip(made, views, strict=True)
+    return tuple([new.clone() if new is old else new for new, old in pairs])
+
+
+def ordered(part: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """`part` dense in memory, with its dims in the order that the global tensor has them."""
+    if order == tuple(range(len(order))):
+        return part.contiguous()
+    seen = part.permute(*order)
+    if seen.is_contiguous():
+        return part
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return seen.contiguous().permute(*inverse)
