@@ -106,13 +106,9 @@ def largest_share(group: Group, job: Job) -> int:
 def _in_chunks(group: Group, job: Job, out: torch.Tensor | None) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
     most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.task, job.dtype)))
-    task = job.task
-    counts = [
-        len(chunks(task.piece(src, dst), most))
-        for src in group.senders
-        for dst in group.receivers
-        if src and dst and task.sends(src, dst)
-    ]
+    pairs = [(src, dst) for src in group.senders for dst in group.receivers if src and dst]
+    parcels = [parcel for pair in pairs if (parcel := job.task.parcel(*pair))]
+    counts = [len(chunks(parcel.box, most)) for parcel in parcels]
     for index in range(max(counts, default=0)):
         yield _Round(group, ((job, out),), index, most).launch
 
@@ -155,9 +151,10 @@ class _Round:
         coming = [self._packets(src, to_me) for src in group.senders]
         sent = self._as_it_lies(leaving, from_me, True)
         received = direct = self._as_it_lies(coming, to_me, False)
-        own: list[Packet] = []
-        if sent is None and received is None and self._takes_own():
-            own, leaving[me], coming[me] = leaving[me], [], []
+        own: list[tuple[Packet, torch.Tensor]] = []
+        if sent is None and received is None:
+            own = [(packet, packet.held()) for packet in leaving[me]]
+            leaving[me], coming[me] = [], []
         made: list[torch.Tensor] = []
         if sent is None:
             made.append(sent := _packed(leaving, self._buffer(leaving)))
@@ -166,13 +163,15 @@ class _Round:
         outgoing, incoming = [list(map(_nbytes, each)) for each in (leaving, coming)]
         wait = all_to_all(group, received, sent, incoming, outgoing)
         if not self.parts[0][0].task.op:
-            _put([(packet, packet.held()) for packet in own])
+            _put(own)
             own = []
+        elif self.parts[0][0].async_op:  # the program may write into the source meanwhile
+            own = [(packet, value.clone()) for packet, value in own]
 
         def land() -> None:
             wait()
             if direct is None:
-                _put([*_received(coming, received), *[(each, each.held()) for each in own]])
+                _put([*_received(coming, received), *own])
             give_back(made)
 
         return land
@@ -194,11 +193,6 @@ class _Round:
         if self.index >= len(cut):
             return None
         return Parcel.of(cut[self.index], job.task.src.box(src), job.task.dst.box(dst))
-
-    def _takes_own(self) -> bool:
-        """True if a rank takes its own pieces from the source: not if the program may write into
-        the source before they are reduced."""
-        return not any(job.task.op and job.async_op for job, _ in self.parts)
 
     def _buffer(self, packets: list[list[Packet]]) -> torch.Tensor:
         nbytes, device = sum(map(_nbytes, packets)), self.parts[0][0].device
@@ -265,13 +259,23 @@ def _received(
 
 def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
     """Put pieces into the results; those of one box are reduced if their job reduces."""
-    together: dict[tuple[int, Box], list[tuple[Packet, torch.Tensor]]] = {}
+    reduced = []
     for packet, value in received:
         if packet.job.task.op:
-            together.setdefault((id(packet.job), packet.parcel.box), []).append((packet, value))
+            reduced.append((packet, value))
         else:
             packet.place().copy_(value)
-    for parts in together.values():
-        parts.sort(key=lambda part: part[0].src)  # in the order of the mesh, whatever the ranks' is
-        packet, task = parts[0][0], parts[0][0].job.task
-        reduce_list([value for _, value in parts], task.op, task.over, out=packet.place())
+    for packet, values in by_place(reduced):
+        task = packet.job.task
+        reduce_list(values, task.op, task.over, out=packet.place())
+
+
+def by_place(
+    received: Iterable[tuple[Packet, torch.Tensor]],
+) -> Iterable[tuple[Packet, list[torch.Tensor]]]:
+    """The values of each place in a result, in the order of the mesh."""
+    found: dict[tuple[int, Box], tuple[Packet, list[torch.Tensor]]] = {}
+    for packet, value in sorted(received, key=lambda pair: pair[0].src):
+        key = id(packet.job), packet.parcel.box
+        found.setdefault(key, (packet, []))[1].append(value)
+    return found.values()

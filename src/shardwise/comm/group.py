@@ -50,7 +50,7 @@ def group_of(tasks: Sequence[Task]) -> Group:
 
 @lru_cache(maxsize=4096)
 def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
-    ranks = members(src, axes) if src is dst else tuple(sorted({*src.ranks, *dst.ranks}))
+    ranks = _members(src, axes) if src is dst else tuple(sorted({*src.ranks, *dst.ranks}))
     found = None
     if src is dst:
         found = _spanning(src, axes)
@@ -62,7 +62,7 @@ def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
     return Group(found, ranks, senders, receivers, ranks.index(dist.get_rank()))
 
 
-def members(topology: Topology, axes: tuple[int, ...]) -> tuple[int, ...]:
+def _members(topology: Topology, axes: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that differ from this one only in `axes`."""
     assert topology.coordinate is not None
     return tuple(sorted(map(topology.rank_of, topology.group_coords(topology.coordinate, axes))))

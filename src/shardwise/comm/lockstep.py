@@ -7,12 +7,10 @@ the others have written, before it starts.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
-from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
@@ -37,8 +35,6 @@ class LockstepError(CommunicationError):
 
 
 class _State:
-    """One for the process: a backward runs in other threads than its forward."""
-
     session = 0  # how many contexts were left: all ranks count alike
     counts: ClassVar[dict[tuple[int, ...], int]] = {}  # comparisons of each set of ranks
 
@@ -50,7 +46,7 @@ def is_compared() -> bool:
 
 
 class lockstep(Block):
-    """Let the ranks compare, before each collective, the operator, the layouts and the user's line.
+    """Let the ranks compare, before each collective, its kind, the layouts and the user's line.
 
     A difference is an error on all ranks that shows what each of them runs. All ranks enter and
     leave the context; who still waits for a collective when another leaves gets the error too. Use
@@ -112,7 +108,7 @@ def _leave_together(world: World, what: str) -> None:
 
 def compare(ranks: tuple[int, ...], what: str) -> None:
     """Compare with `ranks` the collective that is about to start; raise if they run another."""
-    text = f"{_operator()} at {user_line()}\n    {what}"
+    text = f"{what} at {user_line()}"
     texts = _exchange(current_world(), ranks, text)
     if any(each != text for each in texts.values()):
         _raise_difference(texts)
@@ -120,28 +116,10 @@ def compare(ranks: tuple[int, ...], what: str) -> None:
 
 def describe(jobs: Sequence[Job]) -> str:
     """A collective in a few words, and a digest of its layouts."""
-    parts = []
-    for job in jobs[:4]:
-        task, mesh = job.task, job.task.src.topology
-        how = f"{task.kind}({task.op})" if task.op else task.kind
-        every = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
-        stops = [[stop for _, stop in task.src.box(coord)] for coord in every]
-        shape = [max(each) for each in zip(*stops, strict=True)]
-        dtype = str(job.dtype).removeprefix("torch.")
-        parts.append(f"{how} of {dtype}{shape} over axes {list(task.axes)}")
-    more = f" and {len(jobs) - 4} more" if len(jobs) > 4 else ""
+    task, dtype = jobs[0].task, str(jobs[0].dtype).removeprefix("torch.")
+    how = f"{task.kind}({task.op})" if task.op else task.kind
     digest = sha256(repr([(job.task, job.dtype) for job in jobs]).encode()).hexdigest()[:8]
-    return f"{'; '.join(parts)}{more}, layouts {digest}"
-
-
-def _operator() -> str:
-    """The operator on DTensors that runs now, as the frames of this thread say."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "dispatch" and frame.f_globals["__name__"].endswith(".dispatch"):
-            return str(frame.f_locals.get("op"))
-        frame = frame.f_back
-    return "a redistribution"
+    return f"{how} of {len(jobs)} x {dtype} over axes {list(task.axes)}, layouts {digest}"
 
 
 def _exchange(world: World, ranks: tuple[int, ...], text: str) -> dict[int, str]:

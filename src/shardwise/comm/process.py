@@ -18,17 +18,10 @@ import torch.distributed as dist
 from ..layout.mesh import Topology, VirtualMesh
 from ..layout.world import refuse_forked
 from .all_to_all import buffer_size, give_back, rounds
-from .dtypes import (
-    backend_op,
-    backends_reduce,
-    buffer_width,
-    from_backend,
-    is_plain,
-    to_backend,
-)
+from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
 from .events import record
 from .failures import clear, report
-from .group import all_reduce, broadcast, group_of, members, reduction_groups
+from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
 from .native import native_launcher
 from .protocol import Finish, Job, Launch, Wait
@@ -45,11 +38,7 @@ class ProcessEngine:
     def start(self, jobs: Sequence[Job]) -> Finish:
         _begin({end.topology for job in jobs for end in (job.task.src, job.task.dst)})
         if is_compared() and _takes_part(jobs):
-            axes = tuple(sorted({axis for job in jobs for axis in job.task.axes}))
-            mesh = jobs[0].task.src.topology
-            reduces = _is_all_reduce(jobs)
-            ranks = members(mesh, axes) if reduces else group_of([j.task for j in jobs]).ranks
-            compare(ranks, describe(jobs))
+            compare(group_of([job.task for job in jobs]).ranks, describe(jobs))
         outs = [_result(job) for job in jobs]
         try:
             return _run(_launches(jobs, outs), outs)
