@@ -165,7 +165,9 @@ class _Round:
         if not self.parts[0][0].task.op:
             _put(own)
             own = []
-        elif self.parts[0][0].async_op:  # the program may write into the source meanwhile
+        elif any(
+            job.async_op for job, _ in self.parts
+        ):  # the program may write into the source meanwhile
             own = [(packet, value.clone()) for packet, value in own]
 
         def land() -> None:

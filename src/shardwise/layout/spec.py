@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -12,7 +13,6 @@ import torch
 
 from ..errors import LayoutError
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
-from .lazy import lazy
 from .make_mesh import described, described_mesh
 from .mesh import AnyMesh, Coord, Topology, topology
 from .placement import Partial, Placement, Replicate, Shard, block_groups, split_placements
@@ -193,7 +193,7 @@ class DTensorSpec:
 
     # --- the global tensor -----------------------------------------------------------------
 
-    @lazy
+    @cached_property
     def meta(self) -> TensorMeta:
         """Shape, stride and dtype, for specs that have them."""
         if self.tensor_meta is None:
@@ -220,12 +220,12 @@ class DTensorSpec:
 
     # --- dims in blocks ----------------------------------------------------------------------
 
-    @lazy
+    @cached_property
     def groups(self) -> Groups | None:
         """For each dim the sizes it is the product of; None if no axis shards blocks of a dim."""
         return block_groups(self.placements, self.meta.shape)[1]
 
-    @lazy
+    @cached_property
     def fine(self) -> DTensorSpec | None:
         """The same layout with the dims split into `groups`, of which every rank holds a box; None
         if every rank holds a box of the tensor itself."""
@@ -235,7 +235,7 @@ class DTensorSpec:
         places, _ = split_placements(self.placements, groups)
         return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
 
-    @lazy
+    @cached_property
     def consecutive(self) -> DTensorSpec:
         """This layout, with consecutive pieces in place of pieces of every block."""
         if self.groups is None:
@@ -261,12 +261,12 @@ class DTensorSpec:
                 dims[place.dim] = axis
         return dims
 
-    @lazy
+    @cached_property
     def sums(self) -> list[int]:
         """The axes on which a reduction is pending."""
         return [axis for axis, place in enumerate(self.placements) if place.is_partial()]
 
-    @lazy
+    @cached_property
     def reduced(self) -> DTensorSpec:
         """The layout with nothing pending, and all else as it is."""
         places = [Replicate() if place.is_partial() else place for place in self.placements]
@@ -289,7 +289,7 @@ class DTensorSpec:
         """True if every rank holds the whole tensor."""
         return all(place.is_replicate() for place in self.placements)
 
-    @lazy
+    @cached_property
     def dim_axes(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor dim the axes that shard it, outer first."""
         axes: list[list[int]] = [[] for _ in range(self.ndim)]
@@ -298,7 +298,7 @@ class DTensorSpec:
                 axes[place.dim].append(axis)
         return tuple(map(tuple, axes))
 
-    @lazy
+    @cached_property
     def dim_cuts(self) -> tuple[Cuts, ...]:
         """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
         self._check_consecutive()
@@ -324,7 +324,7 @@ class DTensorSpec:
             for table, axes in zip(self._intervals, self.dim_axes, strict=True)
         )
 
-    @lazy
+    @cached_property
     def _intervals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         return tuple(map(intervals, self.dim_cuts))
 
@@ -346,7 +346,7 @@ class DTensorSpec:
             return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
         return box_shape(self.box(coord))
 
-    @lazy
+    @cached_property
     def largest_shape(self) -> tuple[int, ...]:
         """For each dim the size of its largest piece."""
         if self.fine is not None:
@@ -356,12 +356,12 @@ class DTensorSpec:
 
     # --- which local tensors this process holds ----------------------------------------------
 
-    @lazy
+    @cached_property
     def slot_axes(self) -> tuple[int, ...]:
         """The axes over which the local tensor varies."""
         return tuple(a for a, place in enumerate(self.placements) if not place.is_replicate())
 
-    @lazy
+    @cached_property
     def slots(self) -> tuple[Coord, ...]:
         """The coordinates of the local tensors held here, in the order in which they are stored."""
         return self.topology.coords_here(self.slot_axes)
