@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import compress
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -72,12 +73,10 @@ def checked_placements(
     given = tuple(placements)
     for entry in given:
         if not isinstance(entry, Placement):
-            theirs = type(entry).__module__.startswith("torch.") or "_C" in type(entry).__module__
+            theirs = type(entry).__module__.startswith("torch.")
             hint = " It is PyTorch's class: import shardwise's own." if theirs else ""
-            raise LayoutError(
-                f"{what}: {entry!r} is not a placement. Use Replicate(), Shard(dim) or Partial(op)."
-                + hint
-            )
+            use = "Use Replicate(), Shard(dim) or Partial(op)."
+            raise LayoutError(f"{what}: {entry!r} is not a placement. {use}{hint}")
     if len(given) != mesh.ndim:
         raise LayoutError(
             f"{what}: {len(given)} placements {list(given)} were given for the {mesh.ndim} axes of "
@@ -129,16 +128,14 @@ class DTensorSpec:
         where = mesh if isinstance(mesh, Topology) else topology(mesh)
         ndim = None if tensor_meta is None else len(tensor_meta.shape)
         places = checked_placements("DTensorSpec", where, placements, ndim)
-        meta = None
-        if tensor_meta is not None:
-            shape, stride, dtype = tensor_meta
-            meta = TensorMeta(tuple(shape), tuple(stride), dtype)
+        if tensor_meta is None:
+            return cls._intern(where, places, None, None)
+        meta = TensorMeta(tuple(tensor_meta.shape), tuple(tensor_meta.stride), tensor_meta.dtype)
+        places, groups = block_groups(places, meta.shape)
         normal = None
-        if meta is not None:
-            places, groups = block_groups(places, meta.shape)
-            if cuts is not None:
-                seen, sizes = split_placements(places, groups) if groups else (places, meta.shape)
-                normal = _normal_cuts(where, seen, sizes, cuts)
+        if cuts is not None:
+            seen, sizes = split_placements(places, groups) if groups else (places, meta.shape)
+            normal = _normal_cuts(where, seen, sizes, cuts)
         return cls._intern(where, places, meta, normal)
 
     @classmethod
@@ -151,15 +148,12 @@ class DTensorSpec:
     ) -> DTensorSpec:
         key = (where, places, meta, cuts)
         found = cls._interned.get(key)
-        if found is not None:
-            return found
-        with cls._lock:
-            found = cls._interned.get(key)
-            if found is None:
-                found = object.__new__(cls)
-                found.topology = where
-                found.placements, found.tensor_meta, found.cuts = places, meta, cuts
-                cls._interned[key] = found
+        if found is None:
+            found = object.__new__(cls)
+            found.topology = where
+            found.placements, found.tensor_meta, found.cuts = places, meta, cuts
+            with cls._lock:
+                found = cls._interned.setdefault(key, found)
         return found
 
     @classmethod
@@ -197,9 +191,7 @@ class DTensorSpec:
     def meta(self) -> TensorMeta:
         """Shape, stride and dtype, for specs that have them."""
         if self.tensor_meta is None:
-            raise LayoutError(
-                f"the spec {self!r} says nothing of the tensor: it has no tensor_meta."
-            )
+            raise LayoutError(f"the spec {self!r} has no tensor_meta: it says nothing of a tensor.")
         return self.tensor_meta
 
     @property
@@ -275,11 +267,8 @@ class DTensorSpec:
     @property
     def num_shards(self) -> int:
         """The number of pieces the tensor is cut into."""
-        return prod(
-            size
-            for size, place in zip(self.topology.shape, self.placements, strict=True)
-            if place.is_shard()
-        )
+        shards = [place.is_shard() for place in self.placements]
+        return prod(compress(self.topology.shape, shards))
 
     def is_sharded(self) -> bool:
         """True if some axis shards the tensor."""
@@ -301,7 +290,11 @@ class DTensorSpec:
     @cached_property
     def dim_cuts(self) -> tuple[Cuts, ...]:
         """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
-        self._check_consecutive()
+        if self.groups is not None:
+            raise LayoutError(
+                f"the ranks hold pieces of every block of {self!r}, not consecutive ones. "
+                f"Redistribute to {list(self.consecutive.placements)} first."
+            )
         shape = self.topology.shape
         every = self.cuts or (None,) * self.ndim
         cuts = []
@@ -332,27 +325,23 @@ class DTensorSpec:
         """The interval of a dim that each of its shards holds."""
         return self._intervals[dim]
 
-    def _check_consecutive(self) -> None:
-        if self.groups is not None:
-            raise LayoutError(
-                f"the ranks hold pieces of every block of {self!r}, not consecutive ones. "
-                f"Redistribute to {list(self.consecutive.placements)} first."
-            )
-
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
         """The shape of the local tensor at `coord`."""
         if self.fine is not None:
-            sizes = iter(self.fine.local_shape(coord))
-            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
+            return self._merged(self.fine.local_shape(coord))
         return box_shape(self.box(coord))
 
     @cached_property
     def largest_shape(self) -> tuple[int, ...]:
         """For each dim the size of its largest piece."""
         if self.fine is not None:
-            sizes = iter(self.fine.largest_shape)
-            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
+            return self._merged(self.fine.largest_shape)
         return tuple([max(cuts) for cuts in self.dim_cuts])
+
+    def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of the dims, from those of the dims split into `groups`."""
+        left = iter(sizes)
+        return tuple([prod([next(left) for _ in group]) for group in self.groups or ()])
 
     # --- which local tensors this process holds ----------------------------------------------
 
@@ -422,24 +411,17 @@ def rebuild_spec(
     cuts: tuple[Cuts | None, ...] | None,
 ) -> DTensorSpec:
     """The spec of a pickle."""
-    if meta is not None:
-        _check_meta(*meta)
-    where = described_mesh(*mesh)
-    return DTensorSpec(where, placements, None if meta is None else TensorMeta(*meta), cuts=cuts)
-
-
-def _check_meta(shape: object, stride: object, dtype: object) -> None:
-    """An error if a pickle tells of a tensor that cannot be."""
+    if meta is None:
+        return DTensorSpec(described_mesh(*mesh), placements, cuts=cuts)
+    shape, stride, dtype = meta
     tuples = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
-    if (
-        not tuples
-        or any(type(size) is not int or size < 0 for size in (*shape, *stride))  # type: ignore[misc]
-        or not isinstance(dtype, torch.dtype)
-    ):
+    sizes = tuples and all(type(size) is int and size >= 0 for size in (*shape, *stride))
+    if not sizes or not isinstance(dtype, torch.dtype):
         raise LayoutError(
             f"a pickle of a DTensor says that it has shape {shape}, stride {stride} and dtype "
             f"{dtype}, which no tensor has: it is damaged."
         )
+    return DTensorSpec(described_mesh(*mesh), placements, TensorMeta(*meta), cuts=cuts)
 
 
 def fine_meta(meta: TensorMeta, groups: Groups) -> TensorMeta:
