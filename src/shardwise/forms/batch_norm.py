@@ -178,12 +178,8 @@ def batch_norm_backward(
     given = (grad, x, weight, running_mean, running_var, save_mean, save_invstd)
     x = _on_mesh(x, *given)
     like, dtype = x, x.dtype if weight is None else weight.dtype
-    grad, x, mean, rstd = (
-        in_full(aligned(grad, x)),
-        in_full(x),
-        in_full(save_mean),
-        in_full(save_invstd),
-    )
+    x, mean, rstd = in_full(x), in_full(save_mean), in_full(save_invstd)
+    grad = in_full(aligned(grad, x))
     scale = None if weight is None else weight.to(rstd.dtype)
     # The kernel with fixed statistics returns both sums, and the first part of the gradient.
     fixed = (grad, x, scale, mean, rstd**-2, None, None, False, 0.0)
