@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ..comm import Parcel
+from ..comm.protocol import Parcel
 from ..layout.geometry import Box, all_coords, box_numel, box_shape, flat_index, intersect, relative
 from ..layout.mesh import Coord
 from .layout import Layout
