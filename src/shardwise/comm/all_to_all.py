@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -52,18 +52,14 @@ def chunks(box: Box, most: int) -> list[Box]:
     >>> chunks(((0, 2), (0, 4)), 3)
     [((0, 1), (0, 3)), ((0, 1), (3, 4)), ((1, 2), (0, 3)), ((1, 2), (3, 4))]
     """
-    inner = box_numel(box)
-    if inner <= most:
-        return [box] if inner else []
-    cut: list[list[tuple[int, int]]] = []
-    for dim, (start, stop) in enumerate(box):
-        inner //= stop - start
-        step = max(1, most // inner) if inner <= most else 1
-        cut.append([(a, min(a + step, stop)) for a in range(start, stop, step)])
-        if inner <= most:
-            cut += [[rest] for rest in box[dim + 1 :]]
-            break
-    return [tuple(each) for each in product(*cut)]
+    numel = box_numel(box)
+    if numel <= most:
+        return [box] if numel else []
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    step = max(1, most * (stop - start) // numel)
+    ends = [(at, min(at + step, stop)) for at in range(start, stop, step)]
+    return [each for end in ends for each in chunks((*box[:dim], end, *box[dim + 1 :]), most)]
 
 
 # --- rounds --------------------------------------------------------------------------------------
@@ -185,16 +181,12 @@ class _Round:
         for job, out in self.parts:
             parcel = job.task.parcel(src, dst)
             if parcel is not None and self.most:
-                parcel = self._chunk(job, parcel, src, dst)
+                ends = job.task.src.box(src), job.task.dst.box(dst)
+                cut = chunks(parcel.box, self.most)
+                parcel = Parcel.of(cut[self.index], *ends) if self.index < len(cut) else None
             if parcel is not None:
                 found.append(Packet(job, out, src, parcel))
         return found
-
-    def _chunk(self, job: Job, parcel: Parcel, src: Coord, dst: Coord) -> Parcel | None:
-        cut = chunks(parcel.box, self.most)
-        if self.index >= len(cut):
-            return None
-        return Parcel.of(cut[self.index], job.task.src.box(src), job.task.dst.box(dst))
 
     def _buffer(self, packets: list[list[Packet]]) -> torch.Tensor:
         nbytes, device = sum(map(_nbytes, packets)), self.parts[0][0].device

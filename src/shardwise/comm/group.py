@@ -50,12 +50,11 @@ def group_of(tasks: Sequence[Task]) -> Group:
 
 @lru_cache(maxsize=4096)
 def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
-    ranks = _members(src, axes) if src is dst else tuple(sorted({*src.ranks, *dst.ranks}))
-    found = None
     if src is dst:
-        found = _spanning(src, axes)
-    elif len(ranks) == dist.get_world_size():
-        found = _world()
+        ranks, found = _members(src, axes), _spanning(src, axes)
+    else:
+        ranks = tuple(sorted({*src.ranks, *dst.ranks}))
+        found = _world() if len(ranks) == dist.get_world_size() else None
     if found is not None:
         ranks = tuple(dist.get_process_group_ranks(found))
     senders, receivers = (tuple(map(_coords(mesh).get, ranks)) for mesh in (src, dst))

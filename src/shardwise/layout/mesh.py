@@ -191,6 +191,14 @@ class Topology:
         return f"({axes_text(self.shape, self.mesh.mesh_dim_names)})"
 
 
+class DestroyedMesh:
+    """What is left of a mesh whose process group was destroyed: it has a shape and no groups."""
+
+    def __init__(self, mesh: AnyMesh) -> None:
+        self.device_type, self.mesh_dim_names = mesh.device_type, mesh.mesh_dim_names
+        self.mesh, self.shape, self.ndim = mesh.mesh, tuple(mesh.shape), mesh.ndim
+
+
 def _destroyed(mesh: str) -> str:
     return (
         f"the process group of mesh {mesh} was destroyed, by destroy_process_group() or because "
@@ -208,6 +216,7 @@ def _forget_groups(world: World) -> None:
             if where.world is world:
                 del topologies[key]
                 where.groups.clear()
+                where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment]
 
 
 @lru_cache(maxsize=65536)

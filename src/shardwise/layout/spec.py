@@ -191,7 +191,7 @@ class DTensorSpec:
     def meta(self) -> TensorMeta:
         """Shape, stride and dtype, for specs that have them."""
         if self.tensor_meta is None:
-            raise LayoutError(f"the spec {self!r} has no tensor_meta: it says nothing of a tensor.")
+            raise LayoutError(f"the spec {self!r} says nothing of a tensor: it has no tensor_meta.")
         return self.tensor_meta
 
     @property
