@@ -134,16 +134,15 @@ def _exchange(world: World, ranks: tuple[int, ...], text: str) -> dict[int, str]
         store.set(_at(world, world.rank), f"{','.join(map(str, ranks))}/{count}\n{text}")
         said = {rank: _said(world, rank) for rank in others}
         absent = [r for r, key in zip(others, keys, strict=True) if not store.check([key])]
-        for rank in absent:
-            if said[rank] is not None:
-                _raise_difference({world.rank: text, rank: said[rank] or ""})
+        if elsewhere := {rank: said[rank] for rank in absent if said[rank]}:
+            _raise_difference({world.rank: text} | elsewhere)
         raise_if_peer_failed()
         if absent and time.monotonic() > end:
             _raise_difference({world.rank: text} | dict.fromkeys(absent, "it did not come"))
     if count > 2:  # the others have read what was written before the last comparison
         store.delete_key(f"{base}/{count - 2}/{world.rank}")
-    found = dict(zip(others, store.multi_get(keys), strict=True)) if others else {}
-    return {world.rank: text} | {rank: raw.decode() for rank, raw in found.items()}
+    found = [raw.decode() for raw in store.multi_get(keys)] if others else []
+    return {world.rank: text} | dict(zip(others, found, strict=True))
 
 
 def _at(world: World, rank: int) -> str:
@@ -151,17 +150,15 @@ def _at(world: World, rank: int) -> str:
     return world.key("lockstep", _State.session, "at", rank)
 
 
-def _said(world: World, rank: int) -> str | None:
+def _said(world: World, rank: int) -> str:
     """What a rank runs that will not come: it has raised, or waits for this rank elsewhere."""
     if not world.store.check([_at(world, rank)]):
-        return None
+        return ""
     place, text = world.store.get(_at(world, rank)).decode().split("\n", 1)
-    if not place:
-        return str(text)
-    names, count = place.split("/")
-    ranks = tuple(map(int, names.split(",")))
+    names, _, count = place.rpartition("/")
+    ranks = tuple(map(int, names.split(","))) if place else ()
     waits_for_me = world.rank in ranks and _State.counts.get(ranks, 0) < int(count)
-    return str(text) if waits_for_me else None
+    return str(text) if waits_for_me or not place else ""
 
 
 def _raise_difference(texts: dict[int, str]) -> NoReturn:

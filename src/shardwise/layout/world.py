@@ -95,12 +95,8 @@ class World:
             if text:
                 return text
 
-    def close(self) -> None:
-        """Let go of the store, and stop listening: others take this process for gone."""
-        self.store = None
-        self.stop_listening()
-
     def stop_listening(self) -> None:
+        """Let others take this process for gone."""
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
@@ -182,7 +178,8 @@ def _end(number: int) -> None:
         except CommunicationError as error:  # the other callbacks have their own to let go of
             errors.append(error)
     _State.world = None
-    world.close()
+    world.store = None
+    world.stop_listening()
     if errors:
         raise errors[0]
 
