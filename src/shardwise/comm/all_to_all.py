@@ -1,7 +1,7 @@
 """One uneven all-to-all for many tensors: pieces packed into a bounded buffer, round by round.
 
 All ranks know all boxes, so they agree on rounds and sizes without communication. A piece that
-stays on its rank is copied; pieces that lie in memory as they are sent or received are not packed.
+stays on its rank is copied.
 """
 
 from __future__ import annotations
@@ -141,36 +141,28 @@ class _Round:
     most: int = 0
 
     def launch(self) -> Wait:
-        group, me = self.group, self.group.me
-        from_me, to_me = group.senders[me], group.receivers[me]
-        leaving = [self._packets(from_me, dst) for dst in group.receivers]
-        coming = [self._packets(src, to_me) for src in group.senders]
-        sent = self._as_it_lies(leaving, from_me, True)
-        received = direct = self._as_it_lies(coming, to_me, False)
-        own: list[tuple[Packet, torch.Tensor]] = []
-        if sent is None and received is None:
-            own = [(packet, packet.held()) for packet in leaving[me]]
-            leaving[me], coming[me] = [], []
-        made: list[torch.Tensor] = []
-        if sent is None:
-            made.append(sent := _packed(leaving, self._buffer(leaving)))
-        if received is None:
-            made.append(received := self._buffer(coming))
-        outgoing, incoming = [list(map(_nbytes, each)) for each in (leaving, coming)]
+        group, me, jobs = self.group, self.group.me, [job for job, _ in self.parts]
+        leaving = [self._packets(group.senders[me], dst) for dst in group.receivers]
+        coming = [self._packets(src, group.receivers[me]) for src in group.senders]
+        own = [(packet, packet.held()) for packet in leaving[me]]
+        leaving[me], coming[me] = [], []
+        outgoing, incoming = [[_nbytes(each) for each in way] for way in (leaving, coming)]
+        sent, received = [
+            torch.empty(sum(sizes), dtype=torch.uint8, device=jobs[0].device)
+            for sizes in (outgoing, incoming)
+        ]
+        _pack(leaving, sent)
         wait = all_to_all(group, received, sent, incoming, outgoing)
-        if not self.parts[0][0].task.op:
+        if not jobs[0].task.op:
             _put(own)
             own = []
-        elif any(
-            job.async_op for job, _ in self.parts
-        ):  # the program may write into the source meanwhile
+        elif any(job.async_op for job in jobs):  # the program may write into the source meanwhile
             own = [(packet, value.clone()) for packet, value in own]
 
         def land() -> None:
             wait()
-            if direct is None:
-                _put([*_received(coming, received), *own])
-            give_back(made)
+            _put([*_received(coming, received), *own])
+            give_back([sent, received])
 
         return land
 
@@ -187,30 +179,6 @@ class _Round:
             if parcel is not None:
                 found.append(Packet(job, out, src, parcel))
         return found
-
-    def _buffer(self, packets: list[list[Packet]]) -> torch.Tensor:
-        nbytes, device = sum(map(_nbytes, packets)), self.parts[0][0].device
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def _as_it_lies(
-        self, packets: list[list[Packet]], here: Coord | None, sending: bool
-    ) -> torch.Tensor | None:
-        """The memory of the one tensor that is sent or received, if the packets lie in it in
-        order."""
-        job, out = self.parts[0]
-        if len(self.parts) > 1 or self.most or here is None:
-            return None
-        if job.async_op if sending else job.task.op:
-            return None
-        outer = job.task.src.box(here) if sending else job.task.dst.box(here)
-        if not job.fills([each.parcel.box for each in chain.from_iterable(packets)], outer):
-            return None
-        value = job.local[0] if sending else out
-        assert value is not None
-        flat = value.permute(job.order)
-        if not flat.is_contiguous() or value.is_conj() or value.is_neg():
-            return None
-        return as_bytes(flat)
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -232,14 +200,13 @@ def _is_aligned(packet: Packet, raw: torch.Tensor) -> bool:
     return raw.storage_offset() % packet.job.dtype.itemsize == 0
 
 
-def _packed(packets: list[list[Packet]], flat: torch.Tensor) -> torch.Tensor:
+def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
         if _is_aligned(packet, raw):
             job.shaped(raw.view(job.dtype), packet.parcel.box).copy_(value)
         else:
             raw.copy_(as_bytes(value.permute(job.order)))
-    return flat
 
 
 def _received(
