@@ -188,8 +188,8 @@ def batch_norm_backward(
     if output_mask[0]:
         share = rstd if scale is None else rstd * scale
         share = share / (x.numel() // max(x.shape[1], 1))
-        apart = (x - _wide(x, mean)) * _wide(x, share * rstd * of_weight)
-        out = (out - apart - _wide(x, share * of_bias)).to(like.dtype)
+        apart = (x - _wide(x, mean)).mul_(_wide(x, share * rstd * of_weight))
+        out = out.sub_(apart).sub_(_wide(x, share * of_bias)).to(like.dtype)
         out = out.contiguous(memory_format=suggest_memory_format(like))
     return (
         out,
