@@ -38,6 +38,7 @@ _DRAIN = 30.0
 """How many seconds a process that ends waits for others to receive what it has sent."""
 _PATIENCE = 5.0
 """How many seconds the process that has the store waits for others to read the notes."""
+_GONE = "is gone: its process has ended or destroyed its process group. See its own output"
 
 
 @dataclass
@@ -159,7 +160,7 @@ def _raise_store_gone(world: World, cause: BaseException) -> NoReturn:
     """Raise because the store does not answer: the process that had it has ended."""
     text = world.received()  # what that process has left for this one
     if text is None and _is_in_first_rank() and world.is_gone(0):
-        text = "rank 0 is gone: its process has ended, and with it the store. See its own output"
+        text = f"rank 0 {_GONE}"
     text = text or "the process that has the store of torch.distributed has ended. See its output"
     _raise(f"a collective cannot finish: {text.rstrip('.')}.", cause)
 
@@ -176,15 +177,12 @@ def _explain(error: RuntimeError, ranks: Sequence[int]) -> NoReturn:
         raise error
     end = time.monotonic() + TICK.total_seconds()
     while time.monotonic() < end:
+        raise_if_peer_failed(error)
         gone = [rank for rank in ranks if rank != world.rank and world.is_gone(rank)]
-        raise_if_peer_failed(error)  # one of them may have ended because of the other
-        for rank in gone:
-            text = (
-                f"rank {rank} is gone: its process has ended or destroyed its process group. What "
-                "ended it is in its own output"
-            )
-            _write(world, rank, Note(ended=True, text=text))
         if gone:
+            raise_if_peer_failed(error)  # one of them may have ended because of the other
+            for rank in gone:
+                _write(world, rank, Note(ended=True, text=f"rank {rank} {_GONE}"))
             raise_if_peer_failed(error)
         time.sleep(0.05)
     names = ", ".join(map(str, ranks))
