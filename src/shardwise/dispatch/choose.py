@@ -19,7 +19,7 @@ from ..redistribute import steps_between
 from ..rules import Call, Operand, Site
 from ..storage import policy
 from ..storage.match_meta import conforming
-from ..storage.plain import bring_grads_back, full_local
+from ..storage.plain import bring_number
 from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper
 from .decide import Decision, decide
@@ -38,7 +38,7 @@ def build(
     made = _build(entry, operands, args, kwargs)
     written = [args[place] for place in entry.writes if place < len(args)]
     overlap = any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written)
-    if overlap and torch.Tag.inplace_view not in entry.op.tags and made.tier != "random":
+    if overlap and not entry.reshapes and made.tier != "random":
         # Several elements are one memory: PyTorch refuses some of these writes, and in others an
         # element has what was written into the last. Only the whole tensor shows it on every rank.
         return FormPlan(entry.op, fallback_form(entry.op), "fallback")
@@ -55,15 +55,12 @@ def _build(
         if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
             raise _different_meshes(op, operands)
         return FormPlan(entry.op, _bringing_numbers(op, home))
-    if torch.Tag.inplace_view in op.tags and entry.form is None:
-        return FormPlan(entry.op, reshape_form(op))
+    if entry.reshapes:
+        return FormPlan(op, reshape_form(op) if entry.form is None else entry.form.run)
     if entry.copies:
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
-    if torch.Tag.inplace_view in op.tags:
-        assert entry.form is not None
-        return FormPlan(entry.op, entry.form.run)
     if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
         return _in_pieces(entry)
     if entry.user is not None and entry.user.decide is not None:
@@ -149,14 +146,8 @@ def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
     """`op` with the numbers that are on other meshes made plain."""
 
-    def value(tensor: Any) -> Any:
-        if not isinstance(tensor, Wrapper) or tensor._spec.topology is home:
-            return tensor
-        bring_grads_back(tensor)
-        return full_local(tensor)
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        values = [value(tensor) for tensor in tensors_in(args, kwargs)]
+        values = [bring_number(tensor, home) for tensor in tensors_in(args, kwargs)]
         given, named = filled(args, kwargs, iter(values))
         return op(*given, **named)
 
@@ -206,7 +197,6 @@ def _call_plan(
     **local: Any,
 ) -> CallPlan:
     positions = _operand_positions(args, kwargs)
-    first = args[0] if args else None
     return CallPlan(
         entry.op,
         specs,
@@ -218,7 +208,6 @@ def _call_plan(
         target=entry.written or 0,
         aliases=entry.is_view and decision.inputs == specs,
         device=_device(args, kwargs),
-        is_list=isinstance(first, (list, tuple)) and len(first) == len(specs) > 0,
         operands_only=positions is not None and len(positions) == len(args) and not kwargs,
         **local,
     )

@@ -1,13 +1,14 @@
 """From a rule and the operands' specs to the layouts in which a call runs.
 
 Axes are decided one after another, outer to inner. On each axis a row that fits the operands as
-they are is
-taken; otherwise every row is priced and the cheapest wins. No rank, clock or set order enters.
+they are is taken; otherwise every row is priced and the cheapest wins. No rank, clock or set order
+enters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from math import prod
 
@@ -28,7 +29,7 @@ class Decision:
     outputs: tuple[DTensorSpec, ...]
 
     def fits(self, specs: tuple[DTensorSpec, ...]) -> bool:
-        """Whether the operands can stay as they are."""
+        """True if the operands can stay as they are."""
         return self.inputs == specs
 
 
@@ -49,35 +50,21 @@ def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
     choice = _Choice(rule, specs, call.results, written, unfit)
     chosen = [choice.next_row(axis, count) for axis, count in enumerate(topology.shape)]
     cuts = _factor_cuts(rule, topology, chosen, choice.leaders)
-    ins, outs = rule.apart or (None, None)
+    ins, outs = rule.apart or ([None] * len(specs), [None] * len(call.results))
     inputs = tuple(
-        spec_for(
-            topology,
-            [row.inputs[i] for row in chosen],
-            rule.inputs[i],
-            spec.meta,
-            cuts,
-            None if ins is None else ins[i],
-        )
-        for i, spec in enumerate(call.specs)
+        spec_for(topology, [row.inputs[i] for row in chosen], dims, spec.meta, cuts, groups)
+        for i, (spec, dims, groups) in enumerate(zip(call.specs, rule.inputs, ins, strict=True))
     )
     outputs = tuple(
-        spec_for(
-            topology,
-            [row.outputs[i] for row in chosen],
-            rule.outputs[i],
-            meta,
-            cuts,
-            None if outs is None else outs[i],
-        )
-        for i, meta in enumerate(call.results)
+        spec_for(topology, [row.outputs[i] for row in chosen], dims, meta, cuts, groups)
+        for i, (meta, dims, groups) in enumerate(zip(call.results, rule.outputs, outs, strict=True))
     )
     return Decision(inputs, outputs)
 
 
 def _taken_apart(rule: Rule, call: Call) -> tuple[Rule, tuple[DTensorSpec, ...], frozenset[int]]:
-    """The rule and the operands' layouts on dims so fine that every rank holds boxes; and the
-    operands of which it does not: they must move, and stand here as if they had."""
+    """The rule and the operands' layouts on split dims, of which every rank holds boxes. The last
+    are the operands that do not fit: they must move, and stand here as if they had."""
     if rule.apart is None:
         if all(spec.groups is None for spec in call.laid):
             return rule, call.specs, frozenset()
@@ -142,16 +129,7 @@ def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
 class _Choice:
     """The choice of a row for one axis after another, with the sizes that the axes before leave."""
 
-    __slots__ = (
-        "counts",
-        "leaders",
-        "results",
-        "rule",
-        "sizes",
-        "specs",
-        "unfit",
-        "written",
-    )
+    __slots__ = ("counts", "leaders", "results", "rule", "sizes", "specs", "unfit", "written")
 
     def __init__(
         self,
@@ -172,31 +150,23 @@ class _Choice:
 
     def next_row(self, axis: int, count: int) -> Row:
         """The row for `axis`: one that fits, or else the cheapest."""
-        rows = self._allowed(axis)
-        fitting = (row for row in rows if all(self._fits(axis, row, i) for i in self._operands()))
+        rows, operands = self._allowed(axis), range(len(self.specs))
+        fitting = (row for row in rows if all(self._fits(axis, row, i) for i in operands))
         row = next(fitting, None)
-        if row is None:
-            prices = [self._price(axis, count, row) for row in rows]
-            cheapest = [
-                row for row, price in zip(rows, prices, strict=True) if price == min(prices)
-            ]
-            row = next((row for row in cheapest if self._reduces_nothing(axis, row)), cheapest[0])
+        if row is None:  # at the same price nothing is reduced early
+            price = partial(self._price, axis, count)
+            row = min(rows, key=lambda row: (price(row), self._reduces(axis, row)))
         for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
             for index, place in enumerate(places):
                 if place.is_shard():
                     values[index] //= count
         return row
 
-    def _operands(self) -> range:
-        return range(len(self.specs))
-
-    def _reduces_nothing(self, axis: int, row: Row) -> bool:
-        """Whether what is pending stays so: at the same price nothing is reduced early."""
+    def _reduces(self, axis: int, row: Row) -> bool:
+        """True if the row needs a Partial operand reduced."""
         held = [spec.placements[axis] for spec in self.specs]
-        return not any(
-            have.is_partial() and want is not have
-            for have, want in zip(held, row.inputs, strict=True)
-        )
+        pairs = zip(held, row.inputs, strict=True)
+        return any(have.is_partial() and want is not have for have, want in pairs)
 
     def _allowed(self, axis: int) -> tuple[Row, ...]:
         """The rows in which a written operand holds the result; if possible, where it is now."""
@@ -224,8 +194,8 @@ class _Choice:
         return bool(pending) and sum(made) > 2 * sum(pending)
 
     def _makes_partial(self, axis: int, row: Row) -> bool:
-        """True if an operand as large as a pending one would be made partial to be added to it: the
-        pending one is reduced into its layout instead. A bias is smaller."""
+        """True if an operand as large as a Partial one, so no bias, would be made Partial: the
+        Partial one is reduced into its layout instead."""
         held = [spec.placements[axis] for spec in self.specs]
         sizes = self.counts[0]
         pending = [n for n, have in zip(sizes, held, strict=True) if have.is_partial()]
@@ -235,7 +205,7 @@ class _Choice:
         )
 
     def _fits(self, axis: int, row: Row, operand: int) -> bool:
-        """Whether an operand can stay as it is on `axis`: its placement, and where it is cut."""
+        """True if an operand can stay as it is on `axis`: its placement, and where it is cut."""
         spec = self.specs[operand]
         place = spec.placements[axis]
         if row.inputs[operand] is not place:

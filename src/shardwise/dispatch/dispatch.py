@@ -29,12 +29,12 @@ from ..comm import report
 from ..comm.events import planned
 from ..errors import LayoutError
 from ..layout.world import World, at_end
-from ..rules import LEAST, MOST, has_fractions
+from ..rules import has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
-from ..storage.plain import adopt, check_plain
+from ..storage.plain import adopt_all, check_plain
 from ..storage.wrapper import Plain, Wrapper
-from .cache import kept, plan_bytes
+from .cache import kept, number_key, plan_bytes
 from .choose import build
 from .lists import run_list
 from .operator import Operator
@@ -45,20 +45,20 @@ _NUMBERS = frozenset((int, float, bool, complex))
 _entries: dict[int, Operator] = {}
 """By the id of the operator, which its entry keeps alive: hashing an operator is a Python call."""
 _lock = threading.Lock()
-_counts = {"hits": 0, "misses": 0}
+_counts = {"built": 0}
 
 
 def stats() -> dict[str, int]:
     """How many operators and plans are cached, and how many plans were built."""
     plans = sum(len(entry.plans) for entry in _entries.values())
-    return {"operators": len(_entries), "plans": plans, "built": _counts["misses"]}
+    return {"operators": len(_entries), "plans": plans, "built": _counts["built"]}
 
 
 def clear() -> None:
     """Forget all plans."""
     with _lock:
         _entries.clear()
-        _counts["misses"] = 0
+        _counts["built"] = 0
     kept.clear()
 
 
@@ -67,15 +67,10 @@ def _forget_plans(_: World) -> None:
     clear()
 
 
-_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
-"""The namespaces of PyTorch's collectives."""
-
-
 def _refuse_collective(op: OpOverload) -> None:
-    """An error if an operator is a collective: on a whole value it has no meaning, and on local
-    tensors one that depends on the layout."""
+    """An error if an operator is a collective of PyTorch, which takes local tensors."""
     namespace, name = op._schema.name.split("::")
-    if namespace in _COLLECTIVES and name != "wait_tensor":
+    if "c10d" in namespace and name != "wait_tensor":
         raise LayoutError(
             f"{op}: a collective of torch.distributed was given a DTensor, but collectives take "
             "local tensors. Use x.to_local() for this rank's part. To have the whole value, or "
@@ -138,7 +133,7 @@ def dispatch(
     try:
         if found.is_complex:
             with reading_lazy_bits():
-                return _resolved(entry.run(found, operands, args, kwargs))
+                return _resolved(entry.run_view(found, operands, args, kwargs))
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
         if entry.has_views:
@@ -216,13 +211,9 @@ def _add(value: Any, keyed_by_type: bool, operands: list[Any], key: list[Any]) -
     """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
     kind = type(value)
     if kind in _NUMBERS:
-        # 0, infinity, what may be so in single precision, and the sign are special; 1, 1.0 and True
-        # are equal, but not the same; no NaN is equal to another, so that one stands for all
-        if keyed_by_type and kind is not complex and LEAST < value < MOST:
-            key.append(kind)
-        elif keyed_by_type and LEAST < abs(value) < MOST:
-            key.append((kind, None))
-        else:
+        if keyed_by_type:
+            key.append(number_key(value))
+        else:  # 1, 1.0 and True are equal, but not the same
             key.append((kind, value if value == value else nan))
     elif kind is list or kind is tuple:
         return _add_list(value, operands, key)
@@ -275,10 +266,7 @@ def _add_named(
 def _adopted(entry: Operator, operands: list[Any], key: list[Any]) -> list[Any]:
     """Plain tensors made operands: they count as replicated on the mesh of the others."""
     mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
-    for operand in operands:
-        if not isinstance(operand, Wrapper):
-            policy.on_plain(entry.op, tuple(operand.shape))
-    adopted = [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
+    adopted = adopt_all(entry.op, operands, mesh)
     key.extend(o._spec for o in adopted if isinstance(o, Plain))
     return adopted
 
@@ -296,6 +284,6 @@ def _build(
         made.default = torch.get_default_dtype()  # integers divided, or times a number
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
-        _counts["misses"] += 1
+        _counts["built"] += 1
     planned(entry.op, made.tier)
     return made

@@ -59,14 +59,6 @@ def store(target: Any, whole: torch.Tensor) -> None:
     mark_written(target)
 
 
-def returned(op: OpOverload, written: Sequence[Any], made: Any) -> Any:
-    """What a call returns: the tensors it wrote into where its schema says so, else new ones."""
-    places = [r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns]
-    if not any(places):
-        return made
-    return written[0] if len(places) == 1 else tuple(written)
-
-
 def run_whole(
     op: OpOverload,
     args: Sequence[Any],

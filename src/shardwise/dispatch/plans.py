@@ -101,7 +101,7 @@ def with_operands(
 
 def quick_call(
     call: Callable[..., Any],
-    operand_positions: tuple[int, ...] | None,
+    operand_positions: tuple[int, ...],
     operands_only: bool,
     tail: tuple[Any, ...] | None,
     specs: Sequence[DTensorSpec],
@@ -111,14 +111,13 @@ def quick_call(
 ) -> Callable[..., Any]:
     """One local call as a function of its operands, which stand at `operand_positions`.
 
-    With None they are the list that is the first argument. `operands_only` says that there are no
-    other arguments; `tail` stands for those after the operands. `several` is the type in which
-    several results are returned.
+    `operands_only` says that there are no other arguments; `tail` stands for those after the
+    operands. `several` is the type in which several results are returned.
     """
     public = Wrapper.public
     results = tuple([(spec, *spec.meta) for spec in specs])
     first, shape, stride, dtype = results[0]
-    count = 0 if operand_positions is None else len(operand_positions)
+    count = len(operand_positions)
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         base = operands[0]
@@ -132,8 +131,6 @@ def quick_call(
         elif operand_positions == (0,):
             rest = args[1:] if tail is None else tail
             local = call(base._locals[0], *rest, **kwargs)
-        elif operand_positions is None:
-            local = call([operand._locals[0] for operand in operands], *args[1:], **kwargs)
         else:
             given = args if tail is None else (*args[:count], *tail)
             local = call(*with_operands(operand_positions, operands, given), **kwargs)
@@ -229,7 +226,6 @@ class CallPlan(Plan):
         tail: Callable[[Site], tuple[Any, ...]] | None = None,
         windows: Windows | None = None,
         device: torch.device | None = None,
-        is_list: bool = False,
         operands_only: bool = False,
     ) -> None:
         super().__init__()
@@ -276,15 +272,13 @@ class CallPlan(Plan):
         if device is not None and len(coords) == 1 and self.is_local and not self._pending:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
-            self._next_quick = self._quick(device, is_list, operands_only)
+            self._next_quick = self._quick(device, operands_only)
         self.quick = self._next_quick if settled else None
 
-    def _quick(
-        self, device: torch.device, is_list: bool, operands_only: bool
-    ) -> Callable[..., Any] | None:
+    def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
-        operand_positions = None if is_list else self._operand_positions
-        if operand_positions is None and not is_list:
+        operand_positions = self._operand_positions
+        if not operand_positions:
             return None
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
@@ -293,8 +287,7 @@ class CallPlan(Plan):
                 return None
             tail = (self._rewrites[1][0],)
         if self._written is not None:
-            alone = operand_positions is not None and not (self._written or self._target)
-            if operand_positions is None or not alone or tail is not None or not _returns(self._op):
+            if self._written or self._target or tail is not None or not _returns(self._op):
                 return None
             return quick_write(self._call, operand_positions, operands_only)
         several = None
