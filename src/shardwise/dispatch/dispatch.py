@@ -109,16 +109,16 @@ def dispatch(
             key.append(value._spec)
         elif keyed_by_type is None:
             key.append(tuple(value) if kind is list else value)
-        elif kind is list:
-            plain |= _add_list(value, operands, key)
         else:
             plain |= _add(value, keyed_by_type, operands, key)
-    if kwargs:
-        plain |= _add_named(entry, kwargs, operands, key)
-    else:
-        kwargs = {}
+    kwargs = kwargs or {}
+    for name in kwargs:
+        key.append(name)
+        plain |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
     if plain:
-        operands = _adopted(entry, operands, key)
+        mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
+        operands = adopt_all(op, operands, mesh)
+        key.extend([o._spec for o in operands if isinstance(o, Plain)])
     found = entry.plans.get(tuple(key))
     if found is None or (
         found.default is not None and found.default is not torch.get_default_dtype()
@@ -207,68 +207,27 @@ def _resolved(made: Any) -> Any:
     return made
 
 
-def _add(value: Any, keyed_by_type: bool, operands: list[Any], key: list[Any]) -> bool:
-    """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
+def _add(value: Any, keyed_by_type: bool | None, operands: list[Any], key: list[Any]) -> bool:
+    """Add an argument to the key, and tensors to the operands; True if there is a plain tensor."""
     kind = type(value)
-    if kind in _NUMBERS:
-        if keyed_by_type:
-            key.append(number_key(value))
-        else:  # 1, 1.0 and True are equal, but not the same
-            key.append((kind, value if value == value else nan))
-    elif kind is list or kind is tuple:
-        return _add_list(value, operands, key)
-    elif isinstance(value, torch.Tensor):
-        return _add_tensor(value, operands, key)
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, AsyncValue):
+            value._locals  # noqa: B018  # the first use waits; it is ordinary from now on
+        operands.append(value)
+        ours = isinstance(value, Wrapper)
+        key.append(value._spec if ours else Plain)  # type: ignore[attr-defined]
+        return not ours
+    if keyed_by_type is not None and (kind is list or kind is tuple):
+        key.append(len(value))
+        plain = [_add(each, False, operands, key) for each in value]
+        return any(plain)
+    if keyed_by_type and kind in _NUMBERS:
+        key.append(number_key(value))
+    elif keyed_by_type is False and kind in _NUMBERS:  # 1, 1.0 and True are equal, not the same
+        key.append((kind, value if value == value else nan))
     else:
-        key.append(value)
+        key.append(tuple(value) if kind is list else value)
     return False
-
-
-def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
-    """Add an operand that is a deferred view, still under way, or plain; say if it is plain."""
-    if isinstance(value, AsyncValue):
-        value._locals  # noqa: B018  # this is the first use: it waits, and is ordinary from now on
-    operands.append(value)
-    if isinstance(value, Wrapper):
-        key.append(value._spec)
-        return False
-    key.append(Plain)
-    return True
-
-
-def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> bool:
-    public = Wrapper.public
-    plain = False
-    key.append(len(values))
-    for value in values:
-        if type(value) is public:
-            operands.append(value)
-            key.append(value._spec)
-        else:
-            plain |= _add(value, False, operands, key)
-    return plain
-
-
-def _add_named(
-    entry: Operator, kwargs: dict[str, Any], operands: list[Any], key: list[Any]
-) -> bool:
-    plain = False
-    for name, value in kwargs.items():
-        key.append(name)
-        keyed_by_type = entry.named_keyed_by_type[name]
-        if keyed_by_type is None:
-            key.append(tuple(value) if type(value) is list else value)
-        else:
-            plain |= _add(value, keyed_by_type, operands, key)
-    return plain
-
-
-def _adopted(entry: Operator, operands: list[Any], key: list[Any]) -> list[Any]:
-    """Plain tensors made operands: they count as replicated on the mesh of the others."""
-    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
-    adopted = adopt_all(entry.op, operands, mesh)
-    key.extend(o._spec for o in adopted if isinstance(o, Plain))
-    return adopted
 
 
 def _build(
