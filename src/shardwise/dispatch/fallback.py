@@ -11,8 +11,8 @@ from .._torch import OpOverload
 from ..errors import MeshError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, default_placements
-from ..redistribute import redistribute_locals
-from ..storage.operands import mark_written, once, own_copy
+from ..redistribute import once, redistribute_locals
+from ..storage.operands import mark_written, own_copy
 from ..storage.plain import full_local
 from ..storage.ragged import gather_plain
 from ..storage.wrapper import Wrapper, wrap

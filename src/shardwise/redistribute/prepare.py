@@ -16,7 +16,7 @@ from ..comm import Job, buffer_size, check_reducible, engine_of, narrow
 from ..comm.events import is_heard, record
 from ..layout.geometry import box_shape, memory_order
 from ..layout.placement import Partial
-from ..layout.spec import DTensorSpec, Groups
+from ..layout.spec import DTensorSpec, Groups, TensorMeta
 from ..layout.split_dims import common, rounded, trivial
 from .between import between
 from .layout import Layout
@@ -63,9 +63,29 @@ def prepared(src: DTensorSpec, dst: DTensorSpec) -> Move:
         if isinstance(place, Partial):
             check_reducible(place.reduce_op, src.dtype)
     if src.fine is not None or dst.fine is not None:
-        return _in_blocks(src, dst)
-    move = _between_boxes(Layout.of(src), Layout.of(dst), dst, memory_order(dst.stride))
-    return replace(move, run=_quick(move))
+        move = _in_blocks(src, dst)
+    else:
+        move = _between_boxes(Layout.of(src), Layout.of(dst), dst, memory_order(dst.stride))
+        move = replace(move, run=_quick(move))
+    return _expanded(move, dst.meta) if dst.meta.repeated else move
+
+
+def _expanded(move: Move, meta: TensorMeta) -> Move:
+    """A move whose results repeat along dims of stride 0, as the tensor does."""
+    inner = move.leave
+
+    def leave(made: Locals) -> Locals:
+        made = made if inner is None else inner(made)
+        return tuple([once(part, meta).expand(part.shape) for part in made])
+
+    return replace(move, leave=leave, run=None)
+
+
+def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The first index of each dim of stride 0: PyTorch refuses most writes into all of them."""
+    for dim in meta.repeated:
+        part = part.narrow(dim, 0, min(1, part.shape[dim]))
+    return part
 
 
 def steps_between(src: DTensorSpec, dst: DTensorSpec) -> Steps:

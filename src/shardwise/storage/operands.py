@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import Ready, Run, redistribute_locals, run_all, run_between, steps_between
+from ..redistribute import (
+    Ready,
+    Run,
+    once,
+    redistribute_locals,
+    run_all,
+    run_between,
+    steps_between,
+)
 from . import policy
 from .wrapper import Locals
 
@@ -52,13 +60,6 @@ def mark_written_in_layout(tensor: Any, spec: DTensorSpec, value: Locals) -> Non
     mark_written(tensor)
     if tensor._spec.sums:
         cache_reduction(tensor, spec, value)
-
-
-def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The first index of each dim of stride 0: PyTorch refuses most writes into all of them."""
-    for dim in meta.repeated:
-        part = part.narrow(dim, 0, min(1, part.shape[dim]))
-    return part
 
 
 def own_copy(whole: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
