@@ -198,7 +198,7 @@ class Operator:
 
 
 def _by_type(argument: Any, user: Registered | None) -> bool | None:
-    """Whether a number enters the key by its type alone, as a plan passes it on as it comes.
+    """True if a number enters the key by its type and sign alone, False if by its value.
 
     None if the schema says the type of the argument, which is no tensor.
     """

@@ -111,12 +111,11 @@ def quick_call(
 ) -> Callable[..., Any]:
     """One local call as a function of its operands, which stand at `operand_positions`.
 
-    `operands_only` says that there are no other arguments; `tail` stands for those after the
-    operands. `several` is the type in which several results are returned.
+    With `operands_only` there are no other arguments; `tail` replaces those after the operands.
+    `several` is the type in which several results are returned.
     """
     public = Wrapper.public
-    results = tuple([(spec, *spec.meta) for spec in specs])
-    first, shape, stride, dtype = results[0]
+    first, (shape, stride, dtype) = specs[0], specs[0].meta
     count = len(operand_positions)
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -142,17 +141,8 @@ def quick_call(
             if aliases:
                 made._cell = cell
             return made
-        every: list[Any] = []
-        for (spec, size, step, kind), value in zip(results, local, strict=True):
-            if value is None:
-                every.append(None)
-                continue
-            made = make_wrapper(public, size, step, kind, device)
-            made._spec = spec
-            made._locals = (value,)
-            if aliases:
-                made._cell = cell
-            every.append(made)
+        pairs = zip(specs, local, strict=True)
+        every = [None if part is None else wrap(spec, (part,), cell) for spec, part in pairs]
         return several(every)
 
     return run
