@@ -46,7 +46,6 @@ def _of_one() -> Iterator[Sample]:
         for a in (square, tall, tall.mT):
             yield call(aten.linalg_lu_factor_ex.default, a)
             yield call(aten.linalg_lu.default, a)
-            yield call(aten.geqrf.default, a)
             lu, pivots, _ = aten.linalg_lu_factor_ex.default(a)
             for data, places in ((True, True), (False, True), (True, False)):
                 yield call(aten.lu_unpack.default, lu, pivots, data, places)
@@ -93,13 +92,6 @@ def _of_two() -> Iterator[Sample]:
         for transposed in (False, True):
             yield call(aten.ormqr.default, reflectors, tau, other, True, transposed)
             yield call(aten.ormqr.default, reflectors, tau, other.mT, False, transposed)
-    for rows, columns in ((5, 3), (3, 5)):
-        a = matrix(4, rows, columns)
-        for b in (matrix(4, rows, 2), matrix(1, rows, 2), matrix(4, rows)):
-            for driver in ("gels", "gelsy"):
-                yield call(aten.linalg_lstsq.default, a, b, driver=driver)
-        yield call(aten.linalg_lstsq.default, a[0], matrix(rows, 3))
-    yield call(aten.linalg_lstsq.default, matrix(4, 3, 5), matrix(4, 3, 2), driver="gelsd")
 
 
 def _products() -> Iterator[Sample]:

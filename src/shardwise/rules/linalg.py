@@ -58,7 +58,6 @@ def _solver(rest: str, alike: tuple[int, ...]) -> Family:
 
 
 solve = _solver("... _ _, ... _, ...", (1, 2, 3))
-least_squares = _solver("... _, ..., ... _", (2, 3))
 
 
 def fourier(call: Call) -> Rule:
