@@ -129,8 +129,8 @@ def expand_to_full_mesh_op_strategy(
 
     A row has the placements of `input_index` results, then those of the operands; None for a result
     that is no tensor. Combinations are left out in which a dim would have fewer elements than
-    shards, or in which reductions that do not commute are pending. With `inplace_op` the ways that
-    keep the first operand in its layout are taken if there are any.
+    shards, or in which reductions that do not commute are pending. `inplace_op` changes nothing: a
+    way in which a written operand would get another layout is never taken.
     """
     operands = [*op_schema.args_strategy, *op_schema.kwargs_strategy]
     for row in single_mesh_dim_strategies:
@@ -150,7 +150,7 @@ def expand_to_full_mesh_op_strategy(
         ) and not any(_is_mixed(spec) for spec in (*inputs, *outputs) if spec is not None)
         if possible and (is_valid_strategy_cb is None or is_valid_strategy_cb(inputs, results)):
             made.append(OpSpec(results, inputs))
-    return OpStrategy(_in_place(operands[0], made) if inplace_op else made)
+    return OpStrategy(made)
 
 
 def _on_mesh(
@@ -178,19 +178,6 @@ def _is_mixed(spec: DTensorSpec) -> bool:
     return len(ops) > 1 and ops != {"sum", "avg"}
 
 
-def _in_place(operand: OpStrategy, found: Sequence[OpSpec]) -> list[OpSpec]:
-    """The strategies whose first result has the layout of the first operand; if possible, the
-    layout that the operand has now."""
-    staying = []
-    for strategy in found:
-        outputs: Any = strategy.output_specs
-        first = outputs[0] if isinstance(outputs, tuple) else outputs
-        if first is None or first.placements == strategy.input_spec(0).placements:
-            staying.append(strategy)
-    now = operand.strategies[0].output_spec.placements
-    return [each for each in staying if each.input_spec(0).placements == now] or staying
-
-
 # --- propagation rules -------------------------------------------------------------------------
 
 
@@ -201,8 +188,6 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     Partial("avg") pass. An in-place operator follows its first operand.
     """
     specs = op_schema.args_spec
-    if not specs:
-        raise RuleError(f"{op_schema.op}: pointwise_rule: the call has no operand.")
     ndim = max(spec.ndim for spec in specs)
     padded = [(1,) * (ndim - spec.ndim) + tuple(spec.shape) for spec in specs]
     shape = [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
