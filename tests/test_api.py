@@ -117,15 +117,6 @@ def test_from_local_finds_unequal_parts() -> None:
     assert x.sum().item() == 16
 
 
-def test_unequal_parts_that_processes_would_not_see_are_warned_of() -> None:
-    mesh = virtual(2)
-    local = per_rank(mesh, lambda coord: torch.ones(3 + coord[0]))
-    with pytest.warns(UserWarning, match=r"\[3\] and \[4\].*run_check=False") as seen:
-        x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-    assert x.shape == (7,)
-    assert [each.filename for each in seen] == [__file__]  # once for each line of the user's
-
-
 def test_from_local_with_a_given_shape_and_stride() -> None:
     mesh = virtual(2)
     local = per_rank(mesh, lambda coord: X[:3].clone() if coord[0] == 0 else X[3:].clone())

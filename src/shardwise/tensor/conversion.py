@@ -21,17 +21,16 @@ from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
 from ..storage.plain import check_dense, digest
 from ..storage.wrapper import Wrapper, exposed_locals, wrap
-from .autograd import FromLocal, Replaced, ToLocal, not_partial, refuse_recording
+from .autograd import FromLocal, Replaced, ToLocal, refuse_recording
 from .per_rank import PerRank
 
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     refuse_recording("to_local", (tensor,))
     spec = tensor._spec
+    grad_spec = spec.reduced
     if grad_placements is not None:
         grad_spec = _given_grads("to_local", spec, grad_placements)
-    else:
-        grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
     if tensor.requires_grad and torch.is_grad_enabled():
         if grad_placements is None and any(place.is_replicate() for place in spec.placements):
             _warn_of_equal_gradients()
@@ -141,8 +140,6 @@ def from_local(
         check_alike(mesh, held, gradients=bool(run_check), order=stride is None)
     spec = _inferred(mesh, places, held, sample, shape, stride)
     parts = _place_local(local, spec, held)
-    if mesh.virtual and held is not None and run_check is False and shape is None:
-        _warn_of_sizes(sorted({part.shape for part in held.values()}))
     if run_check and held is not None and not mesh.virtual:
         parts = _same_replicas(spec, parts)
     if grad_placements is None:
@@ -155,18 +152,6 @@ def from_local(
             "gradient. Give gradients that are replicated on these axes."
         )
     return FromLocal.apply(spec, grad_spec, *parts)
-
-
-def _warn_of_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Warn that real processes would not see that the local tensors differ in shape."""
-    if len(shapes) > 1:
-        warnings.warn(
-            "from_local: the local tensors have different shapes, among them "
-            f"{list(shapes[0])} and {list(shapes[-1])}. A virtual mesh sees that, but on processes "
-            "each rank takes all to have its own shape. Leave run_check=False out: the ranks then "
-            "compare their shapes.",
-            stacklevel=4,
-        )
 
 
 def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:

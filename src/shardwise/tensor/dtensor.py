@@ -18,7 +18,6 @@ from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import (
     Redistribute,
-    RedistributeIn,
     WholeLocal,
     redistributed,
     take_data,
@@ -32,6 +31,18 @@ from .conversion import distribute, from_local, laid_out_like, to_local, whole_l
 from .inplace_views import as_strided, in_place
 from .per_rank import PerRank
 from .saving import plain_attributes, saved
+
+
+def _without_memory(name: str, more: str) -> Any:
+    """A method that raises: PyTorch's own would use memory that a DTensor does not have."""
+
+    def method(self: DTensor, *_: Any, **__: Any) -> Any:
+        raise LayoutError(
+            f"{name}: a DTensor {self._spec!r} has no memory of its own. Use to_local(), the "
+            f"part of this rank, or full_tensor(), the whole value.{more}"
+        )
+
+    return method
 
 
 class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
@@ -176,14 +187,12 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         (tensor([0]), tensor([1, 2, 3, 4]))
         """
         target = _target(self, device_mesh, placements, cuts)
-        if {forward_dtype, backward_dtype} - {None, self.dtype}:
-            made: DTensor = RedistributeIn.apply(
-                self, target, forward_dtype, backward_dtype, async_op
-            )
-            return made
-        if target is self._spec:
+        if forward_dtype is not None:
+            target = target.with_meta(target.meta._replace(dtype=forward_dtype))
+        if target is self._spec and backward_dtype in (None, self.dtype):
             return _alias(self)
-        return redistributed(self, target, async_op)  # type: ignore[no-any-return]
+        made: DTensor = redistributed(self, target, async_op, backward_dtype)
+        return made
 
     # --- values ------------------------------------------------------------------------------
 
@@ -206,21 +215,9 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
             array = array.astype(dtype, copy=False)
         return array.copy() if copy else array
 
-    def share_memory_(self) -> DTensor:
-        """Raise: only the local tensors have memory."""
-        raise LayoutError(_no_memory("share_memory_", self))
-
-    def __dlpack__(self, **_: Any) -> Any:
-        """Raise: only the local tensors have memory."""
-        raise LayoutError(_no_memory("__dlpack__", self))
-
-    def apply_(self, callable: Any) -> DTensor:
-        """Raise: PyTorch would write into memory that a DTensor does not have."""
-        raise LayoutError(
-            f"apply_: a function of Python numbers cannot be run on a DTensor {self._spec!r}. "
-            "Write it with operators of torch, or use x.copy_(x.full_tensor().clone().apply_(f)), "
-            "in which every rank runs it on all elements."
-        )
+    share_memory_ = _without_memory("share_memory_", "")
+    __dlpack__ = _without_memory("__dlpack__", "")
+    apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 
     def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
         """A plain tensor of given data, of this tensor's dtype and device if no other is given."""
@@ -334,13 +331,6 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         return saved(self)
 
 
-def _no_memory(what: str, tensor: DTensor) -> str:
-    return (
-        f"{what}: a DTensor {tensor._spec!r} has no memory of its own. Use to_local(), the "
-        "part of this rank, or full_tensor(), the whole value."
-    )
-
-
 class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is made on demand
     """A DTensor that is a deferred view."""
 
@@ -418,7 +408,7 @@ def redistribute_all(
     pairs = list(zip(tensors, targets, strict=True))
     moving = [(tensor, spec) for tensor, spec in pairs if tensor._spec is not spec]
     sources, goals = [tensor for tensor, _ in moving], [spec for _, spec in moving]
-    made: Any = iter(Redistribute.apply(goals, async_op, *sources) if moving else ())
+    made: Any = iter(Redistribute.apply(goals, async_op, None, *sources) if moving else ())
     stay = {i: _alias(t) for i, (t, spec) in enumerate(pairs) if t._spec is spec}
     return [stay[i] if i in stay else next(made) for i in range(len(pairs))]
 
