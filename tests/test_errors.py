@@ -157,7 +157,9 @@ def test_no_mesh() -> None:
 
 def test_a_dtensor_where_a_plain_tensor_is_needed() -> None:
     x = distribute_tensor(X, virtual(2), [Shard(0)])
-    with pytest.raises(LayoutError, match=says("is a DTensor already", "Use redistribute")):
+    with pytest.raises(
+        LayoutError, match=says("a plain tensor is needed, but got DTensor", "redistribute")
+    ):
         distribute_tensor(x, virtual(2), [Shard(0)])
     with pytest.raises(LayoutError, match=says("a local tensor is needed", "redistribute")):
         DTensor.from_local(x, virtual(2), [Shard(0)])

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..dispatch.decide import decide
 from ..errors import RuleError
-from ..layout.cost import LATENCY_BYTES
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
@@ -98,14 +97,10 @@ def replicate_tensor_dim(placements: Sequence[Placement], dim: int) -> tuple[Pla
 
 
 def redistribute_cost(src: DTensorSpec, dst: DTensorSpec) -> float:
-    """The cost of moving a tensor from one layout to another, in bytes that a rank receives."""
+    """The cost of moving a tensor from one layout to another, as the planner prices its steps."""
     if dst.tensor_meta is None:
         dst = DTensorSpec(src.topology, dst.placements, src.meta)
-    if src is dst:
-        return 0.0
-    moves = [step for step in steps_between(src, dst) if not step.is_local]
-    received = sum(step.elements_received for step in moves)
-    return float(LATENCY_BYTES * len(moves) + received * src.dtype.itemsize)
+    return float(sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst)))
 
 
 def generate_redistribute_costs(src_strategy: OpStrategy, dst_spec: DTensorSpec) -> list[float]:
@@ -142,7 +137,13 @@ def expand_to_full_mesh_op_strategy(
             )
     made = []
     for rows in itertools.product(single_mesh_dim_strategies, repeat=topology(mesh).ndim):
-        outputs, inputs = _on_mesh(mesh, rows, input_index, operands)
+        columns: list[Any] = [None if None in each else each for each in zip(*rows, strict=True)]
+        outputs = [each and DTensorSpec(mesh, each) for each in columns[:input_index]]
+        given = [each for each in columns[input_index:] if each is not None]
+        inputs = [
+            DTensorSpec(mesh, each, operand.tensor_meta)
+            for each, operand in zip(given, operands, strict=True)
+        ]
         results = outputs[0] if input_index == 1 else tuple(outputs) if outputs else None
         possible = all(
             is_tensor_shardable(operand.shape, spec)
@@ -151,25 +152,6 @@ def expand_to_full_mesh_op_strategy(
         if possible and (is_valid_strategy_cb is None or is_valid_strategy_cb(inputs, results)):
             made.append(OpSpec(results, inputs))
     return OpStrategy(made)
-
-
-def _on_mesh(
-    mesh: AnyMesh,
-    rows: Sequence[Sequence[Placement | None]],
-    input_index: int,
-    operands: Sequence[OpStrategy],
-) -> tuple[list[DTensorSpec | None], list[DTensorSpec]]:
-    """The specs of results and operands, from a row for each axis."""
-    columns: list[Any] = list(zip(*rows, strict=True))
-    outputs = [
-        None if None in column else DTensorSpec(mesh, column) for column in columns[:input_index]
-    ]
-    columns = [column for column in columns[input_index:] if None not in column]
-    inputs = [
-        DTensorSpec(mesh, column, operand.tensor_meta)
-        for column, operand in zip(columns, operands, strict=True)
-    ]
-    return outputs, inputs
 
 
 def _is_mixed(spec: DTensorSpec) -> bool:

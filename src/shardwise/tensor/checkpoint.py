@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import torch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, ShardwiseError
 from ..layout.geometry import Interval
-from ..layout.mesh import Coord
 from ..layout.spec import DTensorSpec
+from ..layout.split_dims import held_of
 from ..storage.operands import in_layout
 from ..storage.wrapper import Locals, exposed_locals
 
@@ -50,7 +50,7 @@ def chunks(spec: DTensorSpec) -> list[Chunk]:
         return [Chunk(0, zeros, zeros, tuple(spec.shape))]
     found = []
     for slot, coord in enumerate(spec.slots):
-        for runs in product(*_runs(spec, coord)):
+        for runs in product(*map(_runs, held_of(spec, coord))):
             offset, local_offset, size = zip(*runs, strict=True) if runs else ((), (), ())
             # Of an empty chunk DCP would keep its offset, which is also that of another one.
             if prod(size):
@@ -62,36 +62,10 @@ Run = tuple[int, int, int]
 """Consecutive indices of a dim: the first of them, its place in the local tensor, their number."""
 
 
-def _runs(spec: DTensorSpec, coord: Coord) -> list[list[Run]]:
-    """For each dim the runs that the rank at `coord` holds."""
-    if spec.fine is None:
-        return [[(start, 0, stop - start)] for start, stop in spec.box(coord)]
-    pieces = iter(spec.fine.box(coord))
-    groups = spec.groups or ()
-    return [_runs_of_blocks(group, [next(pieces) for _ in group]) for group in groups]
-
-
-def _runs_of_blocks(group: Sequence[int], box: Sequence[Interval]) -> list[Run]:
-    """The runs of a dim that is the product of the sizes in `group`, of which a box is held.
-
-    >>> _runs_of_blocks((2, 4), [(0, 2), (1, 3)])
-    [(1, 0, 2), (5, 2, 2)]
-    >>> _runs_of_blocks((3, 4), [(1, 3), (0, 4)])
-    [(4, 0, 8)]
-    """
-    blocks = [0]
-    for size, (start, stop) in zip(group[:-1], box[:-1], strict=True):
-        blocks = [block * size + place for block in blocks for place in range(start, stop)]
-    start, stop = box[-1]
-    runs: list[Run] = []
-    for number, block in enumerate(blocks):
-        first, local = block * group[-1] + start, number * (stop - start)
-        if runs and sum(runs[-1][::2]) == first:
-            before, place, length = runs.pop()
-            runs.append((before, place, length + stop - start))
-        else:
-            runs.append((first, local, stop - start))
-    return runs
+def _runs(held: Sequence[Interval]) -> list[Run]:
+    """The intervals of a dim that a rank holds, as runs; they lie one after another."""
+    places = accumulate([stop - start for start, stop in held], initial=0)
+    return [(a, place, b - a) for (a, b), place in zip(held, places, strict=False)]
 
 
 class CheckpointProtocol:

@@ -289,14 +289,10 @@ def distribute(
     source: int | None,
 ) -> Any:
     """A whole tensor laid out on a mesh, with the value of rank `source` of the mesh."""
-    if isinstance(tensor, Wrapper):
+    if isinstance(tensor, Wrapper) or not isinstance(tensor, torch.Tensor):
         raise LayoutError(
-            f"distribute_tensor: the tensor is a DTensor already: {tensor._spec}. Use redistribute."
-        )
-    if not isinstance(tensor, torch.Tensor):
-        raise LayoutError(
-            f"distribute_tensor: a tensor is needed, but got {type(tensor).__name__}. "
-            "Make one with torch.tensor(...)."
+            f"distribute_tensor: a plain tensor is needed, but got {type(tensor).__name__}. "
+            "To change the layout of a DTensor use redistribute."
         )
     refuse_recording("distribute_tensor", (tensor,))
     check_dense("distribute_tensor", tensor)
@@ -352,15 +348,13 @@ def _from_source(
         )
     if not parts:
         return parts
-    shape_digest = digest(
-        torch.tensor([parts[0].ndim, *parts[0].shape, DTYPES.index(parts[0].dtype)])
-    )
-    if not engine_of(mesh).check_equal(mesh, shape_digest):
+    value = parts[0].contiguous().clone()
+    described = torch.tensor([value.ndim, *value.shape, DTYPES.index(value.dtype)])
+    if not engine_of(mesh).check_equal(mesh, digest(described)):
         raise LayoutError(
             f"distribute_tensor: the ranks give tensors of different shape or dtype; this rank "
-            f"gives {parts[0].dtype}{list(parts[0].shape)}. All must give the same shape and "
+            f"gives {value.dtype}{list(value.shape)}. All must give the same shape and "
             "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
         )
-    value = parts[0].contiguous().clone()
     broadcast_from(mesh, as_bytes(value), source)
     return (value,)

@@ -11,7 +11,7 @@ from .._torch import is_tracing, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
-from ..layout.mesh import AnyMesh, topology
+from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
@@ -351,21 +351,20 @@ def _target(
     cuts: Sequence[Sequence[int] | None] | None = None,
 ) -> DTensorSpec:
     """The spec that a redistribution moves to."""
-    spec = tensor._spec
-    where = spec.topology if device_mesh is None else topology(device_mesh)
-    if where.virtual is not spec.topology.virtual or where.device_type != spec.topology.device_type:
+    mine = tensor._spec.topology
+    where = mine if device_mesh is None else topology(device_mesh)
+    if (where.virtual, where.device_type) != (mine.virtual, mine.device_type):
         raise MeshError(
-            f"redistribute: from mesh {spec.topology} ({spec.topology.device_type}, "
-            f"{_served(spec.topology.virtual)}) to mesh {where} ({where.device_type}, "
-            f"{_served(where.virtual)}): both must be of one device type, and both virtual or both "
-            "over processes."
+            f"redistribute: from mesh {mine} ({mine.device_type}, {_served(mine)}) to mesh {where} "
+            f"({where.device_type}, {_served(where)}): both must be of one device type, and both "
+            "virtual or both over processes."
         )
     places = checked_placements("redistribute", where, placements, tensor.ndim)
-    return DTensorSpec(where, places, spec.meta, cuts=cuts)
+    return DTensorSpec(where, places, tensor._spec.meta, cuts=cuts)
 
 
-def _served(virtual: bool) -> str:
-    return "virtual" if virtual else "over processes"
+def _served(mesh: Topology) -> str:
+    return "virtual" if mesh.virtual else "over processes"
 
 
 @untraced
@@ -402,15 +401,11 @@ def redistribute_all(
             f"{len(tensors)} tensors. Give one for each, or placements for all."
         )
     each_own: Any = [placements] * len(tensors) if one_for_all else placements
-    targets = [
-        _target(tensor, device_mesh, own) for tensor, own in zip(tensors, each_own, strict=True)
-    ]
-    pairs = list(zip(tensors, targets, strict=True))
+    pairs = [(t, _target(t, device_mesh, own)) for t, own in zip(tensors, each_own, strict=True)]
     moving = [(tensor, spec) for tensor, spec in pairs if tensor._spec is not spec]
     sources, goals = [tensor for tensor, _ in moving], [spec for _, spec in moving]
-    made: Any = iter(Redistribute.apply(goals, async_op, None, *sources) if moving else ())
-    stay = {i: _alias(t) for i, (t, spec) in enumerate(pairs) if t._spec is spec}
-    return [stay[i] if i in stay else next(made) for i in range(len(pairs))]
+    made: Any = iter(Redistribute.apply(goals, async_op, None, *sources))
+    return [_alias(tensor) if tensor._spec is spec else next(made) for tensor, spec in pairs]
 
 
 def _alias(tensor: DTensor) -> DTensor:
