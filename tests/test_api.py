@@ -166,7 +166,7 @@ def test_full_tensor_with_grad_placements() -> None:
     x = distribute_tensor(torch.ones(2), virtual(2), [Shard(0)]).requires_grad_()
     (x.full_tensor(grad_placements=[Replicate()]) * 3).sum().backward()
     assert x.grad.full_tensor().tolist() == [3.0, 3.0]
-    with pytest.raises(LayoutError, match="one plain tensor stands for all ranks"):
+    with pytest.raises(LayoutError, match="virtual mesh keeps one local tensor"):
         x.full_tensor(grad_placements=[Partial()])
 
 

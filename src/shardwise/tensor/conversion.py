@@ -34,7 +34,8 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     if tensor.requires_grad and torch.is_grad_enabled():
         if grad_placements is None and any(place.is_replicate() for place in spec.placements):
             _warn_of_equal_gradients()
-        _check_slots(spec, grad_spec)
+        if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
+            _refuse_slots("to_local", spec, grad_spec)
         parts = ToLocal.apply(tensor, grad_spec)
     else:
         parts = exposed_locals(tensor)
@@ -55,18 +56,11 @@ def _as_parameter(part: torch.Tensor) -> torch.Tensor:
 
 def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
-    spec = whole._spec
-    grad_spec = _given_grads("full_tensor", spec, grad_placements)
-    if spec.topology.virtual and not grad_spec.is_replicated():
-        raise LayoutError(
-            f"full_tensor: grad_placements {list(grad_spec.placements)} on a virtual mesh, where "
-            "one plain tensor stands for all ranks, and so does its gradient. Use "
-            "to_local(grad_placements=...), which has a tensor for each rank."
-        )
     if not whole._locals:
-        raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
-    (part,) = ToLocal.apply(whole, grad_spec)
-    return part.clone()  # type: ignore[no-any-return]
+        raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
+    local = to_local(whole, grad_placements)
+    part: torch.Tensor = local.parts[0] if isinstance(local, PerRank) else local
+    return part.clone()
 
 
 def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
@@ -87,13 +81,13 @@ def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placeme
     return grad_spec
 
 
-def _check_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
-    if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
-        raise LayoutError(
-            f"to_local: grad_placements {list(grad_spec.placements)} vary over other axes than the "
-            f"placements {list(spec.placements)}, which a virtual mesh cannot follow. "
-            "Redistribute to a sharded or partial layout before to_local."
-        )
+def _refuse_slots(what: str, spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
+    """Raise that gradients vary over other mesh axes than their local tensors."""
+    raise LayoutError(
+        f"{what}: grad_placements {list(grad_spec.placements)} of local tensors of {spec}: a "
+        "virtual mesh keeps one local tensor for all replicas, which has one gradient. Partial "
+        "gradients need Shard or Partial tensors there, and those of Partial ones are Partial."
+    )
 
 
 _said: set[str] = set()
@@ -146,11 +140,7 @@ def from_local(
         return FromLocal.apply(spec, None, *parts)
     grad_spec = _given_grads("from_local", spec, grad_placements)
     if mesh.virtual and not set(grad_spec.slot_axes) <= set(spec.slot_axes):
-        raise LayoutError(
-            f"from_local: grad_placements {list(grad_spec.placements)} vary over axes on which "
-            f"{list(places)} do not: a virtual mesh keeps one local tensor there, which has one "
-            "gradient. Give gradients that are replicated on these axes."
-        )
+        _refuse_slots("from_local", spec, grad_spec)
     return FromLocal.apply(spec, grad_spec, *parts)
 
 
