@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from string import ascii_letters
 from typing import Any
+
+import torch
 
 from ..dispatch.decide import decide
 from ..errors import RuleError
@@ -169,17 +172,15 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     With `linearity` the operator is linear in its operands together, so that Partial("sum") and
     Partial("avg") pass. An in-place operator follows its first operand.
     """
-    specs = op_schema.args_spec
-    ndim = max(spec.ndim for spec in specs)
-    padded = [(1,) * (ndim - spec.ndim) + tuple(spec.shape) for spec in specs]
-    shape = [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
-    names = [f"i{dim}" for dim in range(ndim)]
-    operands = [
-        [names[dim] if sizes[dim] == shape[dim] else None for dim in range(ndim - spec.ndim, ndim)]
-        for spec, sizes in zip(specs, padded, strict=True)
-    ]
-    factors = dict(zip(names, shape, strict=True))
-    return _agreed(op_schema, specs, operands, names, factors, linearity)
+    shapes = [spec.shape for spec in op_schema.args_spec]
+    whole = torch.broadcast_shapes(*shapes)
+    letters = ascii_letters[: len(whole)]
+    operands = []
+    for shape in shapes:
+        skip = len(whole) - len(shape)
+        pairs = zip(shape, whole[skip:], letters[skip:], strict=True)
+        operands.append("".join(name if size == full else "1" for size, full, name in pairs))
+    return einop_rule(f"{','.join(operands)}->{letters}", op_schema, linearity=linearity)
 
 
 def einop_rule(
@@ -214,7 +215,17 @@ def einop_rule(
         wanted = tuple(
             _sharded_by(by_axis, dims, spec) for dims, spec in zip(operands, specs, strict=True)
         )
-    return _agreed(op_schema, wanted, operands, _letters(right), sizes, linearity)
+    result = _letters(right)
+    shape = tuple(1 if name is None else sizes[name] for name in result)
+    meta = TensorMeta(shape, contiguous_stride(shape), specs[0].dtype)
+    linear = (tuple(range(len(specs))),) if linearity else ()
+    rule = Rule(tuple(map(along, operands)), (along(result),), sizes, linear=linear)
+    call = Call(op_schema.op, (), {}, wanted, (meta,))
+    decision = decide(rule, call, 0 if op_schema.is_inplace_op() else None)
+    moves = zip(specs, decision.inputs, strict=True)
+    if any(old.placements != new.placements for old, new in moves):
+        return OutputSharding(None, redistribute_schema=op_schema.with_specs(decision.inputs))
+    return OutputSharding(decision.outputs[0])
 
 
 def _letters(text: str) -> list[str | None]:
@@ -228,28 +239,3 @@ def _sharded_by(
     letters = [by_axis.get(axis, "") for axis in range(spec.topology.ndim)]
     places = [Shard(dims.index(name)) if name in dims else Replicate() for name in letters]
     return DTensorSpec(spec.topology, places, spec.meta)
-
-
-def _agreed(
-    schema: OpSchema,
-    specs: Sequence[DTensorSpec],
-    operands: Sequence[Sequence[str | None]],
-    result: Sequence[str | None],
-    sizes: dict[str, int],
-    linearity: bool,
-) -> OutputSharding:
-    """The layout of the result if the operands agree, else the layouts to move them to.
-
-    `specs` are the layouts of the operands, or those that the caller asks for. `operands` and
-    `result` name the factor that each dim walks along.
-    """
-    shape = tuple(1 if name is None else sizes[name] for name in result)
-    meta = TensorMeta(shape, contiguous_stride(shape), specs[0].dtype)
-    linear = (tuple(range(len(specs))),) if linearity else ()
-    rule = Rule(tuple(map(along, operands)), (along(result),), sizes, linear=linear)
-    call = Call(schema.op, (), {}, specs, (meta,))
-    decision = decide(rule, call, 0 if schema.is_inplace_op() else None)
-    moves = zip(schema.args_spec, decision.inputs, strict=True)
-    if any(old.placements != new.placements for old, new in moves):
-        return OutputSharding(None, redistribute_schema=schema.with_specs(decision.inputs))
-    return OutputSharding(decision.outputs[0])
