@@ -140,7 +140,6 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
-        refuse_recording("to_local", (value,))
         ctx.spec = grad_spec
         # A rank outside the mesh holds nothing.
         empty = torch.empty(0, dtype=value.dtype, device=value.device)
