@@ -178,11 +178,8 @@ def test_to_local_with_grad_placements() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), torch.full_like(X, 3.0))
 
 
-def test_to_local_of_a_replicated_tensor_says_once_what_it_assumes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-
-    monkeypatch.setattr(conversion, "_said", set())
+def test_to_local_of_a_replicated_tensor_says_once_what_it_assumes() -> None:
+    conversion._warn_of_equal_gradients.cache_clear()
     x = distribute_tensor(X, virtual(2), [Replicate()]).requires_grad_()
     with pytest.warns(UserWarning, match=r"taken to be equal on all ranks.*\[Partial\(\)\]"):
         x.to_local()

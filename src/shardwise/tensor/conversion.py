@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -90,13 +91,9 @@ def _refuse_slots(what: str, spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
     )
 
 
-_said: set[str] = set()
-
-
+@cache
 def _warn_of_equal_gradients() -> None:
-    if "to_local" in _said:
-        return
-    _said.add("to_local")
+    """Warn once in a process."""
     warnings.warn(
         "to_local() of a replicated DTensor that requires grad: the gradient of its local tensor "
         "is taken to be equal on all ranks. If each rank computes a part of it, say so with "
