@@ -193,11 +193,14 @@ def _cheapest(call: Call, made: Any, structure: Any, written: int | None) -> Dec
         made = _joined(call, made)
     if not isinstance(made, OpStrategy) or not made.strategies:
         raise RuleError(f"{call.name}: the rule returned {made!s}, which is no strategy.")
+    # Prices that the rule gives count if it gives all: one row per operand, of one number each.
+    rows = [strategy.redistribute_cost or [[]] for strategy in made.strategies]
+    priced = all(len(row) == 1 for each in rows for row in each)
     found = []
-    for strategy in made.strategies:
+    for strategy, costs in zip(made.strategies, rows, strict=True):
         decision = _strategy_decision(call, strategy, structure, written)
         if decision is not None:
-            price = _price(call, strategy, decision, written)
+            price = sum(map(sum, costs)) if priced else _price(call, decision, written)
             found.append((price, not decision.fits(call.specs), decision))
     if not found:
         raise RuleError(_moves_the_written(call, written))
@@ -253,11 +256,8 @@ def _strategy_decision(
     return _decision(call, given, strategy.output_specs, structure, written)
 
 
-def _price(call: Call, strategy: OpSpec, decision: Decision, written: int | None) -> float:
-    """The price that the rule gave, one number for each operand, else that of the moves."""
-    rows = strategy.redistribute_cost
-    if rows and all(len(row) == 1 for row in rows):
-        return float(sum(row[0] for row in rows))
+def _price(call: Call, decision: Decision, written: int | None) -> float:
+    """The price of moving the operands, and a written one back."""
     moves = list(zip(call.specs, decision.inputs, strict=True))
     if written is not None:
         moves.append((decision.inputs[written], call.specs[written]))
