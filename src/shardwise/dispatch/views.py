@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload, make_wrapper, memory_of
-from ..comm import identity
+from ..comm.dtypes import identity
 from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
 from ..layout.spec import DTensorSpec, default_placements
