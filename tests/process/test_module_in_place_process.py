@@ -23,6 +23,8 @@ from shardwise import (
     init_device_mesh,
 )
 from shardwise.errors import LayoutError, MeshError, PlainTensorError
+from shardwise.layout import make_mesh
+from shardwise.layout import mesh as meshes
 
 from ..compare import ints, numbers
 from .harness import ProcessPool
@@ -153,26 +155,51 @@ def write(folder: str) -> None:
     torch.save(distribute_tensor(numbers(4), some, [Shard(0)]), f"{folder}/{dist.get_rank()}.some")
 
 
+def forget() -> None:
+    """As in a new process."""
+    known = [key for key, where in meshes.topologies.items() if not where.virtual]
+    for key in known:
+        del meshes.topologies[key]
+
+
 def read(folder: str) -> str:
-    with pytest.raises(MeshError, match="before the file is loaded"):
-        torch.load(f"{folder}/{dist.get_rank()}.pt")
-    init_device_mesh("cpu", (2, 2))
+    forget()
     x = torch.load(f"{folder}/{dist.get_rank()}.pt")["x"]
     assert x.device_mesh.shape == (2, 2) and x.placements == (Shard(0), Shard(1))
     assert torch.equal(x.full_tensor(), numbers(7, 3))
     assert torch.allclose((x + 1).sum(0).full_tensor(), (numbers(7, 3) + 1).sum(0))
     assert torch.load(f"{folder}/{dist.get_rank()}.pt")["x"]._spec is x._spec
     with pytest.raises(MeshError, match="before the file is loaded") as error:
-        torch.load(f"{folder}/{dist.get_rank()}.some")
+        torch.load(f"{folder}/{dist.get_rank()}.some")  # to make this mesh needs others
     return str(error.value)
 
 
-def test_a_file_is_loaded_when_its_mesh_exists(processes: Pools, tmp_path: Path) -> None:
+def read_on_one(folder: str) -> str:
+    forget()
+    text = ""
+    if dist.get_rank() == 2:
+        before, make_mesh._LOAD_SECONDS = make_mesh._LOAD_SECONDS, 1.0
+        start = time.monotonic()
+        with pytest.raises(MeshError) as error:
+            torch.load(f"{folder}/2.pt")
+        assert time.monotonic() - start < 10
+        make_mesh._LOAD_SECONDS = before
+        text = str(error.value)
+    dist.barrier()
+    forget()
+    x = torch.load(f"{folder}/{dist.get_rank()}.pt")["x"]  # and now with all
+    assert torch.equal(x.full_tensor(), numbers(7, 3))
+    return text
+
+
+def test_a_mesh_is_made_of_what_was_saved(processes: Pools, tmp_path: Path) -> None:
     folder = str(tmp_path)
     processes(4).run(write, folder)
     processes(4).stop()  # others read than those who wrote
     for text in processes(4).run(read, folder):
         assert "ranks [3, 1]" in text
+    texts = processes(4).run(read_on_one, folder)
+    assert "ranks [0, 1, 3] did not" in texts[2] and texts[0] == ""
 
 
 def test_a_file_of_processes_is_refused_where_there_are_none(

@@ -60,7 +60,7 @@ def sub_meshes(folder: str) -> None:
     assert y._spec is not x._spec and torch.equal(y.full_tensor(), numbers(4, 3))
     meshes.topologies[key] = known
     description = list(make_mesh.described(known))
-    description[2:5] = (1,), (0,), ("unknown",)
+    description[2:5] = (1,), (0,), ("unknown",)  # of one rank: to make it needs the other too
     with pytest.raises(MeshError, match="Make it with shardwise"):
         make_mesh.described_mesh(*description)
 

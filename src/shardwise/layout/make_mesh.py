@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from .._torch import root_mesh
+from .._torch import root_mesh, shared_store
 from ..errors import MeshError
 from .cost import Link, LinkLike, links_of
 from .links import told_by_first
@@ -188,7 +189,8 @@ def described_mesh(
     names: tuple[str, ...] | None,
     links: Sequence[tuple[float, float]],
 ) -> Topology:
-    """The mesh of a description. One over processes must exist already."""
+    """The mesh of a description. One over all processes is made if it does not exist, which needs
+    every rank."""
     if virtual:
         own = [Link(*pair) for pair in links]
         array = torch.tensor(ranks).view(shape)
@@ -196,15 +198,51 @@ def described_mesh(
     world = known_world()
     number = None if world is None or not world.is_current() else world.number
     found = topologies.get((number, device_type, tuple(shape), tuple(ranks), names))
-    found = found or _part_of_known(device_type, tuple(ranks), tuple(names or ()))
-    if found is None:
+    if found is None and names is not None:
+        found = _part_of_known(device_type, tuple(ranks), tuple(names))
+    if found is not None:
+        return found
+    text = f"{device_type}, {axes_text(shape, names)}, ranks {list(ranks)}"
+    everybody = list(range(dist.get_world_size())) if dist.is_initialized() else None
+    if sorted(ranks) != everybody:
         raise MeshError(
-            f"a tensor was saved on a mesh of processes ({device_type}, {axes_text(shape, names)}, "
-            f"ranks {list(ranks)}), which does not exist in this process. Make it with "
-            "shardwise.init_device_mesh before the file is loaded, in as many processes; for "
-            "another mesh save full_tensor() and use distribute_tensor after loading it."
+            f"a tensor was saved on a mesh of processes ({text}), which does not exist in this "
+            "process. Make it with shardwise.init_device_mesh before the file is loaded, in as "
+            "many processes; for another mesh save full_tensor() and use distribute_tensor after "
+            "loading it."
         )
-    return found
+    _wait_for_all(text)
+    mesh = TorchDeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=names)
+    return topology(_made(mesh, [Link(*pair) for pair in links]))
+
+
+_LOAD_SECONDS = 60.0
+"""How long a rank that loads a tensor waits for the others before it makes the mesh with them."""
+
+
+class _Made:
+    """How many meshes the ranks have made of files: every rank counts alike."""
+
+    times = 0
+
+
+def _wait_for_all(mesh: str) -> None:
+    """Return when every rank is about to make a mesh; an error if some do not come."""
+    store, here = shared_store(), dist.get_rank()
+    name = f"shardwise/loading/{_Made.times}/{mesh}"
+    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[here], "")
+    try:
+        store.wait(keys, timedelta(seconds=_LOAD_SECONDS))
+    except RuntimeError:
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        store.delete_key(keys[here])
+        raise MeshError(
+            f"a tensor was saved on a mesh ({mesh}) that does not exist yet, and to make it all "
+            f"ranks must load the tensor, but within {_LOAD_SECONDS:g} s ranks {late} did not. "
+            "Make the mesh with shardwise.init_device_mesh before the file is loaded."
+        ) from None
+    _Made.times += 1
 
 
 def _part_of_known(
@@ -212,11 +250,13 @@ def _part_of_known(
 ) -> Topology | None:
     """The sub-mesh of a known mesh over processes that has these axes and ranks."""
     for whole in list(topologies.values()):
-        if whole.virtual or whole.device_type != device_type or whole.coordinate is None:
+        if isinstance(whole.mesh, VirtualMesh) or whole.device_type != device_type:
             continue
         axes = [whole.names.index(name) for name in names if name in whole.names]
-        if not axes or len(axes) != len(names) or axes != sorted(axes):
+        root = root_mesh(whole.mesh) is whole.mesh and whole.coordinate is not None
+        if not root or len(axes) != len(names) or axes != sorted(axes):
             continue
+        assert whole.coordinate is not None
         if tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes))) == ranks:
-            return topology(root_mesh(whole.mesh)[names])
+            return topology(whole.mesh[names])
     return None
