@@ -157,7 +157,7 @@ def test_no_mesh() -> None:
 
 def test_a_dtensor_where_a_plain_tensor_is_needed() -> None:
     x = distribute_tensor(X, virtual(2), [Shard(0)])
-    with pytest.raises(LayoutError, match=says("is a DTensor already", "Use redistribute")):
+    with pytest.raises(LayoutError, match=says("a plain tensor is needed", "redistribute")):
         distribute_tensor(x, virtual(2), [Shard(0)])
     with pytest.raises(LayoutError, match=says("a local tensor is needed", "redistribute")):
         DTensor.from_local(x, virtual(2), [Shard(0)])
@@ -318,7 +318,7 @@ def test_sparse_tensors_are_not_laid_out() -> None:
 
 
 def test_what_is_no_tensor_no_mesh_and_no_placement_of_ours() -> None:
-    with pytest.raises(LayoutError, match=says("a tensor is needed, but got list", "torch.tensor")):
+    with pytest.raises(LayoutError, match=says("a plain tensor is needed, but got list")):
         distribute_tensor([1, 2], virtual(2), [Shard(0)])  # type: ignore[arg-type]
     with pytest.raises(MeshError, match=says("one size per axis, but got 2", "Write (2,)")):
         shardwise.init_device_mesh("cpu", 2)  # type: ignore[arg-type]

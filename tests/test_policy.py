@@ -139,8 +139,11 @@ def test_plain_tensors_can_be_refused() -> None:
 
 def test_a_notice_names_the_operator_that_a_form_stands_for() -> None:
     x = sharded(0)
-    with communication("warn"), pytest.warns(UserWarning, match=r"^aten\._softmax\.default moves"):
-        x.softmax(0)
+    with (
+        communication("warn"),
+        pytest.warns(UserWarning, match=r"^aten\.native_batch_norm\.default moves"),
+    ):
+        torch.nn.functional.batch_norm(x, None, None, training=True)
     with (
         communication("warn"),
         pytest.warns(UserWarning, match=r"^aten\.\w+\.\w+, in aten\.nll_loss_forward\.default, "),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .errors import MeshError
 from .layout.links import links_file
-from .layout.make_mesh import distributed_is_on
 from .tools.calibrate import calibrate
 
 
@@ -28,8 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--file", type=Path, help=f"where to keep it ({links_file()})")
     command.add_argument("--megabytes", type=int, default=16, help="size of the large shards (16)")
     given = parser.parse_args(arguments)
-    _check_processes(parser, given.mesh)
-    links = calibrate(given.device, given.mesh, large=given.megabytes << 20, file=given.file)
+    try:
+        links = calibrate(given.device, given.mesh, large=given.megabytes << 20, file=given.file)
+    except MeshError as error:
+        parser.error(str(error))
     if dist.get_rank() == 0:
         for axis, link in enumerate(links):
             print(
@@ -48,18 +50,6 @@ def _shape(text: str) -> tuple[int, ...]:
     if not shape or min(shape) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape: write sizes such as 2,4")
     return shape
-
-
-def _check_processes(parser: argparse.ArgumentParser, shape: tuple[int, ...]) -> None:
-    if not distributed_is_on():
-        count = 1
-        for size in shape:
-            count *= size
-        text = ",".join(map(str, shape))
-        parser.error(
-            "there are no processes to measure; start them: "
-            f"torchrun --nproc-per-node {count} -m shardwise calibrate --mesh {text}"
-        )
 
 
 if __name__ == "__main__":

@@ -129,12 +129,12 @@ def reads_values(error: BaseException) -> bool:
     from torch._subclasses import fake_tensor
     from torch.fx.experimental import symbolic_shapes
 
-    kinds = [
-        getattr(fake_tensor, "DataDependentOutputException", None),
-        getattr(fake_tensor, "DynamicOutputShapeException", None),
-        getattr(symbolic_shapes, "GuardOnDataDependentSymNode", None),
-    ]
-    return isinstance(error, tuple(kind for kind in kinds if kind is not None))
+    return isinstance(
+        error,
+        fake_tensor.DataDependentOutputException
+        | fake_tensor.DynamicOutputShapeException
+        | symbolic_shapes.GuardOnDataDependentSymNode,
+    )
 
 
 def mode_of_fakes(tensor: Any) -> Any:
@@ -167,6 +167,14 @@ def untraced(function: Function) -> Function:
     return function
 
 
+def _tracer() -> Any:
+    """The tracer of the `make_fx` that records the calls of this thread, or None."""
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
 def recorder() -> Callable[[torch.Tensor], bool] | None:
     """If `make_fx` records the calls of this thread, a function that makes a tensor known to it.
 
@@ -175,10 +183,9 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     """
     from torch.fx.experimental import proxy_tensor
 
-    mode = proxy_tensor.get_proxy_mode()
-    if mode is None:
+    tracer = _tracer()
+    if tracer is None:
         return None
-    tracer = mode.tracer
 
     def make_known(tensor: torch.Tensor) -> bool:
         if proxy_tensor.has_proxy_slot(tensor, tracer):
@@ -203,14 +210,12 @@ def is_recorded(tensor: torch.Tensor) -> bool:
     """True if `make_fx` records what this thread does with a tensor."""
     from torch.fx.experimental import proxy_tensor
 
-    mode = proxy_tensor.get_proxy_mode()
-    return mode is not None and proxy_tensor.has_proxy_slot(tensor, mode.tracer)
+    tracer = _tracer()
+    return tracer is not None and proxy_tensor.has_proxy_slot(tensor, tracer)
 
 
 _library = torch.library.Library("aten", "IMPL")
 _graphs = torch.library.Library("shardwise", "FRAGMENT")
-
-
 _graphs.define("keep(Tensor x) -> Tensor")
 _graphs.impl("keep", lambda x: x.new_empty(0), "CompositeExplicitAutograd")
 _keep = torch.fx.has_side_effect(torch.ops.shardwise.keep.default)
@@ -240,12 +245,9 @@ _backward = _Backward()
 
 def note_given_gradient(parts: Sequence[torch.Tensor]) -> None:
     """Remember a gradient given to a traced backward, if one is among the local tensors `parts`."""
-    from torch.fx.experimental import proxy_tensor
-
-    mode = proxy_tensor.get_proxy_mode()
-    if mode is None or torch._C._current_autograd_node() is None:
+    tracer = _tracer()
+    if tracer is None or torch._C._current_autograd_node() is None:
         return
-    tracer: Any = mode.tracer
     if _backward.tracer() is tracer and _backward.given() is not None:
         return
     for part in parts:
@@ -282,11 +284,8 @@ def _in_its_pass(flat: torch.Tensor) -> torch.Tensor:
     or zeros, would start a collective there that the others start in the backward. So zero elements
     of a gradient are appended to what a rank sends.
     """
-    from torch.fx.experimental import proxy_tensor
-
-    mode = proxy_tensor.get_proxy_mode()
-    given = _backward.given()
-    if mode is None or given is None or _backward.tracer() is not mode.tracer:
+    tracer, given = _tracer(), _backward.given()
+    if tracer is None or given is None or _backward.tracer() is not tracer:
         return flat
     if torch._C._current_autograd_node() is None:
         return flat
@@ -343,7 +342,7 @@ def is_composite(op: Any) -> bool:
 def run_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a composite operator by its own kernel.
 
-    `op.decompose` may run a Python kernel instead, which differs for recurrent layers.
+    `op.decompose` may run a Python kernel that differs.
     """
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -428,11 +427,6 @@ def gloo_timeout() -> timedelta:
     return found
 
 
-def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors share a storage, also if it has no memory."""
-    return memory_of(one) == memory_of(other)
-
-
 def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """The memory format that PyTorch's kernels give to results computed from a tensor."""
     from torch._prims_common import suggest_memory_format
@@ -441,7 +435,10 @@ def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number for the storage of a tensor, valid as long as the storage lives."""
+    """A number for the storage of a tensor, valid as long as the storage lives.
+
+    Storages without memory, such as those of meta tensors, differ too.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 

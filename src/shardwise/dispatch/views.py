@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload, in_one_memory, make_wrapper
+from .._torch import OpOverload, make_wrapper, memory_of
 from ..comm.dtypes import identity
 from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
@@ -306,7 +306,7 @@ def _addresses(view: Any, root: Any) -> torch.Tensor:
         before = meta
         meta = op(meta, *args, **kwargs)
         meta = meta if place is None else meta[place]
-        if by_memory or not in_one_memory(meta, before):  # a copy is no view
+        if by_memory or memory_of(meta) != memory_of(before):  # a copy is no view
             raise LayoutError(
                 f"a write into the result of {op} of {root._spec}, whose elements live on other "
                 "ranks, is not supported. Write into the tensor itself."

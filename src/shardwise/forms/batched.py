@@ -142,7 +142,7 @@ def laid(op: Any, values: Sequence[Any], targets: Sequence[DTensorSpec]) -> list
         return made
     if not policy.current().silent and (texts := describe_moves(moves, specs)):
         policy.on_moves(op, texts)
-    moved = Redistribute.apply(tuple(t for _, t in moves), False, *(made[i] for i, _ in moves))
+    moved = Redistribute.apply([t for _, t in moves], False, None, *[made[i] for i, _ in moves])
     for (index, _), value in zip(moves, moved, strict=True):
         made[index] = value
     return made

@@ -86,7 +86,9 @@ def register_op_strategy(op: Any, schema_info: RuntimeSchemaInfo | None = None) 
     """
 
     def register(rule: F) -> F:
-        takes_mesh = _takes_mesh(rule)
+        parameters = inspect.signature(rule).parameters.values()
+        positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        takes_mesh = sum(p.default is p.empty for p in positional) == 2
 
         def decide(call: Call, structure: Any, written: int | None) -> Decided:
             args = with_operands(call, lambda i: OpStrategy([OpSpec(call.specs[i])]), TupleStrategy)
@@ -101,29 +103,12 @@ def register_op_strategy(op: Any, schema_info: RuntimeSchemaInfo | None = None) 
 
 
 def _put(what: str, op: Any, info: RuntimeSchemaInfo | None, decide: Callable[..., Any]) -> None:
-    if info is not None and not isinstance(info, RuntimeSchemaInfo):
-        raise RuleError(f"{what}: schema_info must be a RuntimeSchemaInfo, but got {info!r}.")
     for each in overloads(what, op):
         read = None
         if info is not None:
             names = [argument.name for argument in each._schema.arguments]
             read = frozenset([*names[info.static_argnum :], *(info.static_kwargkey or ())])
         put([each], Registered(decide=decide, by_value=read))
-
-
-def _takes_mesh(rule: Callable[..., Any]) -> bool:
-    required = [
-        parameter
-        for parameter in inspect.signature(rule).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.default is parameter.empty
-    ]
-    if len(required) not in (1, 2):
-        raise RuleError(
-            f"register_op_strategy: {rule!r} takes {len(required)} arguments. "
-            "Write fn(mesh, schema) or fn(schema)."
-        )
-    return len(required) == 2
 
 
 # --- propagation rules -------------------------------------------------------------------------
@@ -138,29 +123,21 @@ def _propagated(
 ) -> Decided:
     """Ask the rule, again with the layouts that it asks for, until it gives those of results."""
     given = schema = OpSchema(call.op, *with_operands(call, call.specs.__getitem__), info)
-    seen = [_layouts(schema)]
-    while True:
+    seen: list[tuple[DTensorSpec, ...]] = []
+    outputs: OutputSpecs = None
+    while outputs is None and _layouts(schema) not in seen:
+        seen.append(_layouts(schema))
         answer = rule(schema)
         if not isinstance(answer, OutputSharding):
             raise RuleError(f"{call.name}: the rule returned {answer!r}, not an OutputSharding.")
-        wanted = answer.redistribute_schema
-        if wanted is not None:
-            schema = _completed(call, given, wanted)
-        again = wanted is not None and _layouts(schema) not in seen
-        if answer.output_spec is not None or (structure is None and not again):
-            break
-        if wanted is None:
-            raise RuleError(
-                f"{call.name}: the rule returned neither an output_spec nor a redistribute_schema "
-                f"for {_inputs_text(call.specs)}."
-            )
-        if not again:
-            raise RuleError(
-                f"{call.name}: the rule asks for {_inputs_text(_layouts(schema))} again and again, "
-                "and gives no output_spec for it."
-            )
-        seen.append(_layouts(schema))
-    decision = _decision(call, _layouts(schema), answer.output_spec, structure, written)
+        outputs = answer.output_spec
+        if answer.redistribute_schema is not None:
+            schema = _completed(call, given, answer.redistribute_schema)
+    if outputs is None and structure is not None:
+        raise RuleError(
+            f"{call.name}: the rule gives no output_spec for {_inputs_text(_layouts(schema))}."
+        )
+    decision = _decision(call, _layouts(schema), outputs, structure, written)
     if decision is None:
         raise RuleError(_moves_the_written(call, written))
     local = _other_values(given, schema)
@@ -173,29 +150,21 @@ def _layouts(schema: OpSchema) -> tuple[DTensorSpec, ...]:
 
 
 def _completed(call: Call, given: OpSchema, wanted: OpSchema) -> OpSchema:
-    """The layouts that a rule asks for; what the rule left out is taken from the call."""
-    if not isinstance(wanted, OpSchema):
-        raise RuleError(f"{call.name}: redistribute_schema is {wanted!r}, not an OpSchema.")
+    """The call that a rule asks for; arguments that the rule left out are those of the call."""
     if len(wanted.args_spec) != len(given.args_spec):
         raise RuleError(
             f"{call.name}: redistribute_schema has {len(wanted.args_spec)} specs, but the call has "
             f"{len(given.args_spec)} operands: {_inputs_text(given.args_spec)}."
         )
-    # Rules often give the specs alone, without the other arguments.
-    complete = _kinds(wanted) == _kinds(given)
     specs = [
         _placed(call, f"operand {index}", new, old.meta)
         for index, (new, old) in enumerate(zip(wanted.args_spec, given.args_spec, strict=True))
     ]
+    # Rules often give the specs alone, without the other arguments.
+    complete = len(wanted.args_schema) == len(given.args_schema)
     made = (wanted if complete else given).with_specs(specs)
     kwargs = {**given.kwargs_schema, **wanted.kwargs_schema}
     return OpSchema(call.op, made.args_schema, kwargs, given.schema_info)
-
-
-def _kinds(schema: OpSchema) -> list[type | None]:
-    """Which arguments are specs or lists."""
-    kinds = (DTensorSpec, list, tuple)
-    return [type(v) if isinstance(v, kinds) else None for v in schema.args_schema]
 
 
 def _other_values(given: OpSchema, wanted: OpSchema) -> Local | None:
@@ -224,21 +193,18 @@ def _cheapest(call: Call, made: Any, structure: Any, written: int | None) -> Dec
         made = _joined(call, made)
     if not isinstance(made, OpStrategy) or not made.strategies:
         raise RuleError(f"{call.name}: the rule returned {made!s}, which is no strategy.")
-    found = [
-        (strategy, decision)
-        for strategy in made.strategies
-        if (decision := _strategy_decision(call, strategy, structure, written)) is not None
-    ]
+    # Prices that the rule gives count if it gives all: one row per operand, of one number each.
+    rows = [strategy.redistribute_cost or [[]] for strategy in made.strategies]
+    priced = all(len(row) == 1 for each in rows for row in each)
+    found = []
+    for strategy, costs in zip(made.strategies, rows, strict=True):
+        decision = _strategy_decision(call, strategy, structure, written)
+        if decision is not None:
+            price = sum(map(sum, costs)) if priced else _price(call, decision, written)
+            found.append((price, not decision.fits(call.specs), decision))
     if not found:
         raise RuleError(_moves_the_written(call, written))
-    prices = _given_prices(call, [strategy for strategy, _ in found])
-    if prices is None:
-        prices = [_price(call, decision, written) for _, decision in found]
-    order = [
-        (price, not decision.fits(call.specs))
-        for price, (_, decision) in zip(prices, found, strict=True)
-    ]
-    best = found[order.index(min(order))][1]
+    best = min(found, key=lambda each: each[:2])[2]
     check_shapes(call, best, structure, None)
     return best
 
@@ -256,13 +222,9 @@ def _joined(call: Call, made: TupleStrategy) -> OpStrategy:
     outputs: list[Any] = []
     inputs: list[Sequence[DTensorSpec]] = []
     for element, child in enumerate(made.children):
-        if not isinstance(child, OpStrategy) or not child.strategies:
-            raise RuleError(f"{call.name}: {child!s} is no strategy for an element of a list.")
-        own = [each[element] if len(each) > 1 else each[0] for each in arguments]
+        own = [call.specs[each[element if len(each) > 1 else 0]] for each in arguments]
         ways = [s.input_specs or [s.output_spec] * len(own) for s in child.strategies]
-        prices = [
-            sum(_move_price(call, *pair) for pair in zip(own, way, strict=True)) for way in ways
-        ]
+        prices = [sum(map(_move_price, own, way)) for way in ways]
         best = prices.index(min(prices))
         inputs.append(ways[best])
         outputs.append(child.strategies[best].output_specs)
@@ -279,18 +241,12 @@ def _strategy_decision(
 ) -> Decision | None:
     """A strategy as a decision. Without input_specs the operands take the result's; an operand
     among the keyword arguments may be left out, and stays."""
-    if not isinstance(strategy, OpSpec):
-        raise RuleError(f"{call.name}: {strategy!r} is not a PlacementStrategy.")
     if strategy.input_specs is None:
-        if not isinstance(strategy.output_specs, DTensorSpec):
-            raise RuleError(
-                f"{call.name}: the strategy {strategy} has no input_specs, so that the result's "
-                "are meant, but there is not one result."
-            )
-        given = [strategy.output_specs] * len(call.specs)
+        given = [strategy.output_spec] * len(call.specs)
     else:
         given = [spec for spec in strategy.input_specs if spec is not None]
-    if len(given) == _positional(call):
+    positional = OpSchema(call.op, *with_operands(call, call.specs.__getitem__)).args_spec
+    if len(given) == len(positional):
         given += call.specs[len(given) :]
     if len(given) != len(call.specs):
         raise RuleError(
@@ -300,36 +256,17 @@ def _strategy_decision(
     return _decision(call, given, strategy.output_specs, structure, written)
 
 
-def _positional(call: Call) -> int:
-    """The number of operands among the positional arguments; they come first."""
-    return len(OpSchema(call.op, *with_operands(call, call.specs.__getitem__)).args_spec)
-
-
-def _given_prices(call: Call, strategies: Sequence[OpSpec]) -> list[float] | None:
-    """The prices that the rule gave, if it gave all: one row per operand, of one number each."""
-    counts = (len(call.specs), _positional(call))
-    prices: list[float] = []
-    for strategy in strategies:
-        rows = strategy.redistribute_cost
-        if not rows or len(rows) not in counts or any(len(row) != 1 for row in rows):
-            return None
-        prices.append(float(sum(row[0] for row in rows)))
-    return prices
-
-
 def _price(call: Call, decision: Decision, written: int | None) -> float:
-    total = sum(_move_price(call, i, spec) for i, spec in enumerate(decision.inputs))
+    """The price of moving the operands, and a written one back."""
+    moves = list(zip(call.specs, decision.inputs, strict=True))
     if written is not None:
-        total += _move_price(call, written, decision.inputs[written], back=True)
-    return total
+        moves.append((decision.inputs[written], call.specs[written]))
+    return sum(_move_price(src, dst) for src, dst in moves)
 
 
-def _move_price(call: Call, operand: int, spec: DTensorSpec, back: bool = False) -> float:
-    """The cost of moving an operand to the layout of `spec`, or back from it."""
-    own = call.specs[operand]
-    other = _placed(call, f"operand {operand}", spec, own.meta)
+def _move_price(src: DTensorSpec, dst: DTensorSpec) -> float:
     try:
-        return redistribute_cost(other, own) if back else redistribute_cost(own, other)
+        return redistribute_cost(src, dst)
     except LayoutError:  # there is no such value, as a pending maximum of complex numbers
         return inf
 
@@ -359,12 +296,10 @@ def _decision(
 def _output_specs(call: Call, outputs: OutputSpecs, structure: Any) -> tuple[DTensorSpec, ...]:
     """One spec per result, from one for all, or one per place with None where nothing comes."""
     places = structure if isinstance(structure, tuple) else (0,) * len(call.results)
-    if isinstance(outputs, DTensorSpec) or outputs is None:
-        given: list[DTensorSpec | None] = [outputs] * len(places)
-    else:
-        given = list(outputs)
+    shared = outputs is None or isinstance(outputs, DTensorSpec)
+    given: list[Any] = [outputs] * len(places) if shared else [*outputs]  # type: ignore[misc]
     if len(given) == len(call.results) != len(places):
-        places = tuple(place for place in places if place is not None)
+        places = call.results
     if len(given) != len(places):
         raise RuleError(
             f"{call.name}: the rule gives {len(given)} output specs, but the operator returns "
@@ -372,35 +307,25 @@ def _output_specs(call: Call, outputs: OutputSpecs, structure: Any) -> tuple[DTe
         )
     kept = [spec for spec, place in zip(given, places, strict=True) if place is not None]
     mesh = call.specs[0].topology
-    nothing = DTensorSpec(mesh, default_placements(mesh))
     made = []
     for index, (spec, meta) in enumerate(zip(kept, call.results, strict=True)):
-        if spec is None and 0 not in meta.shape:
-            raise RuleError(
-                f"{call.name}: the rule gives no spec for result {index}, but the operator returns "
-                f"a tensor of shape {list(meta.shape)} there."
-            )
-        made.append(_placed(call, f"result {index}", spec or nothing, meta))
+        if spec is None and 0 in meta.shape:
+            spec = DTensorSpec(mesh, default_placements(mesh))
+        made.append(_placed(call, f"result {index}", spec, meta))
     return tuple(made)
 
 
 def _placed(call: Call, what: str, spec: Any, meta: TensorMeta) -> DTensorSpec:
     """The tensor `meta` in the placements of a spec that a rule wrote."""
     mesh = call.specs[0].topology
-    if not isinstance(spec, DTensorSpec):
-        raise RuleError(f"{call.name}: the rule gives {what} {spec!r}, which is no DTensorSpec.")
-    if spec.topology is not mesh:
+    if not isinstance(spec, DTensorSpec) or spec.topology is not mesh:
         raise RuleError(
-            f"{call.name}: the rule gives {what} a spec on mesh {spec.topology}, but the operands "
-            f"are on {mesh}."
+            f"{call.name}: the rule gives {what} {spec!r}, which is no DTensorSpec on mesh {mesh}."
         )
     try:
         return DTensorSpec(mesh, spec.placements, meta)
     except LayoutError as error:
-        raise RuleError(
-            f"{call.name}: the rule gives {what} of shape {list(meta.shape)} the layout "
-            f"{list(spec.placements)}: {error}"
-        ) from error
+        raise RuleError(f"{call.name}: the rule's layout of {what}: {error}") from error
 
 
 def _inputs_text(specs: Sequence[DTensorSpec]) -> str:

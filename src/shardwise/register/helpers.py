@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from string import ascii_letters
 from typing import Any
+
+import torch
 
 from ..dispatch.decide import decide
 from ..errors import RuleError
-from ..layout.cost import LATENCY_BYTES
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
@@ -98,14 +100,10 @@ def replicate_tensor_dim(placements: Sequence[Placement], dim: int) -> tuple[Pla
 
 
 def redistribute_cost(src: DTensorSpec, dst: DTensorSpec) -> float:
-    """The cost of moving a tensor from one layout to another, in bytes that a rank receives."""
+    """The cost of moving a tensor from one layout to another, as the planner prices its steps."""
     if dst.tensor_meta is None:
         dst = DTensorSpec(src.topology, dst.placements, src.meta)
-    if src is dst:
-        return 0.0
-    moves = [step for step in steps_between(src, dst) if not step.is_local]
-    received = sum(step.elements_received for step in moves)
-    return float(LATENCY_BYTES * len(moves) + received * src.dtype.itemsize)
+    return float(sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst)))
 
 
 def generate_redistribute_costs(src_strategy: OpStrategy, dst_spec: DTensorSpec) -> list[float]:
@@ -129,8 +127,8 @@ def expand_to_full_mesh_op_strategy(
 
     A row has the placements of `input_index` results, then those of the operands; None for a result
     that is no tensor. Combinations are left out in which a dim would have fewer elements than
-    shards, or in which reductions that do not commute are pending. With `inplace_op` the ways that
-    keep the first operand in its layout are taken if there are any.
+    shards, or in which reductions that do not commute are pending. `inplace_op` changes nothing: a
+    way in which a written operand would get another layout is never taken.
     """
     operands = [*op_schema.args_strategy, *op_schema.kwargs_strategy]
     for row in single_mesh_dim_strategies:
@@ -142,7 +140,13 @@ def expand_to_full_mesh_op_strategy(
             )
     made = []
     for rows in itertools.product(single_mesh_dim_strategies, repeat=topology(mesh).ndim):
-        outputs, inputs = _on_mesh(mesh, rows, input_index, operands)
+        columns: list[Any] = [None if None in each else each for each in zip(*rows, strict=True)]
+        outputs = [each and DTensorSpec(mesh, each) for each in columns[:input_index]]
+        given = [each for each in columns[input_index:] if each is not None]
+        inputs = [
+            DTensorSpec(mesh, each, operand.tensor_meta)
+            for each, operand in zip(given, operands, strict=True)
+        ]
         results = outputs[0] if input_index == 1 else tuple(outputs) if outputs else None
         possible = all(
             is_tensor_shardable(operand.shape, spec)
@@ -150,45 +154,13 @@ def expand_to_full_mesh_op_strategy(
         ) and not any(_is_mixed(spec) for spec in (*inputs, *outputs) if spec is not None)
         if possible and (is_valid_strategy_cb is None or is_valid_strategy_cb(inputs, results)):
             made.append(OpSpec(results, inputs))
-    return OpStrategy(_in_place(operands[0], made) if inplace_op else made)
-
-
-def _on_mesh(
-    mesh: AnyMesh,
-    rows: Sequence[Sequence[Placement | None]],
-    input_index: int,
-    operands: Sequence[OpStrategy],
-) -> tuple[list[DTensorSpec | None], list[DTensorSpec]]:
-    """The specs of results and operands, from a row for each axis."""
-    columns: list[Any] = list(zip(*rows, strict=True))
-    outputs = [
-        None if None in column else DTensorSpec(mesh, column) for column in columns[:input_index]
-    ]
-    columns = [column for column in columns[input_index:] if None not in column]
-    inputs = [
-        DTensorSpec(mesh, column, operand.tensor_meta)
-        for column, operand in zip(columns, operands, strict=True)
-    ]
-    return outputs, inputs
+    return OpStrategy(made)
 
 
 def _is_mixed(spec: DTensorSpec) -> bool:
     """True if pending reductions of the tensor do not commute."""
     ops = {place.reduce_op for place in spec.placements if isinstance(place, Partial)}
     return len(ops) > 1 and ops != {"sum", "avg"}
-
-
-def _in_place(operand: OpStrategy, found: Sequence[OpSpec]) -> list[OpSpec]:
-    """The strategies whose first result has the layout of the first operand; if possible, the
-    layout that the operand has now."""
-    staying = []
-    for strategy in found:
-        outputs: Any = strategy.output_specs
-        first = outputs[0] if isinstance(outputs, tuple) else outputs
-        if first is None or first.placements == strategy.input_spec(0).placements:
-            staying.append(strategy)
-    now = operand.strategies[0].output_spec.placements
-    return [each for each in staying if each.input_spec(0).placements == now] or staying
 
 
 # --- propagation rules -------------------------------------------------------------------------
@@ -200,19 +172,15 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     With `linearity` the operator is linear in its operands together, so that Partial("sum") and
     Partial("avg") pass. An in-place operator follows its first operand.
     """
-    specs = op_schema.args_spec
-    if not specs:
-        raise RuleError(f"{op_schema.op}: pointwise_rule: the call has no operand.")
-    ndim = max(spec.ndim for spec in specs)
-    padded = [(1,) * (ndim - spec.ndim) + tuple(spec.shape) for spec in specs]
-    shape = [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
-    names = [f"i{dim}" for dim in range(ndim)]
-    operands = [
-        [names[dim] if sizes[dim] == shape[dim] else None for dim in range(ndim - spec.ndim, ndim)]
-        for spec, sizes in zip(specs, padded, strict=True)
-    ]
-    factors = dict(zip(names, shape, strict=True))
-    return _agreed(op_schema, specs, operands, names, factors, linearity)
+    shapes = [spec.shape for spec in op_schema.args_spec]
+    whole = torch.broadcast_shapes(*shapes)
+    letters = ascii_letters[: len(whole)]
+    operands = []
+    for shape in shapes:
+        skip = len(whole) - len(shape)
+        pairs = zip(shape, whole[skip:], letters[skip:], strict=True)
+        operands.append("".join(name if size == full else "1" for size, full, name in pairs))
+    return einop_rule(f"{','.join(operands)}->{letters}", op_schema, linearity=linearity)
 
 
 def einop_rule(
@@ -247,7 +215,17 @@ def einop_rule(
         wanted = tuple(
             _sharded_by(by_axis, dims, spec) for dims, spec in zip(operands, specs, strict=True)
         )
-    return _agreed(op_schema, wanted, operands, _letters(right), sizes, linearity)
+    result = _letters(right)
+    shape = tuple(1 if name is None else sizes[name] for name in result)
+    meta = TensorMeta(shape, contiguous_stride(shape), specs[0].dtype)
+    linear = (tuple(range(len(specs))),) if linearity else ()
+    rule = Rule(tuple(map(along, operands)), (along(result),), sizes, linear=linear)
+    call = Call(op_schema.op, (), {}, wanted, (meta,))
+    decision = decide(rule, call, 0 if op_schema.is_inplace_op() else None)
+    moves = zip(specs, decision.inputs, strict=True)
+    if any(old.placements != new.placements for old, new in moves):
+        return OutputSharding(None, redistribute_schema=op_schema.with_specs(decision.inputs))
+    return OutputSharding(decision.outputs[0])
 
 
 def _letters(text: str) -> list[str | None]:
@@ -261,28 +239,3 @@ def _sharded_by(
     letters = [by_axis.get(axis, "") for axis in range(spec.topology.ndim)]
     places = [Shard(dims.index(name)) if name in dims else Replicate() for name in letters]
     return DTensorSpec(spec.topology, places, spec.meta)
-
-
-def _agreed(
-    schema: OpSchema,
-    specs: Sequence[DTensorSpec],
-    operands: Sequence[Sequence[str | None]],
-    result: Sequence[str | None],
-    sizes: dict[str, int],
-    linearity: bool,
-) -> OutputSharding:
-    """The layout of the result if the operands agree, else the layouts to move them to.
-
-    `specs` are the layouts of the operands, or those that the caller asks for. `operands` and
-    `result` name the factor that each dim walks along.
-    """
-    shape = tuple(1 if name is None else sizes[name] for name in result)
-    meta = TensorMeta(shape, contiguous_stride(shape), specs[0].dtype)
-    linear = (tuple(range(len(specs))),) if linearity else ()
-    rule = Rule(tuple(map(along, operands)), (along(result),), sizes, linear=linear)
-    call = Call(schema.op, (), {}, specs, (meta,))
-    decision = decide(rule, call, 0 if schema.is_inplace_op() else None)
-    moves = zip(schema.args_spec, decision.inputs, strict=True)
-    if any(old.placements != new.placements for old, new in moves):
-        return OutputSharding(None, redistribute_schema=schema.with_specs(decision.inputs))
-    return OutputSharding(decision.outputs[0])

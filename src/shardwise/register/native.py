@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from .._torch import OpOverload
@@ -56,10 +57,7 @@ def register_rule(
     if reduce is not None:
         Partial(reduce)  # raises if there is no such reduction
     if isinstance(rule, str):
-        inputs, outputs = parse(rule)
-        for each in ops:
-            _check_counts(each, rule, len(inputs), len(outputs))
-        _check_traits(rule, len(inputs), linear, added)
+        _check_notation(ops, rule, [*chain(*linear), *added])
         family = notation(rule, linear=linear, added=added, reduce=reduce)
         reads = ()
     elif callable(rule):
@@ -128,49 +126,22 @@ def _check(call: Call, rule: Rule | None, decision: Decision, structure: Any) ->
         check_shapes(call, decision, structure, None)
 
 
-def _check_counts(op: OpOverload, rule: str, inputs: int, outputs: int) -> None:
-    arguments = [str(a.type) for a in op._schema.arguments]
-    results = [str(r.type) for r in op._schema.returns]
-    lists = [kind for kind in (*arguments, *results) if "List[" in kind and "Tensor" in kind]
-    if lists:
-        raise RuleError(
-            f"register_rule: {op} has a list of tensors, which rule {rule!r} cannot name. "
-            "Give a function from a Call to a Rule."
-        )
-    tensors = [kind for kind in arguments if "Tensor" in kind]
-    least = len(tensors)
-    while least and tensors[least - 1].startswith("Optional"):
-        least -= 1
-    if not least <= inputs <= len(tensors):
-        have = str(least) if least == len(tensors) else f"{least} to {len(tensors)}"
-        raise RuleError(
-            f"register_rule: rule {rule!r} is for {inputs} operands, but {op} takes {have}: "
-            f"{op._schema}."
-        )
-    returned = len(results) or 1  # without results, what is written is the result
-    if outputs != returned:
-        raise RuleError(
-            f"register_rule: rule {rule!r} is for {outputs} results, but {op} returns {returned}: "
-            f"{op._schema}."
-        )
-
-
-def _check_traits(
-    rule: str, count: int, linear: Sequence[Sequence[int]], added: Sequence[int]
-) -> None:
-    groups: list[Any] = [*linear, added]
-    for group in groups:
-        if isinstance(group, (int, str)):
+def _check_notation(ops: Sequence[OpOverload], rule: str, named: Sequence[int]) -> None:
+    """Check the number of results and the operands named in traits; calls check their operands."""
+    inputs, outputs = parse(rule)
+    for op in ops:
+        count = len(op._schema.returns) or 1  # without results, what is written is the result
+        if len(outputs) != count:
             raise RuleError(
-                f"register_rule: linear={linear!r} must be sets of operands, like [[0], [1]] for "
-                "linear in each and [[0, 1]] for linear in both together."
+                f"register_rule: rule {rule!r} is for {len(outputs)} results, but {op} returns "
+                f"{count}: {op._schema}."
             )
-        for index in group:
-            if not 0 <= index < count:
-                raise RuleError(
-                    f"register_rule: operand {index} is named in linear or added, but rule "
-                    f"{rule!r} has operands 0 to {count - 1}."
-                )
+    for index in named:
+        if not 0 <= index < len(inputs):
+            raise RuleError(
+                f"register_rule: operand {index} is named in linear or added, but rule {rule!r} "
+                f"has operands 0 to {len(inputs) - 1}."
+            )
 
 
 def _check_names(op: OpOverload, names: frozenset[str] | None) -> None:

@@ -50,9 +50,7 @@ def _checked(what: str, op: OpOverload) -> OpOverload:
     """The operator that the rule serves, which for an out= form is the one without."""
     functional = functional_of(op) if _has_out(op) else op
     if functional is None:
-        raise RuleError(
-            f"{what}: {op} has no form without out=, which is the one that gets a rule."
-        )
+        raise RuleError(f"{what}: {op} has no form without out=, which would get the rule.")
     op = functional
     if is_random(op) and not is_without_dropout(op, (), {}):
         raise RuleError(
@@ -100,12 +98,8 @@ def check_shapes(call: Call, decision: Decision, structure: Any, local: Local | 
     combination of local shapes.
     """
     specs = (*decision.inputs, *decision.outputs)
-    counts = tuple(
-        count if any(spec.placements[axis].is_shard() for spec in specs) else 1
-        for axis, count in enumerate(specs[0].topology.shape)
-    )
     seen: set[object] = set()
-    for coord in all_coords(counts):
+    for coord in all_coords(specs[0].topology.shape):
         shapes = tuple(spec.local_shape(coord) for spec in specs)
         if shapes not in seen:
             seen.add(shapes)

@@ -47,12 +47,11 @@ class OpSpec:
         """The layout of the only result."""
         if isinstance(self.output_specs, DTensorSpec):
             return self.output_specs
-        raise ValueError(f"output_spec: this strategy has the results {self.output_specs}, not one")
+        raise RuleError(f"output_spec: this strategy has the results {self.output_specs}, not one")
 
     def input_spec(self, index: int = 0) -> DTensorSpec:
         """The layout of an operand."""
-        if self.input_specs is None or index >= len(self.input_specs):
-            raise ValueError(f"input_spec({index}): this strategy has {self.input_specs}")
+        assert self.input_specs is not None
         return self.input_specs[index]
 
     @property
@@ -110,21 +109,12 @@ class OpStrategy(StrategyType):
 class TupleStrategy(StrategyType):
     """The strategies of the elements of a list; `childs` is PyTorch's earlier name of them."""
 
-    def __init__(
-        self,
-        childs: Sequence[StrategyType] | None = None,
-        *,
-        children: Sequence[StrategyType] | None = None,
-    ) -> None:
-        given = childs if childs is not None else children
-        if given is None:
-            raise TypeError("TupleStrategy: give the strategies of the elements")
-        self.children = self.childs = given
+    def __init__(self, children: Sequence[Any] = (), *, childs: Sequence[Any] = ()) -> None:
+        self.children = self.childs = children or childs
 
     def child_mesh(self, index: int) -> AnyMesh:
-        child = self.children[index]
-        assert isinstance(child, OpStrategy)
-        return child.mesh
+        mesh: AnyMesh = self.children[index].mesh
+        return mesh
 
     def __str__(self) -> str:
         return f"TupleStrategy({', '.join(map(str, self.children))})"

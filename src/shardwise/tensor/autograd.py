@@ -12,7 +12,7 @@ from ..config import current
 from ..dispatch.views import become
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import Topology
-from ..layout.placement import Partial, Placement, Replicate
+from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import redistribute_locals
 from ..storage.async_value import pending
@@ -25,10 +25,6 @@ requires_grad: Any = torch.Tensor.requires_grad
 data: Any = torch.Tensor.data
 """The attribute of `torch.Tensor`, which `DTensor` overrides to take local tensors too."""
 _WATCHED = "_watched"
-
-
-def not_partial(spec: DTensorSpec) -> tuple[Placement, ...]:
-    return tuple(Replicate() if p.is_partial() else p for p in spec.placements)
 
 
 def refuse_recording(what: str, values: Sequence[Any]) -> None:
@@ -45,21 +41,31 @@ def refuse_recording(what: str, values: Sequence[Any]) -> None:
 
 
 class Redistribute(torch.autograd.Function):
-    """Redistribute many tensors in few collectives. So does the backward."""
+    """Redistribute many tensors in few collectives. So does the backward.
+
+    A tensor is first cast to the dtype of its target. Its gradient moves in `grad_dtype`, by
+    default in the dtype of the tensor.
+    """
 
     @staticmethod
-    def forward(ctx: Any, targets: Sequence[DTensorSpec], async_op: bool, *values: Any) -> Any:
+    def forward(
+        ctx: Any,
+        targets: Sequence[DTensorSpec],
+        async_op: bool,
+        grad_dtype: torch.dtype | None,
+        *values: Any,
+    ) -> Any:
         refuse_recording("redistribute", values)
         ctx.set_materialize_grads(False)
-        ctx.specs = [value._spec for value in values]
-        pairs = list(zip(values, targets, strict=True))
+        ctx.specs, ctx.grad_dtype = [value._spec for value in values], grad_dtype
+        pairs = [_cast(value, spec) for value, spec in zip(values, targets, strict=True)]
         moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
         sources, goals = [value for value, _ in moving], [spec for _, spec in moving]
         ready = iter(start_moves(sources, goals, async_op))
         made: list[Any] = []
         for value, spec in pairs:
             if value._spec is spec:
-                made.append(wrap(spec, value._locals, share_cell(value)))
+                made.append(torch.ops.aten.alias.default(value))
             elif async_op:
                 made.append(pending(spec, next(ready)))
             else:
@@ -68,49 +74,33 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        here = [index for index, grad in enumerate(grads) if isinstance(grad, Wrapper)]
-        backs = [_without_partial(ctx.specs[index], grads[index]._spec.meta) for index in here]
-        found = iter(Redistribute.apply(backs, False, *[grads[index] for index in here]))
-        return None, None, *[next(found) if isinstance(g, Wrapper) else g for g in grads]
+        here: list[Any] = [
+            (grad.to(ctx.grad_dtype or spec.dtype), spec)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+            if isinstance(grad, Wrapper)
+        ]
+        backs = [spec.reduced.with_meta(grad._spec.meta) for grad, spec in here]
+        moved = Redistribute.apply(backs, False, None, *[grad for grad, _ in here])
+        found = iter([made.to(spec.dtype) for made, (_, spec) in zip(moved, here, strict=True)])
+        return None, None, None, *[next(found) if isinstance(g, Wrapper) else g for g in grads]
 
 
-def redistributed(value: Any, target: DTensorSpec, async_op: bool = False) -> Any:
+def _cast(value: Any, spec: DTensorSpec) -> tuple[Any, DTensorSpec]:
+    """A tensor in the dtype of its target, and the target with its strides."""
+    if value.dtype is spec.dtype:
+        return value, spec
+    made = value.to(spec.dtype)
+    return made, spec.with_meta(made._spec.meta)
+
+
+def redistributed(
+    value: Any,
+    target: DTensorSpec,
+    async_op: bool = False,
+    grad_dtype: torch.dtype | None = None,
+) -> Any:
     """One tensor in another layout."""
-    return Redistribute.apply((target,), async_op, value)[0]
-
-
-class RedistributeIn(torch.autograd.Function):
-    """A tensor in another layout and dtype: it moves in one dtype, its gradient in another."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        value: Any,
-        target: DTensorSpec,
-        forward_dtype: torch.dtype | None,
-        backward_dtype: torch.dtype | None,
-        async_op: bool,
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.spec, ctx.dtype = value._spec, backward_dtype or value.dtype
-        moving = value if forward_dtype is None else value.to(forward_dtype)
-        goal = target.with_meta(moving._spec.meta)
-        if goal is moving._spec:
-            return moving.view_as(moving)
-        return redistributed(moving, goal, async_op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        if grad is None:
-            return None, None, None, None, None
-        moving = as_gradient(grad, ctx.spec.topology).to(ctx.dtype)
-        made = redistributed(moving, _without_partial(ctx.spec, moving._spec.meta))
-        return made.to(ctx.spec.dtype), None, None, None, None
-
-
-def _without_partial(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
-    """The layout for a gradient of a tensor with `spec`."""
-    return DTensorSpec._intern(spec.topology, not_partial(spec), meta, spec.cuts)
+    return Redistribute.apply((target,), async_op, grad_dtype, value)[0]
 
 
 def as_gradient(grad: Any, topology: Topology) -> Any:
@@ -137,7 +127,7 @@ class WholeLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         made = as_gradient(grad, ctx.spec.topology)
-        back = _without_partial(ctx.spec, made._spec.meta)
+        back = ctx.spec.reduced.with_meta(made._spec.meta)
         return made if back is made._spec else redistributed(made, back)
 
 
@@ -149,7 +139,6 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
-        refuse_recording("to_local", (value,))
         ctx.spec = grad_spec
         # A rank outside the mesh holds nothing.
         empty = torch.empty(0, dtype=value.dtype, device=value.device)
@@ -183,7 +172,7 @@ class FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, *[None for _ in spec.slots]
         grad = as_gradient(grad, spec.topology)
-        back = _without_partial(spec, grad._spec.meta)
+        back = spec.reduced.with_meta(grad._spec.meta)
         if ctx.grad_spec is not None:
             back = ctx.grad_spec.with_meta(grad._spec.meta)
         whole = ToLocal.apply(redistributed(grad, back), back)
@@ -210,11 +199,6 @@ class Replaced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad, None
-
-
-def keeps_partial_grads() -> bool:
-    """True if gradients of leaves stay Partial."""
-    return current().partial_grads
 
 
 def watch_leaf(tensor: Any) -> None:
@@ -250,7 +234,7 @@ def _reduce_kept(leaf: Any) -> None:
     grad = leaf.grad
     if current().partial_grads or not isinstance(grad, Wrapper) or not grad._spec.sums:
         return
-    leaf.grad = redistributed(grad, _without_partial(leaf._spec, grad._spec.meta))
+    leaf.grad = redistributed(grad, leaf._spec.reduced.with_meta(grad._spec.meta))
 
 
 class _LikeLeaf:
@@ -267,5 +251,5 @@ class _LikeLeaf:
             return grad
         # After `unsqueeze_` the leaf has another shape, and no layout for this gradient.
         like = self.spec if grad.shape == self.spec.meta.shape else grad._spec
-        target = _without_partial(like, grad._spec.meta)
+        target = like.reduced.with_meta(grad._spec.meta)
         return grad if grad._spec is target else redistributed(grad, target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ import torch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, ShardwiseError
 from ..layout.geometry import Interval
-from ..layout.mesh import Coord
 from ..layout.spec import DTensorSpec
+from ..layout.split_dims import held_of
 from ..storage.operands import in_layout
-from ..storage.wrapper import Locals, Wrapper, exposed_locals
+from ..storage.wrapper import Locals, exposed_locals
 
 
 class Chunk(NamedTuple):
@@ -50,7 +50,7 @@ def chunks(spec: DTensorSpec) -> list[Chunk]:
         return [Chunk(0, zeros, zeros, tuple(spec.shape))]
     found = []
     for slot, coord in enumerate(spec.slots):
-        for runs in product(*_runs(spec, coord)):
+        for runs in product(*map(_runs, held_of(spec, coord))):
             offset, local_offset, size = zip(*runs, strict=True) if runs else ((), (), ())
             # Of an empty chunk DCP would keep its offset, which is also that of another one.
             if prod(size):
@@ -62,36 +62,10 @@ Run = tuple[int, int, int]
 """Consecutive indices of a dim: the first of them, its place in the local tensor, their number."""
 
 
-def _runs(spec: DTensorSpec, coord: Coord) -> list[list[Run]]:
-    """For each dim the runs that the rank at `coord` holds."""
-    if spec.fine is None:
-        return [[(start, 0, stop - start)] for start, stop in spec.box(coord)]
-    pieces = iter(spec.fine.box(coord))
-    groups = spec.groups or ()
-    return [_runs_of_blocks(group, [next(pieces) for _ in group]) for group in groups]
-
-
-def _runs_of_blocks(group: Sequence[int], box: Sequence[Interval]) -> list[Run]:
-    """The runs of a dim that is the product of the sizes in `group`, of which a box is held.
-
-    >>> _runs_of_blocks((2, 4), [(0, 2), (1, 3)])
-    [(1, 0, 2), (5, 2, 2)]
-    >>> _runs_of_blocks((3, 4), [(1, 3), (0, 4)])
-    [(4, 0, 8)]
-    """
-    blocks = [0]
-    for size, (start, stop) in zip(group[:-1], box[:-1], strict=True):
-        blocks = [block * size + place for block in blocks for place in range(start, stop)]
-    start, stop = box[-1]
-    runs: list[Run] = []
-    for number, block in enumerate(blocks):
-        first, local = block * group[-1] + start, number * (stop - start)
-        if runs and sum(runs[-1][::2]) == first:
-            before, place, length = runs.pop()
-            runs.append((before, place, length + stop - start))
-        else:
-            runs.append((first, local, stop - start))
-    return runs
+def _runs(held: Sequence[Interval]) -> list[Run]:
+    """The intervals of a dim that a rank holds, as runs; they lie one after another."""
+    places = accumulate([stop - start for start, stop in held], initial=0)
+    return [(a, place, b - a) for (a, b), place in zip(held, places, strict=False)]
 
 
 class CheckpointProtocol:
@@ -99,14 +73,56 @@ class CheckpointProtocol:
 
     _spec: DTensorSpec
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return write_items(self, fqn)
+    def __create_write_items__(self: Any, fqn: str, object: Any) -> list[Any]:
+        """The chunks that this process offers to write. All ranks call this, so a Partial is
+        reduced here, not when one rank writes."""
+        from torch.distributed.checkpoint import metadata, planner
 
-    def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(self)
+        parts = _parts_to_write(self, fqn)
+        items = []
+        for chunk, stored in zip(chunks(self._spec), _stored(self._spec), strict=True):
+            data = planner.TensorWriteData(
+                chunk=stored,
+                properties=metadata.TensorProperties.create_from_tensor(parts[chunk.slot]),
+                size=self.size(),
+            )
+            index = metadata.MetadataIndex(fqn, stored.offsets)
+            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self: Any) -> list[Any]:
+        """The chunks that this process reads. DCP writes into the local tensors."""
+        # These are no ValueErrors, which DCP would catch.
+        if self._spec.sums:
+            raise ShardwiseError(
+                f"load: {self._spec} is Partial, and a checkpoint has whole values. Load into a "
+                "tensor with Replicate() or Shard(dim) in its place."
+            )
+        if isinstance(self, DeferredView):
+            raise ShardwiseError(
+                f"load: {self._spec} is a view whose elements other ranks hold. Load into a tensor "
+                "of its own, and copy_ that into the view."
+            )
+        exposed_locals(self)
+        return _stored(self._spec)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return shard_at(self, index)
+        """The part of a local tensor that a chunk is written from, or read into."""
+        found = chunks(self._spec)
+        if index.offset is not None:
+            found = [chunk for chunk in found if chunk.offset == tuple(index.offset)]
+        if len(found) != 1:
+            raise LayoutError(
+                f"{index.fqn}: this rank holds no chunk at {index.offset} of {self._spec}."
+            )
+        (chunk,) = found
+        part = _parts_here(self)[chunk.slot]
+        if not prod(chunk.size):
+            return part.new_empty(chunk.size)  # of the whole tensor, which has no elements
+        for dim, (start, size) in enumerate(zip(chunk.local_offset, chunk.size, strict=True)):
+            if size != part.shape[dim]:
+                part = part.narrow(dim, start, size)
+        return part
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -129,27 +145,14 @@ class CheckpointProtocol:
         return tuple([chunk.size for chunk in chunks(self._spec)])
 
 
-def write_items(tensor: Any, fqn: str) -> list[Any]:
-    """The chunks that this process offers to write. All ranks call this, so a Partial is reduced
-    here, not when one rank writes."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+def _stored(spec: DTensorSpec) -> list[Any]:
+    """The chunks as DCP stores them."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    parts = _parts_to_write(tensor, fqn)
-    items = []
-    for chunk in chunks(tensor._spec):
-        offset = torch.Size(chunk.offset)
-        data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk.size)),
-            properties=TensorProperties.create_from_tensor(parts[chunk.slot]),
-            size=tensor.size(),
-        )
-        items.append(WriteItem(MetadataIndex(fqn, offset), WriteItemType.SHARD, tensor_data=data))
-    return items
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=torch.Size(chunk.size))
+        for chunk in chunks(spec)
+    ]
 
 
 def _parts_to_write(tensor: Any, fqn: str) -> Locals:
@@ -169,51 +172,10 @@ def _parts_to_write(tensor: Any, fqn: str) -> Locals:
     return parts
 
 
-def chunk_list(tensor: Any) -> list[Any]:
-    """The chunks that this process reads. DCP writes into the local tensors."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    # These are no ValueErrors, which DCP would catch.
-    if tensor._spec.sums:
-        raise ShardwiseError(
-            f"load: {tensor._spec} is a pending {tensor._spec.placements}, and a checkpoint has "
-            "whole values. Load into a tensor with Replicate() or Shard(dim) in its place."
-        )
-    if isinstance(tensor, DeferredView):
-        raise ShardwiseError(
-            f"load: {tensor._spec} is a view whose elements other ranks hold. Load into a tensor "
-            "of its own, and copy_ that into the view."
-        )
-    exposed_locals(tensor)
-    return [
-        ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=torch.Size(chunk.size))
-        for chunk in chunks(tensor._spec)
-    ]
-
-
-def shard_at(tensor: Any, index: Any) -> torch.Tensor:
-    """The part of a local tensor that a chunk is written from, or read into."""
-    found = chunks(tensor._spec)
-    if index.offset is not None:
-        found = [chunk for chunk in found if chunk.offset == tuple(index.offset)]
-    if len(found) != 1:
-        raise LayoutError(
-            f"{index.fqn}: this rank holds no chunk at {index.offset} of {tensor._spec}."
-        )
-    (chunk,) = found
-    part = _parts_here(tensor)[chunk.slot]
-    if not prod(chunk.size):
-        return part.new_empty(chunk.size)  # of the whole tensor, which has no elements
-    for dim, (start, size) in enumerate(zip(chunk.local_offset, chunk.size, strict=True)):
-        if size != part.shape[dim]:
-            part = part.narrow(dim, start, size)
-    return part
-
-
-def _parts_here(tensor: Wrapper) -> Locals:
+def _parts_here(tensor: Any) -> Locals:
     """The local tensors as they are: only some ranks call this, so nothing may move."""
     to_write: Locals | None = vars(tensor).get("_to_write")
     if to_write is not None:
         return to_write
-    cell = tensor._cell
-    return exposed_locals(tensor) if cell is not None and cell.exposed else tensor._locals
+    exposed = tensor._cell is not None and tensor._cell.exposed
+    return exposed_locals(tensor) if exposed else tensor._locals

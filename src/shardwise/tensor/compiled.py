@@ -13,7 +13,6 @@ from .._torch import memory_of, mode_of_fakes, untraced
 from ..dispatch.views import root_of
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Cell, share_cell, wrap
-from .autograd import not_partial
 
 _PROCESS = token_hex()
 _cells: WeakValueDictionary[int, Cell] = WeakValueDictionary()
@@ -53,7 +52,7 @@ class CompileProtocol:
     @untraced
     def __coerce_tangent_metadata__(self: Any) -> Any:
         """The gradient in the layout that a compiled backward takes: no gradient is partial."""
-        return self.redistribute(placements=not_partial(self._spec))
+        return self.redistribute(placements=self._spec.reduced.placements)
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self: Any, spec: Any, kind: Any = None) -> Any:

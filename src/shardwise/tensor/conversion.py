@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -23,21 +24,21 @@ from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
 from ..storage.plain import check_dense, digest
 from ..storage.wrapper import Wrapper, exposed_locals, wrap
-from .autograd import FromLocal, Replaced, ToLocal, not_partial, refuse_recording
+from .autograd import FromLocal, Replaced, ToLocal, refuse_recording
 from .per_rank import PerRank
 
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     refuse_recording("to_local", (tensor,))
     spec = tensor._spec
+    grad_spec = spec.reduced
     if grad_placements is not None:
         grad_spec = _given_grads("to_local", spec, grad_placements)
-    else:
-        grad_spec = spec.with_placements(not_partial(spec), spec.cuts)
     if tensor.requires_grad and torch.is_grad_enabled():
         if grad_placements is None and any(place.is_replicate() for place in spec.placements):
             _warn_of_equal_gradients()
-        _check_slots(spec, grad_spec)
+        if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
+            _refuse_slots("to_local", spec, grad_spec)
         parts = ToLocal.apply(tensor, grad_spec)
     else:
         parts = exposed_locals(tensor)
@@ -58,18 +59,11 @@ def _as_parameter(part: torch.Tensor) -> torch.Tensor:
 
 def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
-    spec = whole._spec
-    grad_spec = _given_grads("full_tensor", spec, grad_placements)
-    if spec.topology.virtual and not grad_spec.is_replicated():
-        raise LayoutError(
-            f"full_tensor: grad_placements {list(grad_spec.placements)} on a virtual mesh, where "
-            "one plain tensor stands for all ranks, and so does its gradient. Use "
-            "to_local(grad_placements=...), which has a tensor for each rank."
-        )
     if not whole._locals:
-        raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
-    (part,) = ToLocal.apply(whole, grad_spec)
-    return part.clone()  # type: ignore[no-any-return]
+        raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
+    local = to_local(whole, grad_placements)
+    part: torch.Tensor = local.parts[0] if isinstance(local, PerRank) else local
+    return part.clone()
 
 
 def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
@@ -90,22 +84,18 @@ def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placeme
     return grad_spec
 
 
-def _check_slots(spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
-    if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
-        raise LayoutError(
-            f"to_local: grad_placements {list(grad_spec.placements)} vary over other axes than the "
-            f"placements {list(spec.placements)}, which a virtual mesh cannot follow. "
-            "Redistribute to a sharded or partial layout before to_local."
-        )
+def _refuse_slots(what: str, spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
+    """Raise that gradients vary over other mesh axes than their local tensors."""
+    raise LayoutError(
+        f"{what}: grad_placements {list(grad_spec.placements)} of local tensors of {spec}: a "
+        "virtual mesh keeps one local tensor for all replicas, which has one gradient. Partial "
+        "gradients need Shard or Partial tensors there, and those of Partial ones are Partial."
+    )
 
 
-_said: set[str] = set()
-
-
+@cache
 def _warn_of_equal_gradients() -> None:
-    if "to_local" in _said:
-        return
-    _said.add("to_local")
+    """Warn once in a process."""
     warnings.warn(
         "to_local() of a replicated DTensor that requires grad: the gradient of its local tensor "
         "is taken to be equal on all ranks. If each rank computes a part of it, say so with "
@@ -143,32 +133,14 @@ def from_local(
         check_alike(mesh, held, gradients=bool(run_check), order=stride is None)
     spec = _inferred(mesh, places, held, sample, shape, stride)
     parts = _place_local(local, spec, held)
-    if mesh.virtual and held is not None and run_check is False and shape is None:
-        _warn_of_sizes(sorted({part.shape for part in held.values()}))
     if run_check and held is not None and not mesh.virtual:
         parts = _same_replicas(spec, parts)
     if grad_placements is None:
         return FromLocal.apply(spec, None, *parts)
     grad_spec = _given_grads("from_local", spec, grad_placements)
     if mesh.virtual and not set(grad_spec.slot_axes) <= set(spec.slot_axes):
-        raise LayoutError(
-            f"from_local: grad_placements {list(grad_spec.placements)} vary over axes on which "
-            f"{list(places)} do not: a virtual mesh keeps one local tensor there, which has one "
-            "gradient. Give gradients that are replicated on these axes."
-        )
+        _refuse_slots("from_local", spec, grad_spec)
     return FromLocal.apply(spec, grad_spec, *parts)
-
-
-def _warn_of_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Warn that real processes would not see that the local tensors differ in shape."""
-    if len(shapes) > 1:
-        warnings.warn(
-            "from_local: the local tensors have different shapes, among them "
-            f"{list(shapes[0])} and {list(shapes[-1])}. A virtual mesh sees that, but on processes "
-            "each rank takes all to have its own shape. Leave run_check=False out: the ranks then "
-            "compare their shapes.",
-            stacklevel=4,
-        )
 
 
 def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
@@ -306,14 +278,10 @@ def distribute(
     source: int | None,
 ) -> Any:
     """A whole tensor laid out on a mesh, with the value of rank `source` of the mesh."""
-    if isinstance(tensor, Wrapper):
+    if isinstance(tensor, Wrapper) or not isinstance(tensor, torch.Tensor):
         raise LayoutError(
-            f"distribute_tensor: the tensor is a DTensor already: {tensor._spec}. Use redistribute."
-        )
-    if not isinstance(tensor, torch.Tensor):
-        raise LayoutError(
-            f"distribute_tensor: a tensor is needed, but got {type(tensor).__name__}. "
-            "Make one with torch.tensor(...)."
+            f"distribute_tensor: a plain tensor is needed, but got {type(tensor).__name__}. "
+            "To change the layout of a DTensor use redistribute."
         )
     refuse_recording("distribute_tensor", (tensor,))
     check_dense("distribute_tensor", tensor)
@@ -369,15 +337,13 @@ def _from_source(
         )
     if not parts:
         return parts
-    shape_digest = digest(
-        torch.tensor([parts[0].ndim, *parts[0].shape, DTYPES.index(parts[0].dtype)])
-    )
-    if not engine_of(mesh).check_equal(mesh, shape_digest):
+    value = parts[0].contiguous().clone()
+    described = torch.tensor([value.ndim, *value.shape, DTYPES.index(value.dtype)])
+    if not engine_of(mesh).check_equal(mesh, digest(described)):
         raise LayoutError(
             f"distribute_tensor: the ranks give tensors of different shape or dtype; this rank "
-            f"gives {parts[0].dtype}{list(parts[0].shape)}. All must give the same shape and "
+            f"gives {value.dtype}{list(value.shape)}. All must give the same shape and "
             "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
         )
-    value = parts[0].contiguous().clone()
     broadcast_from(mesh, as_bytes(value), source)
     return (value,)

@@ -11,14 +11,13 @@ from .._torch import is_tracing, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
-from ..layout.mesh import AnyMesh, topology
+from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import (
     Redistribute,
-    RedistributeIn,
     WholeLocal,
     redistributed,
     take_data,
@@ -32,6 +31,18 @@ from .conversion import distribute, from_local, laid_out_like, to_local, whole_l
 from .inplace_views import as_strided, in_place
 from .per_rank import PerRank
 from .saving import plain_attributes, saved
+
+
+def _without_memory(name: str, more: str) -> Any:
+    """A method that raises: PyTorch's own would use memory that a DTensor does not have."""
+
+    def method(self: DTensor, *_: Any, **__: Any) -> Any:
+        raise LayoutError(
+            f"{name}: a DTensor {self._spec!r} has no memory of its own. Use to_local(), the "
+            f"part of this rank, or full_tensor(), the whole value.{more}"
+        )
+
+    return method
 
 
 class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
@@ -176,14 +187,12 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         (tensor([0]), tensor([1, 2, 3, 4]))
         """
         target = _target(self, device_mesh, placements, cuts)
-        if {forward_dtype, backward_dtype} - {None, self.dtype}:
-            made: DTensor = RedistributeIn.apply(
-                self, target, forward_dtype, backward_dtype, async_op
-            )
-            return made
-        if target is self._spec:
+        if forward_dtype is not None:
+            target = target.with_meta(target.meta._replace(dtype=forward_dtype))
+        if target is self._spec and backward_dtype in (None, self.dtype):
             return _alias(self)
-        return redistributed(self, target, async_op)  # type: ignore[no-any-return]
+        made: DTensor = redistributed(self, target, async_op, backward_dtype)
+        return made
 
     # --- values ------------------------------------------------------------------------------
 
@@ -206,21 +215,9 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
             array = array.astype(dtype, copy=False)
         return array.copy() if copy else array
 
-    def share_memory_(self) -> DTensor:
-        """Raise: only the local tensors have memory."""
-        raise LayoutError(_no_memory("share_memory_", self))
-
-    def __dlpack__(self, **_: Any) -> Any:
-        """Raise: only the local tensors have memory."""
-        raise LayoutError(_no_memory("__dlpack__", self))
-
-    def apply_(self, callable: Any) -> DTensor:
-        """Raise: PyTorch would write into memory that a DTensor does not have."""
-        raise LayoutError(
-            f"apply_: a function of Python numbers cannot be run on a DTensor {self._spec!r}. "
-            "Write it with operators of torch, or use x.copy_(x.full_tensor().clone().apply_(f)), "
-            "in which every rank runs it on all elements."
-        )
+    share_memory_ = _without_memory("share_memory_", "")
+    __dlpack__ = _without_memory("__dlpack__", "")
+    apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 
     def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
         """A plain tensor of given data, of this tensor's dtype and device if no other is given."""
@@ -334,13 +331,6 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         return saved(self)
 
 
-def _no_memory(what: str, tensor: DTensor) -> str:
-    return (
-        f"{what}: a DTensor {tensor._spec!r} has no memory of its own. Use to_local(), the "
-        "part of this rank, or full_tensor(), the whole value."
-    )
-
-
 class _Deferred(DeferredView, DTensor):  # type: ignore[override]  # _locals is made on demand
     """A DTensor that is a deferred view."""
 
@@ -361,21 +351,20 @@ def _target(
     cuts: Sequence[Sequence[int] | None] | None = None,
 ) -> DTensorSpec:
     """The spec that a redistribution moves to."""
-    spec = tensor._spec
-    where = spec.topology if device_mesh is None else topology(device_mesh)
-    if where.virtual is not spec.topology.virtual or where.device_type != spec.topology.device_type:
+    mine = tensor._spec.topology
+    where = mine if device_mesh is None else topology(device_mesh)
+    if (where.virtual, where.device_type) != (mine.virtual, mine.device_type):
         raise MeshError(
-            f"redistribute: from mesh {spec.topology} ({spec.topology.device_type}, "
-            f"{_served(spec.topology.virtual)}) to mesh {where} ({where.device_type}, "
-            f"{_served(where.virtual)}): both must be of one device type, and both virtual or both "
-            "over processes."
+            f"redistribute: from mesh {mine} ({mine.device_type}, {_served(mine)}) to mesh {where} "
+            f"({where.device_type}, {_served(where)}): both must be of one device type, and both "
+            "virtual or both over processes."
         )
     places = checked_placements("redistribute", where, placements, tensor.ndim)
-    return DTensorSpec(where, places, spec.meta, cuts=cuts)
+    return DTensorSpec(where, places, tensor._spec.meta, cuts=cuts)
 
 
-def _served(virtual: bool) -> str:
-    return "virtual" if virtual else "over processes"
+def _served(mesh: Topology) -> str:
+    return "virtual" if mesh.virtual else "over processes"
 
 
 @untraced
@@ -412,15 +401,11 @@ def redistribute_all(
             f"{len(tensors)} tensors. Give one for each, or placements for all."
         )
     each_own: Any = [placements] * len(tensors) if one_for_all else placements
-    targets = [
-        _target(tensor, device_mesh, own) for tensor, own in zip(tensors, each_own, strict=True)
-    ]
-    pairs = list(zip(tensors, targets, strict=True))
+    pairs = [(t, _target(t, device_mesh, own)) for t, own in zip(tensors, each_own, strict=True)]
     moving = [(tensor, spec) for tensor, spec in pairs if tensor._spec is not spec]
     sources, goals = [tensor for tensor, _ in moving], [spec for _, spec in moving]
-    made: Any = iter(Redistribute.apply(goals, async_op, *sources) if moving else ())
-    stay = {i: _alias(t) for i, (t, spec) in enumerate(pairs) if t._spec is spec}
-    return [stay[i] if i in stay else next(made) for i in range(len(pairs))]
+    made: Any = iter(Redistribute.apply(goals, async_op, None, *sources))
+    return [_alias(tensor) if tensor._spec is spec else next(made) for tensor, spec in pairs]
 
 
 def _alias(tensor: DTensor) -> DTensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from ..layout.geometry import contiguous_stride
-from ..layout.mesh import AnyMesh, Topology, topology
+from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
 from ..random import permuted
@@ -32,15 +33,11 @@ def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
 
 
-def _mesh(where: _Where) -> Topology:
-    return topology(where.get("device_mesh"))
-
-
 def _made(
     name: str, shape: tuple[int, ...], where: _Where, fill: Callable[[DTensorSpec], Locals]
 ) -> DTensor:
     """A tensor whose ranks make their local tensors; a Partial one is made replicated first."""
-    mesh = _mesh(where)
+    mesh = topology(where.get("device_mesh"))
     kind = where.get("dtype") or torch.get_default_dtype()
     meta = TensorMeta(shape, contiguous_stride(shape), kind)
     places = checked_placements(name, mesh, where.get("placements"), len(shape))
@@ -60,20 +57,20 @@ def zeros(*size: Any, **where: Unpack[_Where]) -> DTensor:
     >>> zeros(5, 2, device_mesh=mesh, placements=[shardwise.Shard(0)])
     DTensor(float32[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
     """
-    return _made("zeros", _sizes(size), where, _filled(0))
+    return _made("zeros", _sizes(size), where, _local(torch.zeros))
 
 
 def ones(*size: Any, **where: Unpack[_Where]) -> DTensor:
     """Ones on a mesh; each rank makes only what it holds."""
-    return _made("ones", _sizes(size), where, _filled(1))
+    return _made("ones", _sizes(size), where, _local(torch.ones))
 
 
-def _filled(value: Any) -> Callable[[DTensorSpec], Locals]:
-    """A function that makes local tensors of one value."""
+def _local(make: Callable[..., torch.Tensor]) -> Callable[[DTensorSpec], Locals]:
+    """A function that makes the local tensors with a factory of PyTorch."""
 
     def fill(spec: DTensorSpec) -> Locals:
         kind: Any = {"dtype": spec.dtype, "device": spec.topology.device_type}
-        return tuple(torch.full(spec.local_shape(coord), value, **kind) for coord in spec.slots)
+        return tuple(make(spec.local_shape(coord), **kind) for coord in spec.slots)
 
     return fill
 
@@ -86,23 +83,17 @@ def full(size: Sequence[int], fill_value: Any, **where: Unpack[_Where]) -> DTens
     torch.int64
     """
     where["dtype"] = where.get("dtype") or torch.full((), fill_value).dtype
-    return _made("full", tuple(size), where, _filled(fill_value))
+    return _made("full", tuple(size), where, _local(partial(torch.full, fill_value=fill_value)))
 
 
 def empty(*size: Any, **where: Unpack[_Where]) -> DTensor:
     """Uninitialized memory on a mesh."""
-
-    def fill(spec: DTensorSpec) -> Locals:
-        kind: Any = {"dtype": spec.dtype, "device": spec.topology.device_type}
-        return tuple(torch.empty(spec.local_shape(coord), **kind) for coord in spec.slots)
-
-    return _made("empty", _sizes(size), where, fill)
+    return _made("empty", _sizes(size), where, _local(torch.empty))
 
 
 def _random(
     fill: str, numbers: Sequence[Any], size: Any, generator: Generator, where: _Where
 ) -> DTensor:
-    _mesh(where)
     requires_grad = where.pop("requires_grad", False)
     made = empty(size, **where)
     getattr(made, fill)(*numbers, generator=generator)
@@ -208,10 +199,9 @@ def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -
 
 def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
     """A tensor that every rank makes whole, of which it keeps its part."""
-    _mesh(where)
     whole = make(*args, dtype=where.get("dtype"))
-    placements = where.get("placements")
-    made = distribute_tensor(whole, where["device_mesh"], placements, src_data_rank=None)
+    mesh, placements = where.get("device_mesh"), where.get("placements")
+    made = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return made.requires_grad_(where.get("requires_grad", False))
 
 

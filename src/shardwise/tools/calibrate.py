@@ -31,27 +31,21 @@ _TURNS = 9
 def calibrate(
     device_type: str, mesh_shape: Sequence[int], *, large: int = 16 << 20, file: Path | None = None
 ) -> tuple[Link, ...]:
-    """Measure the links of a mesh over these processes; the first rank writes them to the file."""
-    links = measure(device_type, mesh_shape, large)
-    if dist.get_rank() == 0:
-        write_links(device_type, mesh_shape, links, file)
-    dist.barrier()
-    return links
-
-
-def measure(device_type: str, mesh_shape: Sequence[int], large: int) -> tuple[Link, ...]:
     """For each axis the time to start a collective, and the bytes that a rank receives per second.
 
-    All ranks return the numbers of the slowest.
+    All ranks return the numbers of the slowest. The first rank writes them to the file.
     """
-    mesh = init_device_mesh(device_type, mesh_shape, links=DEFAULT)
-    where = topology(mesh)
+    where = topology(init_device_mesh(device_type, mesh_shape, links=DEFAULT))
     if where.virtual:
         raise MeshError(
             "calibrate: there are no processes to measure. Start them with torchrun: "
             "torchrun --nproc-per-node 4 -m shardwise calibrate --mesh 2,2"
         )
-    return tuple(_link(mesh_shape, device_type, axis, large) for axis in range(where.ndim))
+    links = tuple(_link(mesh_shape, device_type, axis, large) for axis in range(where.ndim))
+    if dist.get_rank() == 0:
+        write_links(device_type, mesh_shape, links, file)
+    dist.barrier()
+    return links
 
 
 def _link(mesh_shape: Sequence[int], device_type: str, axis: int, large: int) -> Link:

@@ -96,8 +96,7 @@ def _panel(
     title: str, pieces: Sequence[Sequence[Intervals]], cells: dict[tuple[Intervals, ...], str]
 ) -> str:
     """One drawing: rows are the shards of the first dim, columns those of the second."""
-    rows = pieces[0] if pieces else [()]
-    columns = pieces[1] if len(pieces) > 1 else [()]
+    rows, columns, *_ = [*pieces, [()], [()]]
     lines = [
         [cells.get(tuple(piece for piece in (row, column) if piece), "-") for column in columns]
         for row in rows

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload
+from .._torch import OpOverload, memory_of
 from ..comm.dtypes import check_reducible
 from ..dispatch.decide import spec_for
 from ..dispatch.infer import infer
 from ..dispatch.operator import Operator
-from ..dispatch.plans import CallPlan, filled
+from ..dispatch.plans import CallPlan, filled, tensors_in
 from ..dispatch.random_ops import is_random, is_without_dropout
 from ..errors import LayoutError, RuleError
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
-from ..layout.placement import Partial, Placement
-from ..layout.spec import DTensorSpec, Groups, TensorMeta, default_placements
+from ..layout.placement import Partial
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import redistribute_locals
-from ..rules import Call, Dims, Operand, Row, Rule, has_fractions
+from ..rules import Call, Operand, Row, Rule, has_fractions
 from ..storage.plain import full_local
 from ..storage.wrapper import Locals, wrap
 
@@ -93,7 +93,8 @@ def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) ->
       R, P(avg) -> P(avg)     ok
     """
     entry = Operator(op if isinstance(op, OpOverload) else _default(op))
-    if entry.family is None or entry.outs or entry.is_list or _draws(entry.op, args, kwargs):
+    draws = is_random(entry.op) and not is_without_dropout(entry.op, args, kwargs)
+    if entry.family is None or entry.outs or entry.is_list or draws:
         raise RuleError(f"verify: calls of {entry.op} are not decided by a rule of its own.")
     trial = Trial(entry, args, kwargs)
     found: dict[Row, list[str | None]] = {}
@@ -119,10 +120,6 @@ def _default(packet: Any) -> Any:
     return getattr(packet, "default" if "default" in overloads else overloads[0])
 
 
-def _draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return is_random(op) and not is_without_dropout(op, args, kwargs)
-
-
 def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
     """The cuts of the row's factor to try: even, all on the last rank, and with empty shards."""
     if row.factor is None:
@@ -140,15 +137,15 @@ class Trial:
     def __init__(self, entry: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.entry, self.args, self.kwargs = entry, args, kwargs
         self.draw = torch.Generator().manual_seed(0)
-        self.tensors = _tensors([*args, *kwargs.values()])
+        self.tensors = list(tensors_in(args, kwargs))
         self.metas = [TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in self.tensors]
         copies = [t.clone() for t in self.tensors]
         given, named = filled(args, kwargs, iter(copies))
-        self.expected = _tensors([entry.op(*given, **named)])
-        self.shares = bool(set(map(_memory, copies)) & set(map(_memory, self.expected)))
+        self.expected = list(tensors_in([entry.op(*given, **named)], {}))
+        self.shares = bool(set(map(memory_of, copies)) & set(map(memory_of, self.expected)))
         self.has_values = "empty" not in entry.op._schema.name
-        before = args[: entry.written] if entry.written is not None else ()
-        self.written = None if entry.written is None else len(_tensors(before))
+        before = tensors_in(args[: entry.written], {})
+        self.written = None if entry.written is None else len(list(before))
 
     def rule(self, count: int) -> Rule:
         """The rule for the call on an axis of `count` ranks."""
@@ -167,32 +164,26 @@ class Trial:
         return [row for row in rows if self._can_be(row)]
 
     def _can_be(self, row: Row) -> bool:
-        for place, meta in zip(row.inputs, self.metas, strict=True):
-            if isinstance(place, Partial):
-                try:
+        """True if the dtypes of all Partial operands can be reduced."""
+        try:
+            for place, meta in zip(row.inputs, self.metas, strict=True):
+                if isinstance(place, Partial):
                     check_reducible(place.reduce_op, meta.dtype)
-                except LayoutError:
-                    return False
+        except LayoutError:
+            return False
         return True
 
     def problem(self, rule: Rule, row: Row, count: int, cuts: Cuts) -> str | None:
         """The problem with the call in this layout, or None."""
-        where = _axis(count)
-        factors: dict[str, tuple[Cuts, tuple[int, ...]]] = {}
-        if row.factor is not None:
-            factors[row.factor] = (cuts, (count,))
+        factors: Any = {} if row.factor is None else {row.factor: (cuts, (count,))}
 
-        def specs(
-            places: Sequence[Placement],
-            dims: Sequence[Dims],
-            metas: Sequence[TensorMeta],
-            apart: Sequence[Groups | None],
-        ) -> list[DTensorSpec]:
-            every = zip(places, dims, metas, apart, strict=True)
-            return [spec_for(where, [p], own, meta, factors, each) for p, own, meta, each in every]
+        def specs(*columns: Sequence[Any]) -> list[DTensorSpec]:
+            return [
+                spec_for(_axis(count), [place], dims, meta, factors, groups)
+                for place, dims, meta, groups in zip(*columns, strict=True)
+            ]
 
-        none: tuple[None, ...] = (None,)
-        ins, outs = rule.apart or (none * len(self.metas), none * len(self.results))
+        ins, outs = rule.apart or ([None] * len(self.metas), [None] * len(self.results))
         try:
             inputs = specs(row.inputs, rule.inputs, self.metas, ins)
             outputs = specs(row.outputs, rule.outputs, self.results, outs)
@@ -223,7 +214,7 @@ class Trial:
             for spec, tensor in zip(inputs, self.tensors, strict=True)
         ]
         given, named = filled(self.args, self.kwargs, iter(operands))
-        made = _tensors([plan.run(operands, given, named)])
+        made = list(tensors_in([plan.run(operands, given, named)], {}))
         if len(made) != len(self.expected):
             return f"{len(made)} results, not {len(self.expected)}"
         for index, (got, want) in enumerate(zip(made, self.expected, strict=True)):
@@ -236,30 +227,16 @@ class Trial:
         """The problem if a result shares memory with an operand, but does not on one device."""
         if self.shares:
             return None
-        mine = {_memory(local) for local in got._locals}
+        mine = set(map(memory_of, got._locals))
         for index, operand in enumerate(operands):
-            if mine & {_memory(local) for local in operand._locals if local.numel()}:
+            if mine & {memory_of(local) for local in operand._locals if local.numel()}:
                 return f"it shares memory with operand {index}"
         return None
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 @cache
 def _axis(count: int) -> Topology:
     return topology(VirtualMesh("cpu", range(count)))
-
-
-def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(_tensors(value))
-    return found
 
 
 def _parts(tensor: torch.Tensor, spec: DTensorSpec, draw: torch.Generator) -> Locals:
@@ -305,11 +282,9 @@ def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
     if values and want.numel() and spec.meta.stride != want.stride():
         return f"its strides are {list(spec.meta.stride)}, not {list(want.stride())}"
     for coord, local in zip(spec.slots, got._locals, strict=True):
-        if tuple(local.shape) != spec.local_shape(coord) or local.dtype is not want.dtype:
-            return (
-                f"rank {coord[0]} has {local.dtype} {list(local.shape)}, not "
-                f"{want.dtype} {list(spec.local_shape(coord))}"
-            )
+        shape = spec.local_shape(coord)
+        if tuple(local.shape) != shape or local.dtype is not want.dtype:
+            return f"rank {coord[0]} has {local.dtype} {list(local.shape)}, not {list(shape)}"
     if not values:
         return None
     whole = full_local(got)
