@@ -10,9 +10,9 @@ import torch
 import shardwise
 from shardwise import CommDebugMode, DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 
-from .. import test_counting, test_indexing
 from ..compare import check, ints, numbers
-from ..test_picked import check_picks
+from ..ops import test_counting, test_indexing
+from ..ops.test_index_select import check_picks
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

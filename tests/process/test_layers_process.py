@@ -9,9 +9,9 @@ import torch
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_attention, test_recurrent
-from .. import test_recurrent_time as sharded
 from ..compare import assert_same, check, eager, numbers
+from ..ops import test_attention, test_recurrent
+from ..ops import test_recurrent_time as sharded
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

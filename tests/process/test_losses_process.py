@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_every_loss as losses
 from ..compare import assert_same, check
+from ..ops import test_losses as losses
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

@@ -8,7 +8,7 @@ import torch
 
 from shardwise import Shard, init_device_mesh
 
-from ..test_products import check_products
+from ..ops.test_prod import check_products
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

@@ -1,0 +1,123 @@
+"""Sorting along a sharded dim."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import Partial, Replicate, Shard
+
+from ..compare import assert_same, eager, ints, numbers, spread, virtual
+
+NAN, INF = float("nan"), float("inf")
+TIES = ints(33, low=-3, high=3)
+ODD = torch.tensor([2.0, -0.0, NAN, 0.0, INF, -5.5, 2.0, -INF, NAN, 0.0, 1.25])
+VECTORS: dict[str, torch.Tensor] = {
+    "ties": TIES.double(),
+    "NaN, infinities and zeros": ODD,
+    "float16": numbers(20).half(),
+    "bfloat16": numbers(20).bfloat16(),
+    "float64": numbers(29) * 1e9,
+    "int64": TIES * (1 << 60),
+    "int8": TIES.to(torch.int8) * 40,
+    "uint8": (TIES + 3).to(torch.uint8) * 50,
+    "one": torch.ones(1),
+}
+LAYOUTS: list[tuple[tuple[int, ...], Any, Any]] = [
+    ((2,), (Shard(0),), None),
+    ((4,), (Shard(0),), None),
+    ((2, 2), (Shard(0), Shard(0)), None),
+    ((2, 2), (Replicate(), Shard(0)), None),
+    ((3,), (Shard(0),), "ragged"),
+]
+
+FEW_COLUMNS: list[tuple[tuple[int, ...], int]] = [
+    ((1, 30), 1),
+    ((2, 23), 1),
+    ((23, 2), 0),
+    ((3, 1, 17), 2),
+    ((2, 19, 3), 1),
+]
+
+
+def assert_sorted(x: torch.Tensor, ours: Any, dim: int) -> None:
+    """Values and indices are those of a stable sort."""
+    for descending in (False, True):
+        want = torch.sort(x, stable=True, dim=dim, descending=descending)
+        values, places = torch.sort(ours, stable=True, dim=dim, descending=descending)
+        torch.testing.assert_close(values.full_tensor(), want.values, equal_nan=True)
+        assert places.full_tensor().equal(want.indices)
+
+
+@pytest.mark.parametrize("name", [*VECTORS, "bool"])
+def test_vectors(name: str) -> None:
+    x = VECTORS[name] if name in VECTORS else ints(13, high=2).bool()
+    for shape, where, how in LAYOUTS:
+        cuts = [(0, x.numel() - 1, 1)] if how else None
+        assert_sorted(x, spread(x, virtual(*shape), where, cuts), 0)
+
+
+@pytest.mark.parametrize(("shape", "dim"), FEW_COLUMNS, ids=str)
+def test_few_columns(shape: tuple[int, ...], dim: int) -> None:
+    """Other dims may be in shards too, of which some are empty."""
+    x = ints(*shape, low=-4, high=4).double()
+    x.flatten()[::7] = NAN
+    size = shape[dim]
+    for mesh, where in (
+        (virtual(8), [Shard(dim)]),
+        (virtual(2, 2), [Shard(dim), Shard(dim)]),
+        (virtual(2, 3), [Partial(), Shard(dim)]),
+        *((virtual(2, 3), [Shard(d), Shard(dim)]) for d in range(x.ndim) if d != dim),
+        *((virtual(3, 2), [Shard(dim), Shard(d)]) for d in range(x.ndim) if d != dim),
+    ):
+        assert_sorted(x, spread(x, mesh, where), dim)
+    cuts = [(0, size - 3, 3, 0) if d == dim else None for d in range(x.ndim)]
+    assert_sorted(x, spread(x, virtual(4), [Shard(dim)], cuts), dim - x.ndim)
+
+
+def test_random_columns() -> None:
+    drawn = random.Random(3)
+    for seed in range(12):
+        rows, size = drawn.choice([1, 2, 3]), drawn.choice([150, 400])
+        x = numbers(rows, size, seed=seed)
+        x = drawn.choice([x, x.round(), x.sort().values, x.bfloat16(), (x * 100).to(torch.int16)])
+        mesh, where = drawn.choice(
+            [
+                (virtual(3), [Shard(1)]),
+                (virtual(2, 2), [Shard(1), Shard(1)]),
+                (virtual(2, 4), [Shard(0), Shard(1)]),
+            ]
+        )
+        assert_sorted(x, spread(x, mesh, where), 1)
+
+
+CALLS: dict[str, Any] = {
+    "sort": lambda x: list(torch.sort(x, dim=1, stable=True)),
+    "argsort": lambda x: torch.argsort(x, dim=-1, descending=True, stable=True),
+    "msort": lambda x: torch.msort(x.t()),
+    "topk": lambda x: list(x.topk(90, -1)),
+    "smallest": lambda x: list(x.topk(200, 1, largest=False)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str) -> None:
+    """Results, strides and gradients."""
+    x = numbers(2, 200)
+    for shape, where in (
+        ((8,), (Shard(1),)),
+        ((2, 4), (Shard(1), Shard(1))),
+        ((2, 4), (Shard(0), Shard(1))),
+    ):
+        assert_same(CALLS[name], [x], [where], eager(*shape))
+
+
+def test_a_dim_out_of_range_raises() -> None:
+    """PyTorch's shape function does not see it."""
+    ours = spread(numbers(400), eager(8), [Shard(0)])
+    for dim in (1, -2):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            torch.sort(ours, dim)
