@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise import DTensor, Partial, Placement, Replicate, Shard
 
 from ..compare import numbers, spread, virtual
 from ..tier import some
@@ -202,3 +202,24 @@ def test_what_plain_tensors_refuse_is_refused() -> None:
     y.conj().conj().mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.abs().sum().backward()
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1), Partial()], ids=repr)
+def test_writes_into_the_parts_of_complex_numbers(place: Placement) -> None:
+    theirs = torch.randn(4, 3, dtype=torch.complex64)
+    ours = spread(theirs.clone(), virtual(2), [place])
+    for value in (ours, theirs):
+        value.real.zero_()
+        value.imag.mul_(2)
+        torch.view_as_real(value)[2].fill_(1.0)
+    torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_the_same_bytes_as_another_dtype(place: Placement) -> None:
+    theirs = torch.arange(12.0).view(4, 3)
+    ours = spread(theirs.clone(), virtual(2), [place])
+    assert torch.equal(ours.view(torch.int32).full_tensor(), theirs.view(torch.int32))
+    ours.view(torch.int32).add_(1)
+    theirs.view(torch.int32).add_(1)
+    assert torch.equal(ours.full_tensor(), theirs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Partial, Replicate, Shard
+from shardwise import Partial, Placement, Replicate, Shard
 
 from ..compare import numbers, spread, virtual
 
@@ -67,3 +67,60 @@ def test_composites_with_arguments_of_their_own(name: str) -> None:
     with torch.inference_mode():
         for place in [Replicate(), Partial(), *map(Shard, range(x.ndim))]:
             torch.testing.assert_close(f(spread(x, virtual(2), (place,))).full_tensor(), f(x))
+
+
+def test_a_view_sees_what_is_written_into_local_tensors_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = spread(torch.zeros(4, 3), virtual(2), [Shard(0)])
+        row = x[1]
+        assert row.full_tensor().tolist() == [0.0, 0.0, 0.0]
+        x.to_local().parts[0].add_(1)
+        assert row.full_tensor().tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Partial()], ids=repr)
+def test_the_truth_of_a_number_in_inference_mode(place: Placement) -> None:
+    with torch.inference_mode():
+        x = spread(torch.tensor([0.0, 2.0]), virtual(2), [place])
+        assert bool(x.sum()) and not (x > 0).all() and x[1:] and not torch.is_nonzero(x[0])
+        with pytest.raises(RuntimeError, match="ambiguous"):
+            bool(x)
+
+
+@pytest.mark.parametrize("place", LAYOUTS, ids=repr)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[1:],
+        lambda x: x[1],
+        lambda x: x.t(),
+        lambda x: x.view(-1),
+        lambda x: x.detach(),
+        lambda x: x.split(2)[1],
+        lambda x: x.unbind(1)[1],
+        lambda x: x.as_strided((2, 2), (1, 3)),
+    ],
+)
+def test_a_view_of_an_ordinary_tensor_in_inference_mode(
+    view: Callable[[Any], Any], place: Placement
+) -> None:
+    theirs = torch.arange(12.0).view(4, 3)
+    ours = spread(theirs.clone(), virtual(2), [place])
+    with torch.inference_mode():
+        mine = view(ours)
+        torch.testing.assert_close(mine.exp().full_tensor(), view(theirs).exp())
+        ours.add_(1)
+        torch.testing.assert_close(mine.exp().full_tensor(), view(theirs + 1).exp())
+    assert mine.is_inference() is view(theirs).is_inference()
+    torch.testing.assert_close((mine * 2).full_tensor(), view(theirs + 1) * 2)
+
+
+@pytest.mark.parametrize("place", LAYOUTS, ids=repr)
+def test_one_element_as_a_view_in_inference_mode(place: Placement) -> None:
+    theirs = torch.arange(12.0).view(4, 3)
+    with torch.inference_mode():
+        ours = spread(theirs.clone(), virtual(2), [place])
+        assert ours[2, -1].full_tensor().item() == 8.0
+        other = spread(torch.zeros(3, 1), virtual(2), [Replicate()])
+        assert ours[2].view_as(other).full_tensor().tolist() == [[6.0], [7.0], [8.0]]
+        assert ours[2].expand_as(theirs).full_tensor().tolist() == [[6.0, 7.0, 8.0]] * 4

@@ -179,3 +179,21 @@ def test_another_mesh_of_the_same_ranks_shares_nothing() -> None:
         moved = have.redistribute(other, [Partial()] * len(shape))
         moved.zero_()
         assert torch.equal(have.full_tensor(), x)
+
+
+def test_the_same_layout_is_a_view_that_autograd_knows_of() -> None:
+    x = spread(torch.ones(3), virtual(2), [Replicate()]).requires_grad_()
+    h = x * 2
+    square = h * h
+    h.redistribute(placements=[Replicate()]).mul_(10)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+def test_what_is_redistributed_to_its_own_layout_with_others_is_a_view_of_itself() -> None:
+    x = spread(torch.ones(4), virtual(2), [Shard(0)]).requires_grad_()
+    y = x.exp()  # saves its result
+    same, _ = redistribute_all([y, x], [[Shard(0)], [Replicate()]])
+    same.mul_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -374,3 +374,29 @@ def test_modules_of_pytorch_run_unchanged(cls: type[nn.Module]) -> None:
     torch.testing.assert_close(outs[1].full_tensor(), outs[0])
     for p, q in zip(ours.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def penalty(w: Any, x: Any) -> Any:
+    """The sum of a weight and of a gradient that depends on it."""
+    (grad,) = torch.autograd.grad((w * x**2).sum(), x, create_graph=True)
+    return w.sum() + grad.sum()
+
+
+def test_a_gradient_of_a_plain_tensor_can_be_differentiated_again() -> None:
+    w = spread(torch.ones(2), virtual(2), [Shard(0)]).requires_grad_()
+    x = torch.full((2,), 3.0, requires_grad=True)
+    penalty(w, x).backward()
+    assert w.grad.full_tensor().tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+@pytest.mark.parametrize("kind", [torch.Tensor.requires_grad_, torch.nn.Parameter])
+def test_the_gradient_of_a_copy_of_a_plain_tensor_is_plain(copied: Any, kind: Any) -> None:
+    x = spread(torch.arange(4.0), virtual(2), [Shard(0)])
+    w = kind(torch.ones(4))
+    (w * x).sum().backward()
+    w.grad = None
+    other = copied(w)
+    (other * x).sum().backward()
+    assert not isinstance(other.grad, DTensor)
+    assert other.grad.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from ..compare import numbers, spread, virtual
 from ..tier import some
@@ -374,3 +382,59 @@ def test_a_row_changed_in_place_moves_nothing(at: Any, tracked: bool) -> None:
         for x in (y, z):
             (x * x).sum().backward()
         torch.testing.assert_close(have.grad.full_tensor(), want.grad)
+
+
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "diagonal": lambda x: x[0].diagonal().fill_(3.0),
+    "x[:, 1, 2]": lambda x: x[:, 1, 2].fill_(5.0),
+    "x[:, 1][0]": lambda x: x[:, 1][0].fill_(5.0),
+    "x[:, 1, 1:3]": lambda x: x[:, 1, 1:3].add_(2.0),
+    "x[0, :, 2][1]": lambda x: x[0, :, 2][1].add_(2.0),
+    "x.transpose(1, 2)[0][1][1:]": lambda x: x.transpose(1, 2)[0][1][1:].fill_(4.0),
+    "unfold": lambda x: x.unfold(1, 2, 2)[0].mul_(3.0),
+}
+
+
+@pytest.mark.parametrize(
+    "place", [Replicate(), *map(Shard, range(3)), Partial(), Partial("avg")], ids=repr
+)
+@pytest.mark.parametrize("write", NESTED.values(), ids=NESTED)
+def test_writes_into_views_of_views(write: Callable[[Any], Any], place: Placement) -> None:
+    theirs = torch.arange(24.0).view(2, 3, 4)
+    ours = spread(theirs.clone(), virtual(2), [place])
+    write(ours)
+    write(theirs)
+    torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+ALIASES: list[Callable[[Any], Any]] = [
+    lambda x: x,
+    torch.Tensor.detach,
+    lambda x: x.view(-1),
+    torch.t,
+    lambda x: x.detach().view(-1)[2:],
+]
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_what_is_written_into_the_local_tensors_of_an_alias_is_seen(
+    alias: Callable[[Any], Any],
+) -> None:
+    total = DTensor.from_local(torch.ones(4, 4), virtual(2), [Partial()])
+    before = total.relu().full_tensor().sum()
+    alias(total).to_local().add_(1)
+    assert total.relu().full_tensor().sum() > before
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_row_sees_what_is_written_into_the_local_tensors_of_an_alias(
+    alias: Callable[[Any], Any], grad: bool
+) -> None:
+    x = spread(torch.ones(4, 4), virtual(2), [Shard(0)]).requires_grad_(grad)
+    row = x.detach()[3]  # its elements live on one rank alone
+    assert row.tolist() == [1.0] * 4
+    local = alias(x).to_local()
+    with torch.no_grad():
+        local.add_(1)
+    assert row.tolist() == [2.0] * 4

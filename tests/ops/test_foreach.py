@@ -322,3 +322,9 @@ def test_gradients_are_unscaled_by_a_vector_of_one_number() -> None:
     torch._amp_foreach_non_finite_check_and_unscale_([x], found, torch.tensor([0.5]))
     torch.testing.assert_close(x.full_tensor(), numbers(4) * 0.5)
     assert found.tolist() == [0.0]
+
+
+def test_a_list_of_numbers_enters_the_key_by_their_types() -> None:
+    x = spread(torch.arange(4), virtual(2), [Shard(0)])
+    assert torch._foreach_add([x], [1])[0].dtype is torch.int64
+    assert torch._foreach_add([x], [1.5])[0].dtype is torch.float32

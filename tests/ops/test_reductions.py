@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from ..compare import MESHES, check, ints, numbers, virtual
+from shardwise import Shard
+
+from ..compare import MESHES, assert_same, check, ints, numbers, virtual
 
 X = numbers(7, 5)
 TIES = ints(7, 5, low=0, high=3).double()
@@ -131,3 +136,19 @@ def test_integers_reduce_exactly(dtype: torch.dtype) -> None:
 def test_bfloat16() -> None:
     x = ints(7, 5, low=-3).bfloat16()
     check(lambda x: [x.sum(0), x.mean(), x.amax(1)], x, mesh=virtual(2), tolerance=5e-2)
+
+
+HALVES: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda x: (x.abs() * 100).mean(),
+    "mean of rows": lambda x: (x.abs() * 100).mean(0),
+    "mse_loss": lambda x: F.mse_loss(x, -x) * 16,
+    "gradient of mse_loss": lambda x: F.mse_loss(x / 8, -x) * 2048,
+    "huber_loss": lambda x: F.huber_loss(x, -x) * 512,
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_means_in_half_precision_do_not_overflow_on_the_way(name: str) -> None:
+    x = numbers(64, 200).mul(20).half()
+    for place in (Shard(0), Shard(1), Shard(0, 4)):
+        assert_same(HALVES[name], [x], [(place,)], virtual(2), tolerance=4e-3)
