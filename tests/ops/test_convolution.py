@@ -300,30 +300,6 @@ def test_resampling_of_sharded_rows_receives_edges() -> None:
     assert received(lambda: F.interpolate(x, scale_factor=2, mode="bilinear")) == 2 * row
 
 
-LONG = numbers(1, 2, 57, 3)
-IRREGULAR: dict[str, Any] = {
-    "nearest": lambda x: F.interpolate(x, (80, 2)),
-    "nearest-exact": lambda x: F.interpolate(x, scale_factor=(0.61, 1), mode="nearest-exact"),
-    "bilinear": lambda x: F.interpolate(x, (41, 5), mode="bilinear"),
-    "bilinear by a factor": lambda x: F.interpolate(x, scale_factor=(1.3, 1), mode="bilinear"),
-    "aligned": lambda x: F.interpolate(x, (90, 3), mode="bilinear", align_corners=True),
-    "bicubic": lambda x: F.interpolate(last(x), (70, 4), mode="bicubic", align_corners=True),
-    "linear": lambda x: F.interpolate(x[..., 0], 31, mode="linear", align_corners=True),
-    "trilinear": lambda x: F.interpolate(
-        x.unsqueeze(2), (2, 63, 3), mode="trilinear", align_corners=True
-    ),
-    "antialias": lambda x: F.interpolate(x, (29, 4), mode="bilinear", antialias=True),
-    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (10, 2)),
-}
-
-
-@pytest.mark.parametrize("cuts", [None, (0, 5, 50, 2)], ids=str)
-@pytest.mark.parametrize("name", IRREGULAR)
-def test_irregular_resampling_of_sharded_rows(name: str, cuts: Any) -> None:
-    own = None if cuts is None else [(None, None, cuts, None)]
-    assert_same(IRREGULAR[name], [LONG], [(Shard(2),)], virtual(4), cuts=own)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
 def test_resampling_of_narrow_dtypes(dtype: torch.dtype) -> None:
     """Integers are rounded on the way, so that only picking is made of pieces."""
@@ -335,24 +311,6 @@ def test_resampling_of_narrow_dtypes(dtype: torch.dtype) -> None:
             grad=False,
             tolerance=1 if dtype is torch.bfloat16 else 0.2 if dtype is torch.float16 else 0,
         )
-
-
-@pytest.mark.parametrize("pads", [(3, 2), (7, 7), (-2, 3), (4, -3), (-1, -1)], ids=str)
-def test_circular_padding(pads: tuple[int, int]) -> None:
-    def run(x: Any) -> Any:
-        return F.pad(x, pads, mode="circular")
-
-    def slope(x: Any) -> Any:
-        return torch.autograd.grad(run(x).pow(3).sum(), [x], create_graph=True)[0]
-
-    x = numbers(2, 2, 7)
-    for shape in ((3,), (2, 2)):
-        check(run, x, mesh=virtual(*shape), limit=8, ops=("sum", "avg"))
-    check(slope, x, mesh=virtual(3), limit=3)
-    own: Any = [(None, None, (0, 5, 2))]
-    assert_same(run, [x], [(Shard(2),)], virtual(3), cuts=own)
-    blocks = numbers(1, 2, 2, 4)
-    assert_same(lambda x: run(x.reshape(1, 2, 8)), [blocks], [(Shard(3),)], virtual(2))
 
 
 def test_scale_factors_tell_calls_apart() -> None:

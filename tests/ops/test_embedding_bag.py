@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardwise import CommDebugMode, Partial, Replicate, Shard, keep_partial_grads
 
-from ..compare import assert_same, eager, ints, numbers, spread, virtual
+from ..compare import assert_same, check, eager, ints, numbers, spread, virtual
 
 R, S = Replicate(), Shard
 # Of few different numbers many are the largest: the first counts, as its gradient tells.
@@ -35,10 +35,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         TABLE, WORDS, torch.cat([STARTS, torch.tensor([300])]),
     ),
     "rows of indices": (lambda w, i: F.embedding_bag(i, w, mode="max"), TABLE, WORDS.view(30, 10)),
-    "a small table": (bags, TABLE[:60], WORDS % 60, STARTS),
-    "few bags": (bags, TABLE, WORDS, torch.tensor([0, 0, 200])),
     "short integers": (bags, TABLE, WORDS.int(), STARTS.int()),
-    "two kinds of integers": (bags, TABLE, WORDS.int(), STARTS),
     "sums": (lambda w, i, o: bags(w, i, o, "sum", padding_idx=3), TABLE, WORDS % 7, STARTS),
     "means": (lambda w, i, o: bags(w, i, o, "mean", padding_idx=3), TABLE, WORDS % 7, STARTS),
     "weights": (
@@ -61,17 +58,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "rows by frequency": (
         lambda w, i: F.embedding(i, w, padding_idx=3, scale_grad_by_freq=True), TABLE, WORDS % 60
     ),
-    "rows of two dims by frequency": (
-        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), TABLE, (WORDS % 60).view(30, 10)
-    ),
-    "every other index": (lambda w, i, o: bags(w, i[::2], o // 2), TABLE, WORDS, STARTS),
-    "one index": (lambda w, i, o: bags(w, i[:1].expand(300), o, "mean"), TABLE, WORDS, STARTS),
 }  # fmt: skip
 LAYOUTS = {
     "rows": ((4,), [(S(0),)] * 3),
-    "rows of two axes": ((2, 3), [(S(0), S(0))] * 3),
     "rows and columns": ((2, 2), [(S(0), S(1)), (S(0), S(0)), (S(0), R)]),
-    "whole indices": ((4,), [(S(0),), (R,), (R,)]),
     "whole rows": ((4,), [(R,), (S(0),), (S(0),)]),
 }
 
@@ -133,3 +123,13 @@ def assert_out_of_range(mesh: Any, rows: int) -> None:
         given = [spread(t, mesh, [S(0)]) for t in (numbers(rows, 2), WORDS % rows, starts)]
         with pytest.raises(RuntimeError, match=rf"offsets\[{place}\]"):
             bags(*given)
+
+
+def test_bags_of_the_kernel_that_adds_up_quickly() -> None:
+    """In single precision PyTorch does not say which bag an index is in."""
+
+    def run(w: Any, i: Any, o: Any, p: Any) -> Any:
+        return F.embedding_bag(i, w, o, mode="sum", per_sample_weights=p)
+
+    inputs = numbers(7, 4).float(), ints(9, high=7), torch.tensor([0, 2, 2, 5]), numbers(9).float()
+    check(run, *inputs, mesh=virtual(3), limit=6, tolerance=1e-5)

@@ -41,24 +41,6 @@ def test_vectors(name: str) -> None:
     )
 
 
-def test_a_last_shard_of_less_than_half_a_row() -> None:
-    for size, cuts in ((324, (54, 54, 54, 1)), (130, (13, 13, 13, 13, 13, 1))):
-        x, mesh = COMPLEX[: size // 2 + 1], eager(len(cuts))
-        assert_same(lambda x, n=size: fft.irfft(x, n), [x], [(Shard(0),)], mesh, cuts=[[cuts]])
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, -2])
-def test_dims_among_others_that_are_few(dim: int) -> None:
-    shape = [2, 3, 1]
-    shape[dim] = 640
-    x, mesh = numbers(*shape), eager(8)
-    for call in (fft.rfft, fft.fft, lambda x, dim: fft.irfft(fft.rfft(x, dim=dim), 639, dim=dim)):
-        assert_same(
-            lambda x, call=call: call(x, dim=dim), [x], [(Shard(dim % 3),)], mesh, stride=False
-        )
-    assert_same(lambda x: fft.rfftn(x), [x], [(Shard(dim % 3),)], mesh, stride=False)
-
-
 def test_pending_maxima_come_first() -> None:
     assert_same(fft.rfft, [REAL], [(Shard(0), Partial("max"))], eager(4, 2))
     assert_same(fft.fft, [COMPLEX], [(Partial("avg"), Shard(0))], eager(2, 4))

@@ -61,6 +61,11 @@ READS = {
     "bucketize": (lambda x, b: torch.bucketize(x, b), X, ROWS[0].sort().values),
     "searchsorted": (lambda b, x: torch.searchsorted(b, x), X.sort().values, numbers(7, 3, seed=8)),
     "isin": (lambda a, b: torch.isin(a, b), EACH, ROW),
+    "segments": (
+        lambda x, n: torch.segment_reduce(x, "max", lengths=n),
+        X,
+        torch.tensor([3, 0, 4]),
+    ),
     "_unsafe_masked_index": (
         lambda x, m, i: torch.ops.aten._unsafe_masked_index(x, m, [i], 0.0),
         X,
@@ -100,6 +105,8 @@ WRITES |= {
     for keep in (True, False)
 }
 IN_PLACE = {
+    "tensor_split": (lambda x, i: torch.tensor_split(x, i), X, torch.tensor([1, 3])),
+    "tensor_split in parts": (lambda x, i: torch.tensor_split(x, i, 1), X, torch.tensor(3)),
     "x[i] = v": (put(), X, ONCE, ROWS),
     "x[:, i] = v": (put(slice(None), None), X, FEW[1], numbers(7, 2)),
     "x[mask] = number": (put(), X, MASK, TWO),
@@ -218,21 +225,6 @@ def test_what_every_rank_has_is_cut_as_the_index_is(rows: int) -> None:
     assert all(each.placements == (Shard(0),) for each in made)
 
 
-def test_all_rows_in_another_order_stay_sharded() -> None:
-    """A pending sum would hold all rows on every rank; the shards go to another dim instead."""
-    mesh = virtual(4)
-    whole = numbers(64, 8)
-    x = distribute_tensor(whole, mesh, [Shard(0)])
-    order = whole[:, 0].argsort()
-    shard = 64 * 8 * 8 // 4
-    for f in (lambda x: x[order], lambda x: x.index_select(0, order)):
-        assert f(x).placements == (Shard(1),)
-        assert received(lambda f=f: f(x)) <= shard
-        assert_same(f, [whole], [(Shard(0),)], mesh)
-    assert F.embedding(order, x).placements == (Partial(),)
-    assert x[:, 0][order].placements == (Partial(),)  # there is no other dim
-
-
 def test_masks_move_counts_and_what_they_pick() -> None:
     mesh = virtual(4)
     whole = numbers(4096)
@@ -306,65 +298,6 @@ def test_implicit_moves_of_masks_can_be_forbidden() -> None:
         x[x > 0]
 
 
-# --- bags, segments, and operators that PyTorch takes apart ------------------------------------
-
-PLACES, STARTS = ints(9, high=7), torch.tensor([0, 2, 2, 5])
-BAGS: dict[str, tuple[Any, ...]] = {
-    f"{mode}, padding {padding}": (
-        lambda w, i, o, mode=mode, padding=padding: F.embedding_bag(
-            i, w, o, mode=mode, padding_idx=padding
-        ),
-        X,
-        PLACES,
-        STARTS,
-    )
-    for mode in ("sum", "mean", "max")
-    for padding in (None, 2)
-}
-BAGS |= {
-    "rows of indices": (lambda w, i: F.embedding_bag(i, w, mode="mean"), X, FEW),
-    "last offset": (
-        lambda w, i, o: F.embedding_bag(i, w, o, mode="sum", include_last_offset=True),
-        X,
-        PLACES,
-        torch.tensor([0, 2, 2, 5, 9]),
-    ),
-    "weights": (
-        lambda w, i, o, p: F.embedding_bag(
-            i, w, o, mode="sum", per_sample_weights=p, padding_idx=2
-        ),
-        X,
-        PLACES,
-        STARTS,
-        numbers(9),
-    ),
-    "segments": (
-        lambda x, n: torch.segment_reduce(x, "max", lengths=n),
-        X,
-        torch.tensor([3, 0, 4]),
-    ),
-    "tensor_split": (lambda x, i: torch.tensor_split(x, i), X, torch.tensor([1, 3])),
-    "tensor_split in parts": (lambda x, i: torch.tensor_split(x, i, 1), X, torch.tensor(3)),
-}
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
-@pytest.mark.parametrize("name", BAGS)
-def test_bags_as_on_one_device(name: str, shape: tuple[int, ...]) -> None:
-    f, *inputs = BAGS[name]
-    check(f, *inputs, mesh=virtual(*shape), limit=4, mixed="split" not in name)
-
-
-def test_bags_of_the_kernel_that_adds_up_quickly() -> None:
-    """In single precision PyTorch does not say which bag an index is in."""
-
-    def f(w: Any, i: Any, o: Any, p: Any) -> Any:
-        return F.embedding_bag(i, w, o, mode="sum", per_sample_weights=p)
-
-    inputs = X.float(), PLACES, STARTS, numbers(9).float()
-    check(f, *inputs, mesh=virtual(3), limit=6, tolerance=1e-5)
-
-
 def test_rows_are_kept_short() -> None:
     mesh = virtual(3)
     plain = X.clone()
@@ -384,21 +317,18 @@ def test_a_class_out_of_range_raises() -> None:
     assert torch.equal(F.one_hot(i, 5).full_tensor(), F.one_hot(torch.tensor([0, 4, 2]), 5))
 
 
-@pytest.mark.parametrize(
-    "pick",
-    [
-        lambda x: x[torch.tensor([3, 900])],
-        lambda x: x.gather(0, torch.tensor([[3], [900]]).expand(2, 8)),
-        lambda x: x.index_select(0, torch.tensor([3, 900])),
-    ],
-    ids=["index", "gather", "index_select"],
-)
-def test_a_few_rows_that_are_pending_are_reduced_before_they_are_spread(pick: Any) -> None:
-    """Their gradient is as large as the tensor: it is made of values that are whole."""
-    x = distribute_tensor(numbers(1000, 8).requires_grad_(), virtual(4), [Shard(0)])
-    with CommDebugMode() as comm:
-        pick(x).pow(2).sum().backward()
-    assert sum(comm.bytes.values()) < 4 * 2 * 8 * 8
-    want = numbers(1000, 8).requires_grad_()
-    pick(want).pow(2).sum().backward()
-    torch.testing.assert_close(x.grad.full_tensor(), want.grad)  # type: ignore
+@pytest.mark.parametrize("written", ["source", "index", "result", "view of the result"])
+def test_writes_after_the_call(written: str) -> None:
+    """What was picked stays, what is written counts."""
+    x = distribute_tensor(X.clone(), virtual(2), [Shard(0)])
+    i = distribute_tensor(ROW.clone(), virtual(2), [Replicate()])
+    wanted, made = X[ROW], x[i]
+    if written in ("source", "index"):
+        (x if written == "source" else i).zero_()
+    elif written == "result":
+        made.mul_(2)
+        wanted.mul_(2)
+    else:
+        made[1].zero_()
+        wanted[1].zero_()
+    torch.testing.assert_close(made.full_tensor(), wanted)

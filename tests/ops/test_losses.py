@@ -123,7 +123,7 @@ def test_of_every_loss(name: str, reduction: str) -> None:
     def run(*each: torch.Tensor) -> Any:
         return loss(*each, reduction=reduction)
 
-    check(run, *inputs, mesh=virtual(2), limit=2)
+    check(run, *inputs, mesh=virtual(2), limit=4)
     check(run, *inputs, mesh=virtual(2, 2), limit=2)
 
 
@@ -185,61 +185,6 @@ def test_ctc_of_one_sequence() -> None:
     )
 
 
-SPOKEN: dict[str, tuple[tuple[int, ...], tuple[Any, ...], Any]] = {
-    "times": ((3,), (Shard(0),), None),
-    "classes": ((3,), (Shard(2),), None),
-    "times and classes": ((2, 2), (Shard(2), Shard(0)), None),
-    "classes of two axes": ((2, 2), (Shard(2), Shard(2)), None),
-    "batch and classes": ((2, 2), (Shard(1), Shard(2)), None),
-    "classes and batch": ((2, 2), (Shard(2), Shard(1)), None),
-    "more ranks than times": ((8,), (Shard(0),), None),
-    "cuts": ((2, 3), (Shard(1), Shard(2)), [None, (4, 1), (0, 9, 2)]),
-}
-
-
-def spoken(kind: str) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """Log probabilities of 11 classes, targets and lengths; a target names classes twice."""
-    words = torch.tensor([[1, 1, 2], [5, 9, 5], [10, 3, 8], [2, 2, 2], [7, 1, 7]])
-    times, lengths = [6, 4, 0, 6, 3], [2, 3, 1, 3, 0]  # the third and the fourth have no way
-    log_probs = numbers(6, 5, 11).log_softmax(-1)
-    if kind == "impossible":
-        log_probs[:, ::2, 3:6] = -torch.inf
-    if kind == "flat":
-        words = torch.cat([row[:n] for row, n in zip(words, lengths, strict=True)]).int()
-    return log_probs, words, times, lengths
-
-
-@pytest.mark.parametrize("kind", ["matrix", "flat", "impossible"])
-@pytest.mark.parametrize("where", SPOKEN)
-def test_ctc_of_times_or_classes_in_shards(where: str, kind: str) -> None:
-    """Infinite losses and their gradients too, and where a class that no target names is
-    impossible."""
-    log_probs, words, times, lengths = spoken(kind)
-    shape, layout, cuts = SPOKEN[where]
-    for reduction, zero_infinity, blank in (
-        ("none", True, 0),
-        ("sum", False, 4),
-        ("mean", True, 6),
-    ):
-
-        def run(p: Any, t: Any, r: str = reduction, z: bool = zero_infinity, b: int = blank) -> Any:
-            return F.ctc_loss(p, t, times, lengths, blank=b, reduction=r, zero_infinity=z)
-
-        assert_same(run, [log_probs, words], [layout, None], eager(*shape), cuts=[cuts, None])
-
-
-def test_ctc_of_one_sequence_whose_classes_are_in_shards() -> None:
-    log_probs, words, *_ = spoken("matrix")
-    given = [log_probs[:, 0].clone(), words[0].clone()]
-    for place in (Shard(0), Shard(1)):
-        assert_same(
-            lambda p, t: F.ctc_loss(p, t, torch.tensor(6), torch.tensor(3)),
-            given,
-            [(place,), (Shard(0),)],
-            eager(3),
-        )
-
-
 def test_bilinear() -> None:
     inputs = (numbers(7, 3), numbers(7, 2, seed=1), numbers(4, 3, 2, seed=2), numbers(4, seed=3))
     check(F.bilinear, *inputs, mesh=virtual(2), limit=8)
@@ -280,60 +225,6 @@ def test_a_sharded_batch_stays_where_it_is(name: str) -> None:
         made = loss(*given)
     assert sum(comm.bytes.values()) <= 32  # four numbers
     torch.testing.assert_close(made.full_tensor(), loss(*inputs))
-
-
-def labels(rows: int, classes: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and targets, of which some are named twice."""
-    x, target = numbers(rows, classes), ints(rows, classes, high=classes, seed=1)
-    ends = {"none": torch.zeros(rows, 1), "some": 1 + torch.arange(rows).view(-1, 1) * 3 % 7}
-    if kind in ("ties", "infinite"):
-        x = ints(rows, classes, low=-2, high=3, seed=2).double()
-        ends[kind] = torch.full((rows, 1), 3)
-    if kind == "infinite":
-        x = torch.where(x == 2, torch.inf, torch.where(x == -2, -torch.inf, x))
-        x[:, ::5] = torch.nan
-    if kind in ends:
-        target[torch.arange(classes) == ends[kind]] = -1
-    return x, target
-
-
-LABELLED: dict[str, tuple[tuple[int, ...], list[Any], Any]] = {
-    "classes": ((4,), [(Shard(1),), (Shard(1),)], None),
-    "scores alone": ((4,), [(Shard(1),), (Replicate(),)], None),
-    "targets alone": ((4,), [(Replicate(),), (Shard(1),)], None),
-    "plain targets": ((4,), [(Shard(1),), None], None),
-    "targets by row": ((4,), [(Shard(1),), (Shard(0),)], None),
-    "two axes": ((2, 2), [(Shard(1), Shard(1)), (Replicate(), Shard(1))], None),
-    "rows too": ((2, 2), [(Shard(0), Shard(1)), (Shard(1), Shard(0))], None),
-    "cuts": (
-        (4,), [(Shard(1),), (Shard(1),)], [[None, (0, 20, 3, 17)], [None, (39, 0, 0, 1)]]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["none", "some", "ties", "infinite", "all"])
-@pytest.mark.parametrize("where", LABELLED)
-def test_margins_to_several_targets_of_classes_in_shards(where: str, kind: str) -> None:
-    """Targets end at the first that is negative; in a row that has none all count."""
-    shape, layouts, cuts = LABELLED[where]
-    for reduction in ("none", "mean", "sum"):
-
-        def run(x: Any, target: Any, reduction: str = reduction) -> Any:
-            return F.multilabel_margin_loss(x, target, reduction=reduction)
-
-        assert_same(run, labels(2, 40, kind), layouts, eager(*shape), cuts=cuts)
-        if where == "classes":  # more ranks than classes, and one row without a batch
-            assert_same(run, labels(1, 3, kind), layouts, eager(*shape))
-            row = [each[0] for each in labels(1, 40, kind)]
-            assert_same(run, row, [(Shard(0),), (Shard(0),)], eager(*shape))
-
-
-def test_a_target_that_is_no_class_is_told_to_every_rank() -> None:
-    x, target = labels(2, 400, "some")
-    target[1, 399] = 400
-    given = [spread(each, eager(4), [Shard(1)]) for each in (x, target)]
-    with pytest.raises(RuntimeError, match="target' is out of range"):
-        F.multilabel_margin_loss(*given)
 
 
 APART: dict[str, tuple[tuple[int, ...], list[Any]]] = {
@@ -406,3 +297,59 @@ def test_one_row_has_a_loss_for_each_target(place: Any) -> None:
                     [(at,), None],
                     virtual(2),
                 )
+
+
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_cross_entropy_of_images(reduction: str) -> None:
+    def run(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x, t, reduction=reduction, ignore_index=2)
+
+    check(run, numbers(3, 4, 2, 2), ints(3, 2, 2, high=4), mesh=virtual(2))
+    check(run, numbers(3, 4, 5), ints(3, 5, high=4), mesh=virtual(3))
+
+
+def test_cross_entropy_of_one_row_without_batch() -> None:
+    check(lambda x, t: F.cross_entropy(x, t), X[0].clone(), torch.tensor(2), mesh=virtual(2))
+
+
+def test_a_batch_in_which_no_target_counts_is_nan_as_on_one_device() -> None:
+    check(lambda x, t: F.cross_entropy(x, t), X, torch.full((7,), -100), mesh=virtual(2))
+
+
+def test_bce_with_weights_and_pos_weight() -> None:
+    def run(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        w = w.detach()
+        return F.binary_cross_entropy_with_logits(x, y.sigmoid(), weight=w, pos_weight=w * 2)
+
+    check(run, X, Y, WEIGHT, mesh=virtual(2))
+    check(run, X, Y, WEIGHT, mesh=virtual(2, 2))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_of_sharded_classes(reduction: str, weighted: bool) -> None:
+    x, target = numbers(7, 5), torch.tensor([4, 0, -100, 2, 4, 1, 3])
+    for smoothing, ignored in ((0.0, -100), (0.2, -100), (0.0, 4)):
+
+        def f(x: Any, w: Any, smoothing: float = smoothing, ignored: int = ignored) -> Any:
+            return F.cross_entropy(
+                x,
+                target.clamp(min=0) if ignored == 4 else target,
+                w.detach() if weighted else None,
+                label_smoothing=smoothing,
+                ignore_index=ignored,
+                reduction=reduction,
+            )
+
+        for mesh, at in ((virtual(2), (Shard(1),)), (virtual(2, 4), (Shard(0), Shard(1)))):
+            for weight in ((Replicate(),), (Shard(0),)):
+                assert_same(f, [x, x[0].abs()], [at, weight * mesh.ndim], mesh)
+
+
+def test_a_target_that_is_no_class() -> None:
+    x = spread(X, virtual(2), [Shard(1)])
+    with pytest.raises(IndexError, match="Target 5 is out of bounds"):
+        F.nll_loss(x, torch.tensor([0, 1, 5, 0, 0, 0, 0]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from shardwise import (
     CommDebugMode,
     DTensor,
-    Partial,
     Replicate,
     Shard,
     distribute_module,
@@ -21,7 +19,7 @@ from shardwise import (
 )
 from shardwise.dispatch.operator import FORMS
 
-from ..compare import assert_same, check, eager, ints, numbers, spread, virtual
+from ..compare import assert_same, check, numbers, spread, virtual
 from ..rules import kernels  # noqa: F401  # the backward of the rms norm of GPUs
 
 INF, NAN = float("inf"), float("nan")
@@ -42,6 +40,9 @@ def batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *, training: bool) -
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "softmax": (lambda x: [x.softmax(0), x.softmax(-1)], X),
+    "softmax of large": (lambda x: (x * 1e3).softmax(0), X),
+    "softmax cast": (lambda x: x.softmax(1, dtype=torch.float64), X),
+    "softmax of a number": (lambda x: x.softmax(0), X[0, 0].clone()),
     "softmax, middle": (lambda x: x.softmax(1), CUBE),
     "log_softmax": (lambda x: [x.log_softmax(0), x.log_softmax(-1)], X),
     "softmax of transposed": (lambda x: [x.t().softmax(0), x.t().log_softmax(1)], X),
@@ -199,36 +200,6 @@ def test_the_rms_norm_of_gpus(inner: tuple[int, ...]) -> None:
             assert_same(backward, [X, weight, Y], [*where, at], virtual(2), grad=False)
 
 
-# --- classes that are sharded -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_of_sharded_classes(reduction: str, weighted: bool) -> None:
-    target = torch.tensor([4, 0, -100, 2, 4, 1, 3])
-    for smoothing, ignored in ((0.0, -100), (0.2, -100), (0.0, 4)):
-
-        def f(x: Any, w: Any, smoothing: float = smoothing, ignored: int = ignored) -> Any:
-            return F.cross_entropy(
-                x,
-                target.clamp(min=0) if ignored == 4 else target,
-                w.detach() if weighted else None,
-                label_smoothing=smoothing,
-                ignore_index=ignored,
-                reduction=reduction,
-            )
-
-        for mesh, at in ((virtual(2), (Shard(1),)), (virtual(2, 4), (Shard(0), Shard(1)))):
-            for weight in ((Replicate(),), (Shard(0),)):
-                assert_same(f, [X, X[0].abs()], [at, weight * mesh.ndim], mesh)
-
-
-def test_a_target_that_is_no_class() -> None:
-    x = spread(X, virtual(2), [Shard(1)])
-    with pytest.raises(IndexError, match="Target 5 is out of bounds"):
-        F.nll_loss(x, torch.tensor([0, 1, 5, 0, 0, 0, 0]))
-
-
 # --- batch norm ------------------------------------------------------------------------------
 
 
@@ -316,25 +287,6 @@ def test_only_statistics_move(name: str, shape: tuple[int, ...]) -> None:
     grad = torch.ones_like(made[0])
     assert isinstance(grad, DTensor)
     assert received(lambda: made[0].backward(grad)) <= backward * statistic
-
-
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, 3.0, INF])
-def test_distances_of_long_rows(power: float) -> None:
-    # Small integers, for parts of them add up to them again: some differences are none.
-    x, y = ints(3, 50, low=-4).double(), ints(2, 50, low=-4, seed=1).double()
-    y[0, :40] = x[0, :40]
-    mesh = eager(4)
-    column, apart = (Shard(1),), [None, (10, 0, 37, 3)]
-    calls: list[tuple[Any, list[torch.Tensor]]] = [
-        (lambda a, b: torch.cdist(a, b, power), [x, y]),
-        (lambda a: F.pdist(a, power), [x]),
-    ]
-    if power == 2.0:
-        calls.append((lambda a, b: torch.cdist(a, b, 2.0, "use_mm_for_euclid_dist"), [x, y]))
-    for call, given in calls:
-        for where in itertools.product([column, (Replicate(),), (Partial(),)], repeat=len(given)):
-            assert_same(call, given, where, mesh)
-        assert_same(call, given, [column] * len(given), mesh, cuts=[apart] * len(given))
 
 
 def test_the_gradient_of_distances_of_one_batch_on_more_ranks() -> None:

@@ -67,6 +67,8 @@ UNARY = {
     "conjugate": (lambda x: [x * x.conj(), x.conj().t(), x.conj() + 1, -x.conj().imag], COMPLEX),
     "real and imag": (lambda x: [x.real, x.imag, x.abs()], COMPLEX),
     "integers": (lambda x: [x + 1, x * -2, x // 2, x % 3, x / 2, x & 1, x << 1], ints(7, 5)),
+    "glu": (lambda x: torch.nn.functional.glu(x, 1), numbers(7, 4)),
+    "prelu": (torch.nn.functional.prelu, X, numbers(1)),
     "uneven sizes and empty": (lambda x: torch.exp(x) - 1, numbers(1, 0, 3)),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 
 from ..compare import numbers, spread, virtual
 from ..tier import some
@@ -78,31 +78,6 @@ def test_gradients_of_products(name: str) -> None:
     torch.manual_seed(0)
     check_products(virtual(2), [(S0,), (S1,), (Partial(),)], [name])
     check_products(virtual(2, 2), [(S0, S0)], [name])
-
-
-def test_the_gradient_of_a_product_without_zeros_moves_numbers() -> None:
-    """Neither a scan nor a gather: one number is counted, one is multiplied."""
-    x = spread(numbers(64, 8), virtual(4), [S0]).requires_grad_()
-    with CommDebugMode() as comm:
-        x.prod().backward()
-    assert sum(comm.bytes.values()) <= 4 * 3 * 16
-    assert x.grad.placements == (S0,)
-
-
-def test_other_subclasses_are_served_as_before() -> None:
-    """The kernels that DTensors get are at a key that other subclasses and modes have too."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.ones(3, requires_grad=True)
-        (x.prod() + x.prod(0) + x.cumprod(0)).sum().backward()
-        assert x.grad is not None
-        assert x.grad.shape == (3,)
-    y = numbers(3, 2).requires_grad_()
-    traced = torch.compile(PRODUCTS["all"], backend="aot_eager")(y)
-    torch.testing.assert_close(traced, y.prod())
-    rows = torch.func.vmap(torch.func.grad(lambda row: row.prod()))(y.detach())
-    torch.testing.assert_close(rows, y.detach().flip(1))
 
 
 def test_forward_mode() -> None:

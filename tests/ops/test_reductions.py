@@ -79,24 +79,6 @@ EXTREMES = {
     "any and all of nothing": (lambda x: [(x > 0).any(), (x > 0).all(), (x > 0).all(0)], B[:0]),
     "count_nonzero": (lambda x: [torch.count_nonzero(x), torch.count_nonzero(x, 0)], TIES),
 }
-SCANS = {
-    "softmax": (lambda x: x.softmax(0), X),
-    "softmax -1": (lambda x: x.softmax(-1), B),
-    "softmax of large": (lambda x: (x * 1e3).softmax(0), X),
-    "softmax cast": (lambda x: x.softmax(1, dtype=torch.float64), X),
-    "softmax of a 0-d": (lambda x: x.softmax(0), X[0, 0].clone()),
-    "log_softmax": (lambda x: x.log_softmax(0), X),
-    "cumsum": (lambda x: x.cumsum(0), X),
-    "cumprod": (lambda x: x.cumprod(-1), X),
-    "cummax": (lambda x: x.cummax(0), TIES),
-    "sort": (lambda x: x.sort(0), X),
-    "sort, stable with ties": (lambda x: x.sort(stable=True, dim=0), TIES),
-    "argsort": (lambda x: x.argsort(1, descending=True), X),
-    "topk": (lambda x: x.topk(2, 0), X),
-    "kthvalue": (lambda x: x.kthvalue(3, 0), X),
-    "median": (lambda x: [x.median(), *x.median(0)], X),
-    "quantile": (lambda x: x.quantile(0.3), X),
-}
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -110,13 +92,6 @@ def test_sums(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes(name: str, shape: tuple[int, ...]) -> None:
     f, *inputs = EXTREMES[name]
-    check(f, *inputs, mesh=virtual(*shape))
-
-
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", SCANS)
-def test_scans(name: str, shape: tuple[int, ...]) -> None:
-    f, *inputs = SCANS[name]
     check(f, *inputs, mesh=virtual(*shape))
 
 

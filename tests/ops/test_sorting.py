@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise import Partial, Replicate, Shard
+from shardwise import Replicate, Shard
 
 from ..compare import assert_same, eager, ints, numbers, spread, virtual
 
@@ -34,14 +33,6 @@ LAYOUTS: list[tuple[tuple[int, ...], Any, Any]] = [
     ((3,), (Shard(0),), "ragged"),
 ]
 
-FEW_COLUMNS: list[tuple[tuple[int, ...], int]] = [
-    ((1, 30), 1),
-    ((2, 23), 1),
-    ((23, 2), 0),
-    ((3, 1, 17), 2),
-    ((2, 19, 3), 1),
-]
-
 
 def assert_sorted(x: torch.Tensor, ours: Any, dim: int) -> None:
     """Values and indices are those of a stable sort."""
@@ -58,40 +49,6 @@ def test_vectors(name: str) -> None:
     for shape, where, how in LAYOUTS:
         cuts = [(0, x.numel() - 1, 1)] if how else None
         assert_sorted(x, spread(x, virtual(*shape), where, cuts), 0)
-
-
-@pytest.mark.parametrize(("shape", "dim"), FEW_COLUMNS, ids=str)
-def test_few_columns(shape: tuple[int, ...], dim: int) -> None:
-    """Other dims may be in shards too, of which some are empty."""
-    x = ints(*shape, low=-4, high=4).double()
-    x.flatten()[::7] = NAN
-    size = shape[dim]
-    for mesh, where in (
-        (virtual(8), [Shard(dim)]),
-        (virtual(2, 2), [Shard(dim), Shard(dim)]),
-        (virtual(2, 3), [Partial(), Shard(dim)]),
-        *((virtual(2, 3), [Shard(d), Shard(dim)]) for d in range(x.ndim) if d != dim),
-        *((virtual(3, 2), [Shard(dim), Shard(d)]) for d in range(x.ndim) if d != dim),
-    ):
-        assert_sorted(x, spread(x, mesh, where), dim)
-    cuts = [(0, size - 3, 3, 0) if d == dim else None for d in range(x.ndim)]
-    assert_sorted(x, spread(x, virtual(4), [Shard(dim)], cuts), dim - x.ndim)
-
-
-def test_random_columns() -> None:
-    drawn = random.Random(3)
-    for seed in range(12):
-        rows, size = drawn.choice([1, 2, 3]), drawn.choice([150, 400])
-        x = numbers(rows, size, seed=seed)
-        x = drawn.choice([x, x.round(), x.sort().values, x.bfloat16(), (x * 100).to(torch.int16)])
-        mesh, where = drawn.choice(
-            [
-                (virtual(3), [Shard(1)]),
-                (virtual(2, 2), [Shard(1), Shard(1)]),
-                (virtual(2, 4), [Shard(0), Shard(1)]),
-            ]
-        )
-        assert_sorted(x, spread(x, mesh, where), 1)
 
 
 CALLS: dict[str, Any] = {

@@ -23,6 +23,7 @@ from ..ops import (
     test_gather_scatter,
     test_index_put,
     test_norms,
+    test_prod,
     test_sorting,
     test_structure,
     test_unique,
@@ -165,7 +166,6 @@ def statistics() -> None:
         check(f, *inputs, mesh=mesh, limit=1)
     for f, *inputs in test_attention.CASES.values():
         check(f, *inputs, mesh=mesh, limit=1)
-    test_norms.test_distances_of_long_rows(3.0)
 
 
 def test_statistics_of_sharded_dims(processes: Pools) -> None:
@@ -261,3 +261,13 @@ def writes_into_one_row() -> list[str]:
 
 def test_writes_into_expanded_tensors_with_empty_shards(processes: Pools) -> None:
     assert processes(2).run(writes_into_one_row) == [[], []]
+
+
+def products() -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    test_prod.check_products(mesh, [(Shard(0),)], ["all", "dim 0", "running 0"])
+
+
+def test_gradients_of_products(processes: Pools) -> None:
+    processes(2).run(products, timeout=120)

@@ -35,9 +35,6 @@ def images() -> None:
         check(f, *inputs, mesh=mesh, limit=3)
     for run in test_convolution.RESAMPLED.values():
         assert_same(run, [test_convolution.TALL], [(Shard(2),)], mesh)
-    for name in ("aligned", "antialias", "nearest"):
-        run = test_convolution.IRREGULAR[name]
-        assert_same(run, [test_convolution.LONG], [(Shard(2),)], mesh)
 
 
 def convolutions() -> None:
