@@ -202,43 +202,6 @@ def test_to_local_of_a_replicated_tensor_says_once_what_it_assumes(
         distribute_tensor(X, virtual(2), [Shard(0)]).requires_grad_().to_local()
 
 
-@pytest.mark.parametrize("src", PLACES, ids=str)
-@pytest.mark.parametrize("dst", PLACES, ids=str)
-def test_redistribute(src: Placement, dst: Placement) -> None:
-    for shape in ((2,), (4,)):
-        x = spread(X, virtual(*shape), [src])
-        y = x.redistribute(placements=[dst])
-        assert y.placements == (dst,) and x.placements == (src,)
-        torch.testing.assert_close(y.full_tensor(), X)
-        y.zero_()
-        if src is not dst:  # like `contiguous`, it is the tensor itself if there is nothing to do
-            torch.testing.assert_close(x.full_tensor(), X, msg="the source was written")
-
-
-def test_redistribute_moves_what_it_must() -> None:
-    def moved(src: Placement, dst: Placement) -> dict[str, int]:
-        x = spread(numbers(8, 8), virtual(4), [src])
-        with CommDebugMode() as seen:
-            x.redistribute(placements=[dst])
-        return seen.get_comm_counts()
-
-    assert moved(Replicate(), Shard(0)) == {}
-    assert moved(Shard(0), Replicate()) == {"all_gather": 1}
-    assert moved(Partial(), Replicate()) == {"all_reduce": 1}
-    assert moved(Partial(), Shard(1)) == {"reduce_scatter": 1}
-    assert moved(Shard(0), Shard(1)) == {"exchange": 1}
-
-
-def test_a_pending_sum_is_reduced_once_for_several_users() -> None:
-    x = spread(numbers(6, 4), virtual(2), [Partial()])
-    with CommDebugMode() as seen:
-        torch.relu(x), x.exp(), x.max().item()
-    assert seen.get_comm_counts()["all_reduce"] == 1
-    assert x.placements == (Partial(),)
-    x.mul_(2)
-    torch.testing.assert_close(x.relu().full_tensor(), numbers(6, 4).relu() * 2)
-
-
 def test_a_sub_mesh_by_name() -> None:
     mesh = virtual(2, 4, names=("dp", "tp"))
     x = distribute_tensor(numbers(8, 6), mesh["tp"], [Shard(0)])

@@ -26,17 +26,6 @@ def test_kinds_axes_and_bytes() -> None:
     assert comm.bytes == {"all_gather": 2 * 4 * 6 * 4 + 4 * 2 * 4}
 
 
-def test_a_pending_sum_is_reduced_once() -> None:
-    x = distribute_tensor(torch.randn(8, 8), MESH, [Replicate(), Shard(1)])
-    with CommDebugMode() as comm:
-        total = x.sum(1)
-        assert comm.get_total_counts() == 0
-        total.exp()
-        total.exp()
-    assert comm.get_total_counts() == 1
-    assert set(comm.by_axis) == {"tp"}
-
-
 def test_local_work_counts_nothing() -> None:
     x = distribute_tensor(torch.randn(8, 8), MESH, [Shard(0), Shard(1)])
     with CommDebugMode() as comm:

@@ -294,55 +294,6 @@ ADDED = {
     ],
     "list and whole": lambda x: torch._foreach_sub([x, x.new_ones(6, 4), x[1:]], 3),
 }
-TIMES = {
-    "scale": lambda x: [x * 2, x * -2, x * 0, x * INF, x / 3, x / -0.5, x / 0, x / INF],
-    "multiply": lambda x: [x * FACTORS, FACTORS * x, x / FACTORS, x * x.clone(), x / x.clone()],
-    "signs": lambda x: [-x, x.abs(), x.clone().neg_()],
-    "invert": lambda x: [x.reciprocal(), 2 * x.reciprocal()],
-    "in place": lambda x: [x.clone().mul_(-2), x.clone().div_(3), x.clone().mul_(FACTORS)],
-    "views": lambda x: [x.t() * 2, -x[1:3], (x.view(3, 8) / 3).t()],
-    "lists": lambda x: [
-        *torch._foreach_mul([x, x.clone()], [2.0, -2.0]),
-        *torch._foreach_div([x], 3),
-        *torch._foreach_mul([x, x], [FACTORS, x.clone()]),
-        *torch._foreach_abs([x]),
-        *torch._foreach_neg([x, x.new_ones(3)]),
-        *torch._foreach_mul([x, x.new_ones(3)], x.new_tensor(-INF)),
-        *torch._foreach_div([x, x.t()], x.new_tensor(4)),
-        *_written(torch._foreach_neg_, [x.clone(), x[1:].clone()]),
-    ],
-    "lists in place": lambda x: _in_place(torch._foreach_mul_, x, [1.5, -2]),
-}
-WHOLES = {
-    "scale": lambda x: [x * 3, -x, x**3, x**0, x.prod(0), x.prod(), x.cumprod(1)],
-    "multiply": lambda x: [x * MASK.to(x.dtype), x.square(), x * x.clone()],
-    "lists": lambda x: [*torch._foreach_mul([x, x.t()], 3), *torch._foreach_pow([x], 2)],
-}
-
-
-RISING = {
-    "bounds": lambda x: [x.clamp(WHOLE, WHOLE + 2), x.clamp(max=FACTORS), x.clamp_min(WHOLE)],
-    "as bounds": lambda x: [torch.clamp(WHOLE, x, FACTORS), torch.clamp_max(FACTORS, x)],
-    "activations": lambda x: [F.elu(x), F.celu(x, 2.0), F.selu(x), F.hardtanh(x, -2, 1)],
-    "shrinks": lambda x: [F.softshrink(x), F.hardshrink(x, 1.0), F.leaky_relu(x, 0.3)],
-    "specials": lambda x: [torch.special.log_ndtr(x), torch.special.erfcx(x), torch.erfc(x)],
-    "beside": lambda x: [torch.logaddexp(x, FACTORS), torch.logaddexp2(FACTORS, x)],
-    "nan": lambda x: x.isnan(),
-    "lists": lambda x: torch._foreach_mul([x, x], [2.0, -2.0]),
-}
-ONE_WAY = {
-    "greater": (lambda x: [x > 1, x >= FACTORS, x > FACTORS, x >= FACTORS], "min"),
-    "less": (lambda x: [x < 1, x <= FACTORS, x < FACTORS, x <= FACTORS], "max"),
-    "largest": (lambda x: [torch.fmax(x, FACTORS), torch.fmax(FACTORS, x)], "min"),
-    "least": (lambda x: [torch.fmin(x, FACTORS), torch.fmin(FACTORS, x)], "max"),
-    "all infinite": (lambda x: x.isneginf(), "max"),
-    "none infinite": (lambda x: x.isposinf(), "min"),
-    "from one": (torch.acosh, "min"),
-}
-COUNTS = {
-    "compare": lambda x: [x > 1, x >= x.new_tensor(2), x > 2, x <= x.new_ones(6, 4), x < 0],
-    "turn": lambda x: [~x, x.sign(), x.signbit(), x.sgn(), x.erfc()],
-}
 
 
 def _in_place(f: Callable[..., Any], x: Any, numbers: Sequence[float]) -> list[Any]:
@@ -404,65 +355,6 @@ def test_numbers_are_added_to_what_is_pending(name: str, kind: str) -> None:
     assert_right(ADDED[name], kind)
 
 
-@pytest.mark.parametrize("shapes", [((4,), (1, 4)), ((1, 0), (3, 0)), ((2, 1), (2, 4))], ids=str)
-def test_quotients_that_are_larger_than_the_sum(shapes: tuple[tuple[int, ...], ...]) -> None:
-    """What ranks keep would have another shape than what one of them makes."""
-    own, other = numbers(*shapes[0]), numbers(*shapes[1])
-    for run in (
-        lambda x: x.addcdiv(other, other + 3),
-        lambda x: torch._foreach_addcdiv([x], [other], [other + 3])[0],
-    ):
-        made, want = run(spread(own, virtual(2), [Partial()])), run(own)
-        torch.testing.assert_close(made.full_tensor(), want)
-
-
-@pytest.mark.parametrize("kind", ["max", "min"])
-@pytest.mark.parametrize("name", RISING)
-def test_order_is_kept_or_turned(name: str, kind: str) -> None:
-    """NaN, infinities and ties among the parts."""
-    assert_right(RISING[name], kind)
-
-
-@pytest.mark.parametrize("name", ONE_WAY)
-def test_what_nan_does_not_change(name: str) -> None:
-    """What is false of NaN passes where all parts must be true, and is reduced where one must."""
-    run, kind = ONE_WAY[name]
-    assert_right(run, kind)
-    assert_right(run, "max" if kind == "min" else "min")
-
-
-@pytest.mark.parametrize("kind", ["max", "min"])
-@pytest.mark.parametrize("name", COUNTS)
-def test_integers_are_compared_before_they_are_reduced(name: str, kind: str) -> None:
-    assert_right(COUNTS[name], kind, torch.int64)
-
-
-@pytest.mark.parametrize("kind", ["max", "min"])
-def test_truths_are_joined_before_they_are_reduced(kind: str) -> None:
-    def run(x: Any) -> list[Any]:
-        joined = x | x.flip(0) if kind == "max" else x & x.flip(0)
-        return [joined, x & MASK, MASK | x, x.logical_not(), ~x, torch.logical_and(MASK, x)]
-
-    assert_right(run, kind, torch.bool)
-
-
-@pytest.mark.parametrize("name", TIMES)
-def test_factors_of_pending_products(name: str) -> None:
-    """In any order, infinities, zeros and NaN among them."""
-    assert_right(TIMES[name], "product")
-
-
-@pytest.mark.parametrize("name", WHOLES)
-def test_factors_that_are_integers(name: str) -> None:
-    assert_right(WHOLES[name], "product", torch.int64)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
-def test_integers_wrap_around_in_any_order(dtype: torch.dtype) -> None:
-    assert_right(lambda x: [x * 77, -x, x * x.clone(), x**5, x.to(torch.uint8)], "product", dtype)
-    assert_right(lambda x: x.to(torch.int8), "sum", dtype)
-
-
 def test_casts_to_eight_bits() -> None:
     """Such floats are promoted to no other, and have no infinity."""
     for place in (Shard(0), Partial(), Partial("max"), Partial("min"), Partial("product")):
@@ -473,46 +365,3 @@ def test_casts_to_eight_bits() -> None:
             torch.testing.assert_close(
                 made.float().full_tensor(), (WHOLE * 300).to(dtype).float(), equal_nan=True
             )
-
-
-def test_products_in_half_precision_wait_for_no_more_factors() -> None:
-    """300 * 300 is infinite there, and 0.001 * 0.001 nearly nothing."""
-    mesh, parts = virtual(2), (torch.tensor([300.0, 0.001]), torch.tensor([0.01, 1000.0]))
-    held = per_rank(mesh, lambda coord: parts[coord[0]].half())
-    whole = parts[0].half() * parts[1].half()
-    for run in (
-        lambda x: x * 300,
-        lambda x: x * 0.001,
-        lambda x: x * x.clone(),
-        lambda x: x.float(),
-    ):
-        x = DTensor.from_local(held, mesh, [Partial("product")])
-        torch.testing.assert_close(run(x).full_tensor(), run(whole))
-    assert_right(lambda x: [-x, x.abs()], "product", torch.float16)
-
-
-def test_powers_of_products_wait_for_the_product() -> None:
-    """Of 1e-20 and 1e20 the squares are no numbers of single precision."""
-    mesh = virtual(2)
-    held = per_rank(mesh, lambda coord: torch.full((2,), (1e-20, 1e20)[coord[0]]))
-    x = DTensor.from_local(held, mesh, [Partial("product")])
-    for made in (x**3, x.square(), x.prod(), x.cumprod(0), x.double().float() ** 2):
-        torch.testing.assert_close(made.full_tensor(), torch.ones(made.shape))
-
-
-@pytest.mark.parametrize("others", ["sum", "max", "min", "avg"])
-@pytest.mark.parametrize("first", [True, False])
-def test_products_beside_other_kinds(others: str, first: bool) -> None:
-    """The last axis is reduced first, whatever one rank does to a product."""
-    mesh, kinds = virtual(2, 2), [others, "product"] if first else ["product", others]
-    held = {c: _odd(c, torch.float64) for c in itertools.product(range(2), repeat=2)}
-    join = {**JOIN, "avg": lambda a, b: (a + b) / 2}
-    rows = [join[kinds[1]](held[i, 0], held[i, 1]) for i in (0, 1)]
-    whole = join[kinds[0]](*rows)
-    exact = [f for name, f in TIMES.items() if name not in ("multiply", "in place", "lists")]
-    for f in (*exact, NUMBERS["fill"], NUMBERS["fill rows"]):
-        x = DTensor.from_local(
-            per_rank(mesh, lambda coord: held[tuple(coord)]), mesh, list(map(Partial, kinds))
-        )
-        for ours, theirs in zip(f(x), f(whole), strict=True):
-            torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)

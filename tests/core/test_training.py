@@ -141,19 +141,6 @@ def test_a_state_dict_makes_the_round_trip() -> None:
     assert second[0].weight.placements == (Replicate(), Shard(0)), "loading keeps the layout"
 
 
-def test_an_optimizer_state_makes_the_round_trip() -> None:
-    mesh, x = virtual(2), numbers(6, 5)
-    model = sharded(make_model(), mesh, (Shard(0),))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(x).sum().backward()
-    optimizer.step()
-    other = torch.optim.AdamW(model.parameters())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for p in model.parameters():
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(other.state[p][key], value)
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
 def test_copies_are_whole_and_apart(place: Any, how: str) -> None:
@@ -193,15 +180,6 @@ def test_distribute_tensor_keeps_requires_grad_and_makes_a_leaf() -> None:
     x = distribute_tensor(plain * 2, virtual(2), [Shard(0)])
     assert x.requires_grad and x.is_leaf
     assert not distribute_tensor(numbers(4), virtual(2), [Shard(0)]).requires_grad
-
-
-def test_models_cast_and_modes() -> None:
-    model = sharded(make_model(), virtual(2), (Shard(0),))
-    model.float()
-    assert all(isinstance(p, DTensor) and p.dtype is torch.float32 for p in model.parameters())
-    assert all(p.placements == (Shard(0),) for p in model.parameters())
-    model.requires_grad_(False).eval()
-    assert not model(numbers(2, 5).float()).requires_grad
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -319,25 +297,6 @@ def test_gradients_through_a_redistribution_and_back() -> None:
             y.sum().backward()
             assert x.grad.placements == src
             torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
-
-
-def test_activation_checkpointing_draws_the_same_numbers() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    mesh = virtual(2)
-
-    def block(x: Any, w: Any) -> Any:
-        return torch.nn.functional.dropout((x @ w).relu(), 0.5)
-
-    grads = []
-    for use in (False, True):
-        x = distribute_tensor(numbers(6, 4), mesh, [Shard(0)])
-        w = distribute_tensor(numbers(4, 4), mesh, [Replicate()]).requires_grad_()
-        torch.manual_seed(7)
-        out = checkpoint(block, x, w, use_reentrant=False) if use else block(x, w)
-        out.square().sum().backward()
-        grads.append(w.grad.full_tensor())
-    assert torch.equal(*grads)
 
 
 def test_a_gradient_set_by_hand_and_cleared() -> None:

@@ -204,17 +204,6 @@ def test_data_takes_the_values_and_the_layout_of_another_tensor(place: Any) -> N
     assert p.placements == (Shard(1),) and torch.equal(p.full_tensor(), X)
 
 
-@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
-def test_views_in_place(place: Any) -> None:
-    want, have = X.clone(), spread(X.clone(), virtual(2), [place])
-    for x in (want, have):
-        x.t_()
-        x[1].zero_()
-        x.unsqueeze_(0).transpose_(0, 2)
-    assert have.shape == want.shape and have.stride() == want.stride()
-    close(have, want, place)
-
-
 LISTED = list(STATEMENTS)[:8]
 
 

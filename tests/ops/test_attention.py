@@ -99,29 +99,6 @@ def test_a_sequence_in_parts_moves_pieces_and_not_the_whole() -> None:
 # --- taken apart, with dropout or the gradient of a mask ------------------------------------------
 
 
-def _bytes(shapes: list[tuple[int, ...]], where: list[Any], **options: Any) -> tuple[Any, int, int]:
-    """The result of attention, and what a rank receives forward and backward."""
-    mesh = virtual(4)
-    inputs = [numbers(*shape, seed=at) for at, shape in enumerate(shapes)]
-    given = [
-        spread(t.requires_grad_(), mesh, [place]) for t, place in zip(inputs, where, strict=True)
-    ]
-    with CommDebugMode() as comm:
-        out: Any = attend(*given, **options)
-    grad = spread(out.full_tensor().detach(), mesh, out.placements)
-    with CommDebugMode() as back:
-        out.backward(grad)
-    return out, sum(comm.bytes.values()), sum(back.bytes.values())
-
-
-def test_a_mask_with_a_gradient_comes_to_the_batch() -> None:
-    shape, mask = (4, 2, 32, 8), (32, 32)
-    where = [Shard(0), Shard(0), Shard(0), Shard(1)]
-    out, forth, _ = _bytes([shape, shape, shape, mask], where)
-    assert out.placements == (Shard(0),)
-    assert forth <= 3 * 32 * 32 * 8 // 4
-
-
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -185,13 +162,6 @@ def test_keys_in_shards_stay(name: str) -> None:
     result = FROM.numel() * 8
     assert sum(comm.bytes.values()) <= 2 * 2 * 3 * result // 4  # of result and query
     assert [t.grad.placements for t in given[:3]] == [(Replicate(),), (Shard(2),), (Shard(2),)]
-
-
-def test_a_small_memory_is_moved() -> None:
-    """Where keys are less than the result they go to the queries."""
-    mesh, q = virtual(4), numbers(1, 2, 400, 16)
-    k, v = (spread(numbers(1, 2, 4, 16, seed=s), mesh, [Shard(2)]) for s in (1, 2))
-    assert attend(spread(q, mesh, [Shard(2)]), k, v).placements == (Shard(2),)
 
 
 # --- the backends of GPUs, with kernels that stand in for theirs --------------------------------
