@@ -1,3 +1,5 @@
+"""Boxes, cuts and strides."""
+
 from __future__ import annotations
 
 from math import prod

@@ -1,3 +1,5 @@
+"""Virtual meshes have the interface of PyTorch's."""
+
 from __future__ import annotations
 
 import os

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import shardwise
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
 from shardwise.dispatch import infer
 
-from ..compare import check, ints, numbers, virtual
+from ..compare import check, ints, numbers, spread, virtual
 
 aten = torch.ops.aten
 INF = float("inf")
@@ -94,3 +96,39 @@ def test_what_a_call_returns_is_asked_once_for_all_layouts(monkeypatch: pytest.M
     check(lambda x: x.sum(0).exp(), numbers(5, 3), mesh=virtual(2, 2), limit=16, grad=False)
     names = [str(op) for op, *_ in asked]
     assert names.count("aten.sum.dim_IntList") == names.count("aten.exp.default") == 1
+
+
+class _Refusal(Exception):
+    """What a library may raise that has errors of its own."""
+
+
+ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError, _Refusal)
+
+
+@torch.library.custom_op("shardwise_tests::kept_boxes", mutates_args=())
+def kept_boxes(boxes: torch.Tensor, scores: torch.Tensor, kind: int) -> torch.Tensor:
+    """As `nms` of torchvision: which boxes stay, the best first."""
+    order = scores.argsort(descending=True)
+    return order[scores[order] > boxes[order].mean(1)].clone()
+
+
+@kept_boxes.register_fake
+def _(boxes: torch.Tensor, scores: torch.Tensor, kind: int) -> torch.Tensor:
+    raise ERRORS[kind]("how many boxes stay is not known")
+
+
+@pytest.mark.parametrize("kind", range(len(ERRORS)), ids=[error.__name__ for error in ERRORS])
+def test_meta_kernels_of_other_libraries_may_refuse(kind: int) -> None:
+    boxes, scores = numbers(9, 4, dtype=torch.float32), numbers(9, seed=1, dtype=torch.float32)
+    want = kept_boxes(boxes, scores, kind)
+    with sw.communication("auto", fallback="auto"):
+        for mesh in (virtual(2), virtual(1), virtual(2, 2)):
+            for place in (Shard(0), Replicate(), Partial()):
+                given = [spread(value, mesh, (place,) * mesh.ndim) for value in (boxes, scores)]
+                assert torch.equal(kept_boxes(*given, kind).full_tensor(), want)
+
+
+def test_errors_of_other_libraries_are_those_of_their_kernels() -> None:
+    given = [spread(value, virtual(2), (Shard(0),)) for value in (numbers(7, 4), numbers(9))]
+    with pytest.raises(IndexError), sw.communication("auto", fallback="auto"):
+        kept_boxes(*given, 0)

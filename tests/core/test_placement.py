@@ -1,3 +1,5 @@
+"""Placements are values: equal ones are one object, and none can be changed."""
+
 from __future__ import annotations
 
 import copy

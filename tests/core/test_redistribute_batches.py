@@ -221,15 +221,6 @@ def test_the_same_layout_is_the_same_with_dims_of_size_one(at: list[Any]) -> Non
     assert x.grad.full_tensor().item() == 2
 
 
-def test_only_the_same_layout_shares_memory() -> None:
-    mesh = sw.init_device_mesh("cpu", (2,))
-    x = sw.distribute_tensor(torch.ones(4, 4), mesh, [R])
-    x.redistribute(placements=[S0]).zero_()
-    assert x.full_tensor().sum() == 16
-    x.redistribute(placements=[R]).zero_()
-    assert x.full_tensor().sum() == 0
-
-
 # --- two meshes -----------------------------------------------------------------------------------
 
 MESHES = {

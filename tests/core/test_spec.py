@@ -1,3 +1,5 @@
+"""A spec says which box of a tensor each rank holds."""
+
 from __future__ import annotations
 
 import gc

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ..compare import MESHES, check, ints, numbers, virtual
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+
+from ..compare import MESHES, assert_same, check, ints, numbers, spread, virtual
 
 X, W, B = numbers(7, 5), numbers(5, 4, seed=1), numbers(3, 4, 5, seed=2)
 
@@ -53,3 +59,41 @@ def test_integers_and_bfloat16() -> None:
 def test_attention() -> None:
     q, k, v = (numbers(2, 2, 4, 3, seed=seed) for seed in range(3))
     check(F.scaled_dot_product_attention, q, k, v, mesh=virtual(2), limit=12)
+
+
+PLACES = [Replicate(), Partial(), Shard(0), Shard(1), Shard(2)]
+
+
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("wide", [8, 12])
+def test_products_of_groups_in_single_precision(wide: int, mesh: Any) -> None:
+    """By default models with experts multiply like this; PyTorch's meta kernel takes bfloat16."""
+    x, weight = numbers(7, 8, dtype=torch.float32), numbers(3, 8, wide, dtype=torch.float32)
+    for of_x, of_weight in product(PLACES[:4], PLACES):
+        where = [(of_x,) * len(mesh), (of_weight,) * len(mesh)]
+        assert_same(
+            lambda x, weight: F.grouped_mm(x, weight, offs=ENDS),
+            *([x, weight], where, virtual(*mesh)),
+            tolerance=1e-4,
+        )
+
+
+def test_products_of_groups_stay_where_experts_are_sharded() -> None:
+    """Columns, and rows, of all experts on each rank: nothing moves."""
+    x, weight = numbers(7, 8, dtype=torch.float32), numbers(3, 8, 8, dtype=torch.float32)
+    for places in ((Replicate(), Shard(2)), (Shard(1), Shard(1))):
+        with sw.communication("error", fallback="error"):
+            given = [spread(v, virtual(2), (p,)) for v, p in zip((x, weight), places, strict=True)]
+            made = F.grouped_mm(*given, offs=ENDS)
+        torch.testing.assert_close(made.full_tensor(), F.grouped_mm(x, weight, offs=ENDS))
+
+
+@pytest.mark.parametrize("place", [Shard(0), Shard(1), Partial()], ids=str)
+def test_products_of_groups_that_do_not_fit(place: Any) -> None:
+    x, weight = numbers(7, 8, dtype=torch.float32), numbers(3, 12, 8, dtype=torch.float32)
+    for given in ((x, weight), [spread(v, virtual(2), (place,)) for v in (x, weight)]):
+        with pytest.raises(RuntimeError):
+            F.grouped_mm(*given, offs=ENDS)
