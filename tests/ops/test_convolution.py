@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 
-from ..compare import assert_same, check, numbers, virtual
+from ..compare import assert_same, check, numbers, received, virtual
 
 IMAGE, LINE, CUBE = numbers(3, 4, 7, 5), numbers(3, 4, 7), numbers(2, 3, 4, 4, 4)
 WHOLE = Replicate()
@@ -171,12 +171,6 @@ def test_convolution_of_ragged_rows(name: str, cuts: tuple[int, ...]) -> None:
     where = [(Shard(2), Shard(2)), *[(WHOLE, WHOLE)] * (len(inputs) - 1)]
     own = [(None, None, cuts, None), *[None] * (len(inputs) - 1)]
     assert_same(f, inputs, where, virtual(2, 2), cuts=own)
-
-
-def received(f: Any, *inputs: Any) -> int:
-    with sw.CommDebugMode() as comm:
-        f(*inputs)
-    return sum(comm.bytes.values())
 
 
 def spread(x: torch.Tensor, place: sw.Placement, ranks: int = 4) -> Any:

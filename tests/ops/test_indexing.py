@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
-from shardwise import CommDebugMode, Partial, Replicate, Shard, distribute_tensor
+from shardwise import Partial, Replicate, Shard, distribute_tensor
 
-from ..compare import assert_same, check, ints, numbers, spread, virtual
+from ..compare import assert_same, check, ints, numbers, received, spread, virtual
 
 X, ROWS = numbers(7, 4), numbers(4, 4, seed=2)
 ROW = torch.tensor([0, 3, 6, 3])
@@ -186,12 +186,6 @@ def test_an_index_out_of_range_raises(f: Callable[..., Any]) -> None:
 
 
 # --- bytes -------------------------------------------------------------------------------------
-
-
-def received(f: Callable[[], Any]) -> int:
-    with CommDebugMode() as comm:
-        f()
-    return sum(comm.bytes.values())
 
 
 def test_a_few_rows_of_a_sharded_dim_move_nothing() -> None:

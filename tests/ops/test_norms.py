@@ -19,7 +19,7 @@ from shardwise import (
 )
 from shardwise.dispatch.operator import FORMS
 
-from ..compare import assert_same, check, numbers, spread, virtual
+from ..compare import assert_same, check, numbers, received, spread, virtual
 from ..rules import kernels  # noqa: F401  # the backward of the rms norm of GPUs
 
 INF, NAN = float("inf"), float("nan")
@@ -94,13 +94,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     ),
     "cross_entropy of one": (lambda x: F.cross_entropy(x, torch.tensor(3)), X[0]),
 }
-
-
-def received(f: Callable[[], Any]) -> int:
-    """The bytes that the rank that receives most receives in a call."""
-    with CommDebugMode() as comm:
-        f()
-    return sum(comm.bytes.values())
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
