@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, per_rank
 from shardwise.errors import LayoutError
 from shardwise.layout.split_dims import common, merge_dims, split_dims
-from shardwise.redistribute import redistribute_locals
 
 from ..compare import assert_same, check, numbers, spread, virtual
 from ..layouts import assert_holds, by_coord, scatter, spec_of, stored, whole_numbers
@@ -119,14 +118,6 @@ def test_all_pairs(shape: tuple[int, ...]) -> None:
         )
         assert x._spec is a
         assert_holds(b, by_coord(b, x.redistribute(placements=dst)._locals), full, f"from {a}")
-
-
-def test_an_exchange_moves_what_a_rank_lacks() -> None:
-    x = distribute_tensor(torch.arange(64.0), virtual(4), [Shard(0, 4)])
-    with sw.CommDebugMode() as comm:
-        x.redistribute(placements=[S0])
-    assert comm.get_comm_counts() == {"exchange": 1}
-    assert comm.bytes == {"exchange": 48}
 
 
 def test_inner_axis_first() -> None:
@@ -358,22 +349,6 @@ def test_a_loss_of_merged_rows_moves_statistics_only() -> None:
     with sw.CommDebugMode() as comm:
         nn.functional.cross_entropy(x.view(-1, 10), t.view(-1)).backward()
     assert comm.bytes == {"all_reduce": 16}
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)], ids=str)
-def test_fewer_blocks_than_ranks_move_only_what_a_rank_lacks(shape: tuple[int, ...]) -> None:
-    """Two sequences of which each rank has a part, as rows one after another, and back."""
-    mesh, full = virtual(*shape), torch.arange(2 * 48 * 3.0).view(2, 48, 3)
-    x: Any = distribute_tensor(full, mesh, [Shard(1)] * len(shape)).flatten(0, 1)
-    rows = spec_of(mesh, [S0] * len(shape), (96, 3))
-    assert x.placements == (Shard(0, split=2),) * len(shape)
-    for src, dst in ((x._spec, rows), (rows, x._spec)):
-        told = sw.explain_redistribute(src, dst)
-        assert told.received <= 12 * 3 * 4
-        held = stored(src, scatter(src, full.view(96, 3)))
-        assert_holds(
-            dst, by_coord(dst, redistribute_locals(src, dst, tuple(held))), full.view(96, 3)
-        )
 
 
 # --- in small buffers -----------------------------------------------------------------------------

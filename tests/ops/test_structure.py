@@ -156,16 +156,6 @@ def test_only_what_changes_owner_moves(f, most):
     assert sum(comm.bytes.values()) <= most
 
 
-def test_only_the_owner_of_a_place_receives_it():
-    x = sw.distribute_tensor(X40, virtual(4), [Shard(0)])
-    y = sw.distribute_tensor(X40[0], virtual(4), [Shard(0)])
-    with sw.CommDebugMode() as comm:
-        z = x.select_scatter(y, 0, 25)
-    assert z.placements == (Shard(0),)
-    assert dict(comm.bytes) == {"exchange": 4 * 8}  # it has the other two
-    assert z.full_tensor().equal(X40.select_scatter(X40[0], 0, 25))
-
-
 def test_a_join_of_shards_is_in_equal_shards():
     x = sw.distribute_tensor(numbers(6, 2), virtual(2), [Shard(0)])
     y = sw.distribute_tensor(numbers(2, 2), virtual(2), [Replicate()])
