@@ -164,6 +164,13 @@ def test_keys_in_shards_stay(name: str) -> None:
     assert [t.grad.placements for t in given[:3]] == [(Replicate(),), (Shard(2),), (Shard(2),)]
 
 
+def test_a_small_memory_is_moved() -> None:
+    """Where keys are less than the result they go to the queries."""
+    mesh, q = virtual(4), numbers(1, 2, 400, 16)
+    k, v = (spread(numbers(1, 2, 4, 16, seed=s), mesh, [Shard(2)]) for s in (1, 2))
+    assert attend(spread(q, mesh, [Shard(2)]), k, v).placements == (Shard(2),)
+
+
 # --- the backends of GPUs, with kernels that stand in for theirs --------------------------------
 
 

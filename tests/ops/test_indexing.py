@@ -219,6 +219,21 @@ def test_what_every_rank_has_is_cut_as_the_index_is(rows: int) -> None:
     assert all(each.placements == (Shard(0),) for each in made)
 
 
+def test_all_rows_in_another_order_stay_sharded() -> None:
+    """A pending sum would hold all rows on every rank; the shards go to another dim instead."""
+    mesh = virtual(4)
+    whole = numbers(64, 8)
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    order = whole[:, 0].argsort()
+    shard = 64 * 8 * 8 // 4
+    for f in (lambda x: x[order], lambda x: x.index_select(0, order)):
+        assert f(x).placements == (Shard(1),)
+        assert received(lambda f=f: f(x)) <= shard
+        assert_same(f, [whole], [(Shard(0),)], mesh)
+    assert F.embedding(order, x).placements == (Partial(),)
+    assert x[:, 0][order].placements == (Partial(),)  # there is no other dim
+
+
 def test_masks_move_counts_and_what_they_pick() -> None:
     mesh = virtual(4)
     whole = numbers(4096)

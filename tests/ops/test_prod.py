@@ -80,6 +80,22 @@ def test_gradients_of_products(name: str) -> None:
     check_products(virtual(2, 2), [(S0, S0)], [name])
 
 
+def test_other_subclasses_are_served_as_before() -> None:
+    """The kernels that DTensors get are at a key that other subclasses and modes have too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.ones(3, requires_grad=True)
+        (x.prod() + x.prod(0) + x.cumprod(0)).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == (3,)
+    y = numbers(3, 2).requires_grad_()
+    traced = torch.compile(PRODUCTS["all"], backend="aot_eager")(y)
+    torch.testing.assert_close(traced, y.prod())
+    rows = torch.func.vmap(torch.func.grad(lambda row: row.prod()))(y.detach())
+    torch.testing.assert_close(rows, y.detach().flip(1))
+
+
 def test_forward_mode() -> None:
     mesh, direction = virtual(2), numbers(5, 4, seed=1)
     plain = numbers(5, 4).requires_grad_()
