@@ -33,7 +33,7 @@ verify: $(READY)
 	$(BIN)/python -m verification --inference --out verification/inference.jsonl
 
 redistribute: $(READY)
-	$(BIN)/python -m pytest -m '' tests/test_redistribute_any.py --hypothesis-profile=thorough -o faulthandler_timeout=3600
+	$(BIN)/python -m pytest -m '' tests/core/test_redistribute_random.py --hypothesis-profile=thorough -o faulthandler_timeout=3600
 
 programs: $(READY)
 	$(BIN)/python benchmarks/programs.py

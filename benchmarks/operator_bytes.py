@@ -95,7 +95,6 @@ CASES = [
     Case("x.topk(5, 0)", lambda x: x.topk(5, 0), (X,), 15 * WIDTH, moves=False, reduces=True),
     Case("x.cumsum(0)", lambda x: x.cumsum(0), (X,), WIDTH, moves=False),
     Case("x.tril()", lambda x: x.tril(), (X,)),
-    Case("x.trace()", lambda x: x.trace(), (X,), 1, moves=False, reduces=True),
     Case(
         "batch_norm, training",
         lambda x: F.batch_norm(x, None, None, training=True),

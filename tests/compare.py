@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from shardwise import (
+    CommDebugMode,
     DTensor,
     Link,
     Partial,
@@ -33,8 +34,6 @@ from shardwise.layout.mesh import AnyMesh
 
 from .layouts import scatter, spec_of
 from .tier import quicker
-
-__all__ = ["MESHES", "assert_same", "check", "ints", "layouts", "numbers", "spread", "virtual"]
 
 Layout = tuple[Placement, ...] | None  # None: the tensor stays plain
 # On one rank, as on real processes, a call takes the short way through its plan.
@@ -90,6 +89,13 @@ def spread(
     known: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
     made = DTensor.from_local(local, mesh, placements, **({"run_check": True} if cuts else known))
     return made.requires_grad_(full.requires_grad)
+
+
+def received(f: Callable[[], Any]) -> int:
+    """The bytes that the rank that receives most receives while `f` runs."""
+    with CommDebugMode() as comm:
+        f()
+    return sum(comm.bytes.values())
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from shardwise import DTensor, Placement, distribute_tensor
 
 from .compare import numbers
 
-__all__ = ["PROGRAMS", "check_compiled", "whole"]
-
 Program = Callable[[Any, Any], Any]
 
 

@@ -199,17 +199,3 @@ def by_coord(spec: DTensorSpec, local: Sequence[torch.Tensor]) -> dict[Coord, to
 
 def layouts_of(ndim: int, kinds: Sequence[Placement]) -> list[tuple[Placement, ...]]:
     return list(itertools.product(kinds, repeat=ndim))
-
-
-__all__ = [
-    "all_coords",
-    "assert_holds",
-    "by_coord",
-    "equal",
-    "layouts_of",
-    "meaning",
-    "scatter",
-    "spec_of",
-    "stored",
-    "whole_numbers",
-]

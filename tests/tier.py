@@ -8,8 +8,6 @@ from random import Random
 from typing import TypeVar
 from zlib import crc32
 
-__all__ = ["choose", "is_tried", "quicker", "some"]
-
 T = TypeVar("T")
 _quick = False
 

@@ -1,1 +1,1 @@
-"""Concepts: layouts, partial values, views and writes, dispatch."""
+"""Concepts: layouts, partial values, views and writes, redistribution, dispatch, saving."""

@@ -9,8 +9,19 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import CommDebugMode, DTensor, Partial, Replicate, Shard, per_rank
+from shardwise import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    per_rank,
+)
 from shardwise.errors import LayoutError, MeshError
+
+from ..compare import spread, virtual
 
 PLACES = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
 
@@ -175,3 +186,32 @@ def test_is_same_size_looks_at_no_value(inference: bool) -> None:
         assert torch.is_same_size(x, torch.zeros(4, 2))
         assert torch.is_same_size(torch.zeros(4, 2, device="meta"), x)
         assert not torch.is_same_size(x, torch.zeros(2, 4))
+
+
+def test_local_tensors_can_be_differentiated_twice() -> None:
+    w = spread(torch.full((2,), 2.0), virtual(2), [Shard(0)]).requires_grad_()
+    y = DTensor.from_local(w.to_local() ** 3, virtual(2), [Shard(0)]).sum()
+    (grad,) = torch.autograd.grad(y, w, create_graph=True)
+    (grad.sum() + w.sum()).backward()
+    assert w.grad.full_tensor().tolist() == [13.0, 13.0]
+
+
+def test_the_whole_tensor_can_be_differentiated_twice() -> None:
+    w = spread(torch.full((2,), 2.0), virtual(2), [Shard(0)]).requires_grad_()
+    (grad,) = torch.autograd.grad((w.full_tensor() ** 3).sum(), w, create_graph=True)
+    grad.sum().backward()
+    assert w.grad.full_tensor().tolist() == [12.0, 12.0]
+
+
+def test_the_gradient_of_ragged_local_tensors_is_cut_as_they_are() -> None:
+    x = distribute_tensor(torch.arange(6.0), virtual(2), [Shard(0)], cuts=[(1, 5)]).requires_grad_()
+    local = x.to_local(grad_placements=[Shard(0)])
+    DTensor.from_local(local**2, virtual(2), [Shard(0)], run_check=True).sum().backward()
+    assert x.grad.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+@pytest.mark.parametrize("place", [Replicate(), Partial(), Shard(1)])
+def test_the_gradient_of_a_shard_is_a_shard(place: Placement) -> None:
+    x = spread(torch.ones(4, 4), virtual(2), [Shard(0)]).requires_grad_()
+    with pytest.raises(LayoutError, match="a gradient has the shape of its local tensor"):
+        x.to_local(grad_placements=[place])

@@ -321,3 +321,31 @@ def test_the_gradient_of_a_result_of_a_list_that_nobody_uses(name: str) -> None:
         leaf = spread(numbers(6, 3), virtual(3), (place,)).requires_grad_()
         torch._foreach_mul([leaf.exp(), UNUSED[name](leaf * 2)], 3.0)[0].sum().backward()
         torch.testing.assert_close(leaf.grad.full_tensor(), want.grad)
+
+
+def test_a_pending_sum_is_not_cast_to_a_narrower_float() -> None:
+    value = torch.tensor([[1e5, -1e5]])
+    assert spread(value, virtual(2), [Shard(1)]).sum(1).half().full_tensor().tolist() == [0.0]
+
+
+def test_the_negative_of_integers_that_wrap() -> None:
+    x = DTensor.from_local(torch.tensor([0], dtype=torch.uint8), virtual(2), [Partial("max")])
+    x._locals[1].fill_(1)
+    assert (-x).full_tensor().tolist() == [255]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("how", ["to", "mul", "sum"])
+def test_pending_sums_of_integers_become_fractions(dtype: torch.dtype, how: str) -> None:
+    """Parts that half precision cannot hold make up a sum that it can."""
+    parts = [torch.tensor([70001, -300]), torch.tensor([-70000, 301])]
+    x = DTensor.from_local(
+        per_rank(virtual(2), lambda coord: parts[coord[0]]), virtual(2), [Partial()]
+    )
+
+    def f(x: Any) -> Any:
+        if how == "to":
+            return x.to(dtype)
+        return x * torch.ones(2, dtype=dtype) if how == "mul" else x.sum(dtype=dtype)
+
+    torch.testing.assert_close(f(x).full_tensor(), f(parts[0] + parts[1]))

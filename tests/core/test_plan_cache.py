@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise import Replicate, Shard
+from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.dispatch import dispatch
 from shardwise.dispatch.cache import Bounded, kept
+from shardwise.dispatch.dispatch import clear, stats
+
+from ..compare import numbers, virtual
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +120,25 @@ def test_an_entry_that_is_put_again_counts_once() -> None:
     assert table == {"large": 1}
     cache.clear()
     assert table == {} and cache.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, value: x.clamp(min=value),
+        lambda x, value: x.nan_to_num(nan=value),
+        lambda x, value: x * complex(1, value),
+        lambda x, value: torch.nn.functional.pad(x, (1, 1), value=value),
+        lambda x, value: torch._foreach_mul([x], [value])[0],
+        lambda x, value: torch._foreach_add([x], value)[0],
+    ],
+)
+def test_no_plan_is_built_for_another_nan(f: Callable[[Any, float], Any]) -> None:
+    x = distribute_tensor(numbers(4, 3), virtual(2), [Shard(0)])
+    clear()
+    for value in (float("nan"), float("nan") + 1):
+        made = f(x, value)
+        plans = stats()
+        torch.testing.assert_close(made.full_tensor(), f(numbers(4, 3), value), equal_nan=True)
+        f(x, float("nan") - 1)
+        assert stats() == plans

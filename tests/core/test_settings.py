@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import Replicate, Shard, config
+from shardwise import Partial, Replicate, Shard, config
+from shardwise.errors import CommunicationError, PlainTensorError
 
 BLOCKS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, Any]] = {
     "communication": (lambda: sw.communication("error"), "moves", "error"),
@@ -124,3 +126,87 @@ def test_a_block_is_a_decorator(mesh: Any) -> None:
     assert picked().placements == (Shard(0),)
     assert x[x > 2].placements == (Replicate(),)
     assert torch.equal(picked().full_tensor(), torch.tensor([3, 5]))
+
+
+def test_random_mode_of_one_thread_does_not_reach_another(mesh: Any) -> None:
+    """Two threads that draw at once, one in counter mode."""
+
+    def draw() -> torch.Tensor:
+        torch.manual_seed(3)
+        return sw.rand(7, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
+
+    torch.manual_seed(3)
+    exact = torch.rand(7)
+    entered, drawn = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with sw.random.mode("counter"):
+            entered.set()
+            drawn.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(10)
+    here = draw()
+    drawn.set()
+    thread.join()
+    assert torch.equal(here, exact)
+
+
+def test_random_mode_without_a_block_does_nothing(mesh: Any) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(6)
+    sw.random.mode("counter")
+    torch.manual_seed(5)
+    assert torch.equal(sw.rand(6, device_mesh=mesh, placements=[Shard(0)]).full_tensor(), expected)
+
+
+def test_policies_act_in_backward_threads(mesh: Any) -> None:
+    """What is refused where `backward()` is called is refused in its threads too."""
+    x = sw.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    y = sw.distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+    with pytest.raises(CommunicationError), sw.communication("error"):
+        in_a_backward_thread(lambda: x + y)
+    with pytest.raises(PlainTensorError), sw.plain_tensors("error"):
+        in_a_backward_thread(lambda: x + torch.ones(4))
+    found: list[Any] = []
+    with sw.ragged_results():
+        in_a_backward_thread(lambda: found.append(x[x > 0].placements))
+    assert found == [(Shard(0),)]
+
+
+def test_partial_grads_are_kept_by_the_thread_that_asked(mesh: Any) -> None:
+    """A thread beside a block of `keep_partial_grads` gets gradients in the layout of the leaf."""
+
+    def gradient() -> Any:
+        w = sw.distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
+        x = sw.distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+        (x * w).sum().backward()
+        return w.grad
+
+    found: list[Any] = []
+    with sw.keep_partial_grads():
+        thread = threading.Thread(target=lambda: found.append(gradient()))
+        thread.start()
+        thread.join()
+        kept = gradient()
+    assert found[0].placements == (Replicate(),)
+    assert kept.placements == (Partial(),)
+    assert torch.equal(kept.full_tensor(), found[0].full_tensor())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_draw_again_in_the_mode_of_the_forward(mesh: Any, reentrant: bool) -> None:
+    """The backward runs outside the block, and draws what the forward drew."""
+    x = sw.distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]).requires_grad_()
+
+    def drop(value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(value, 0.5) * value
+
+    torch.manual_seed(2)
+    with sw.random.mode("counter"):
+        y = checkpoint(drop, x, use_reentrant=reentrant)
+    assert y is not None
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.full_tensor(), 2 * y.full_tensor())

@@ -1,1 +1,1 @@
-"""Operators, by page of the documentation of torch."""
+"""Operators, by page of PyTorch's documentation."""

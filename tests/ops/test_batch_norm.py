@@ -14,7 +14,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.comm.events import unwatch, watch
 from shardwise.dispatch import dispatch
 
-from ..compare import assert_same, numbers, spread, virtual
+from ..compare import assert_same, check, numbers, spread, virtual
 
 IMAGES = numbers(5, 4, 3, 2)
 PARAMS = (numbers(4, seed=1), numbers(4, seed=2), numbers(4, seed=3), numbers(4, seed=4).exp())
@@ -116,3 +116,25 @@ def test_writes_into_running_statistics_are_seen(place: Any) -> None:
     torch.testing.assert_close(mean.full_tensor(), plain[0])
     torch.testing.assert_close(var.full_tensor(), plain[1])
     torch.testing.assert_close(twice.full_tensor(), PARAMS[2] * 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_batch_norm_with_update"],
+)
+def test_batch_norms_whose_names_say_whether_they_train(name: str) -> None:
+    op = getattr(torch.ops.aten, name)
+
+    def run(x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor) -> list[torch.Tensor]:
+        mean, var = mean.clone(), mean.square()
+        return [op(x, w, None, mean, var, 0.3, 1e-5)[0], mean, var]
+
+    check(
+        run,
+        numbers(3, 4, 5),
+        numbers(4),
+        numbers(4, seed=1),
+        mesh=virtual(2),
+        mixed=False,
+        grad=False,
+    )

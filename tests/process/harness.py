@@ -34,8 +34,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["Ended", "ProcessPool", "RankError", "run_script"]
-
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import all_to_all, process
 
-__all__ = ["Peak"]
-
 
 class Peak:
     """The most bytes that tensors made here have held at one time.

@@ -27,7 +27,7 @@ from shardwise.storage.async_value import AsyncValue
 
 from ..layouts import whole_numbers
 from .harness import ProcessPool, run_script
-from .test_redistribute_more_process import RANKS, Case, check, random_cases, run_of
+from .test_redistribute_batches_process import RANKS, Case, check, random_cases, run_of
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Pools = Callable[[int], ProcessPool]

@@ -10,9 +10,8 @@ import torch
 import shardwise
 from shardwise import CommDebugMode, DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 
-from .. import test_counting, test_indexing
 from ..compare import check, ints, numbers
-from ..test_picked import check_picks
+from ..ops import test_counting, test_indexing
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -20,22 +19,12 @@ Pools = Callable[[int], ProcessPool]
 
 def by_index() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    for cases in (test_indexing.READS, test_indexing.WRITES, test_indexing.BAGS):
+    for cases in (test_indexing.READS, test_indexing.WRITES):
         for name, (f, *inputs) in cases.items():
             if "index_reduce" not in name:  # it warns that it is in beta
                 check(f, *inputs, mesh=mesh, limit=1, mixed=False)
     for f, *inputs in test_indexing.IN_PLACE.values():
         check(f, *inputs, mesh=mesh, limit=1, mixed=False)
-
-
-def picked_rows() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    check_picks(mesh, (Shard(0), Shard(1)), ["index", "gather", "nothing", "all from one"])
-    check_picks(mesh, (Shard(0), Shard(0)), ["inner index", "index_select", "two indices"])
-
-
-def test_picked_rows(processes: Pools) -> None:
-    processes(4).run(picked_rows, timeout=60)
 
 
 def test_by_index(processes: Pools) -> None:

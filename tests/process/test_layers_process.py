@@ -9,9 +9,8 @@ import torch
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_attention, test_recurrent
-from .. import test_recurrent_time as sharded
-from ..compare import assert_same, check, eager, numbers
+from ..compare import assert_same, check, numbers
+from ..ops import test_attention, test_recurrent
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -30,17 +29,6 @@ def recurrent() -> None:
 
 def test_recurrent_layers(processes: Pools) -> None:
     processes(2).run(recurrent, timeout=120)
-
-
-def sharded_time() -> None:
-    sharded.check_layer("lstm, projection", eager(4), [Shard(0)], 103)
-    sharded.check_layer("rnn", eager(2, 2), [Shard(0), Shard(0)], 103)
-    sharded.check_ranks_without_times("gru, unbatched", 3)
-    sharded.check_checkpoints(eager(4))
-
-
-def test_layers_of_a_sharded_time(processes: Pools) -> None:
-    processes(4).run(sharded_time, timeout=120)
 
 
 def attention() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from shardwise import Shard, distribute_tensor, init_device_mesh
 
-from .. import test_fourier, test_linalg
 from ..compare import assert_same, check, eager, numbers
+from ..ops import test_fourier, test_linalg
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_every_loss as losses
 from ..compare import assert_same, check
+from ..ops import test_losses as losses
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -24,22 +24,12 @@ def sample() -> None:
         check(loss, *inputs, mesh=mesh, limit=2)
 
     eager = losses.eager(2)
-    inputs, layouts = losses.labels(2, 40, "some"), losses.LABELLED["classes"][1]
-    assert_same(F.multilabel_margin_loss, inputs, layouts, eager)
 
     def ctc(p: Any, t: Any, i: Any, n: Any) -> Any:
         return F.ctc_loss(p, t, i, n)
 
     for targets in (losses.WORDS, losses.FLAT):
         check(ctc, losses.LOG_PROBS, targets, losses.INPUTS, losses.LENGTHS, mesh=mesh, limit=2)
-    log_probs, words, times, lengths = losses.spoken("flat")
-    for dim in (0, 2):
-        assert_same(
-            lambda p, t: F.ctc_loss(p, t, times, lengths, zero_infinity=True),
-            [log_probs, words],
-            [(Shard(dim),), None],
-            eager,
-        )
     apart = [(Shard(1),), (Shard(0),), (Replicate(),)]
     assert_same(lambda x, t, w: F.nll_loss(x, t, w.detach()), losses.named(301, 20), apart, eager)
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)

@@ -12,24 +12,24 @@ import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
 
-from .. import (
-    test_attention,
-    test_bags,
-    test_inplace,
-    test_lazy_views,
-    test_memory,
-    test_ops_ordering,
-    test_ops_other,
-    test_ops_structure,
-    test_ops_views,
-    test_places,
-    test_posting,
-    test_sorting,
-    test_statistics,
-    test_uniques,
-)
 from ..compare import assert_same, check, eager, numbers, spread
-from ..test_empty_shards import CASES as OF_EMPTY
+from ..core import test_conjugate_views, test_writes
+from ..ops import (
+    test_as_strided,
+    test_attention,
+    test_embedding_bag,
+    test_extremes_and_scans,
+    test_fallback,
+    test_gather_scatter,
+    test_index_put,
+    test_norms,
+    test_prod,
+    test_sorting,
+    test_structure,
+    test_unique,
+    test_views,
+)
+from ..ops.test_empty_shards import CASES as OF_EMPTY
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -73,7 +73,7 @@ def sorted_rows() -> None:
         assert_same(call, [given], [(Shard(0), Shard(1))], mesh)
     for name in ("pairs in all shards", "matrix"):
         for where in ([Shard(-1), Shard(-1)], [Shard(-1), Shard(0)]):
-            test_uniques.assert_unique(test_uniques.TENSORS[name], mesh, where)
+            test_unique.assert_unique(test_unique.TENSORS[name], mesh, where)
 
 
 def test_sorted_rows(processes: Pools) -> None:
@@ -86,17 +86,17 @@ def test_sorted_vectors(processes: Pools) -> None:
 
 def posted() -> None:
     warnings.filterwarnings("ignore", "The reduce argument of torch.scatter")
-    rows = {f"rows: {name}": case for name, case in test_posting.ROWS.items()}
-    cases = test_posting.CALLS | rows
+    rows = {f"rows: {name}": case for name, case in test_gather_scatter.ROWS.items()}
+    cases = test_gather_scatter.CALLS | rows
     for shape, names in (
         ((4,), ["negative places", "take", "scatter_add", "rows: gather, columns"]),
         ((2, 2), ["index_fill, a tensor", "put", "rows: index_put_, added"]),
     ):
         mesh = eager(*shape)
         for call, *given in (cases[name] for name in names):
-            where = test_posting.layouts(given, *[Shard(0)] * len(shape))
+            where = test_gather_scatter.layouts(given, *[Shard(0)] * len(shape))
             assert_same(call, given, where, mesh)
-    for call, *given in test_posting.BATCHES.values():
+    for call, *given in test_gather_scatter.BATCHES.values():
         assert_same(call, given, [(Shard(0), Shard(1))] * len(given), mesh)
 
 
@@ -107,12 +107,12 @@ def test_elements_by_index(processes: Pools) -> None:
 def several_indices() -> None:
     mesh = eager(2, 2)
     for name in ("a column and a row", "x[i, :, j]", "x[i, j] = v", "x[i, :, j] added"):
-        call, *given = test_places.CALLS[name]
-        assert_same(call, given, test_places.everywhere(given, Shard(0), Shard(1)), mesh)
-    call, *given = test_places.CALLS["x[i, :, j]"]
+        call, *given = test_index_put.CALLS[name]
+        assert_same(call, given, test_index_put.everywhere(given, Shard(0), Shard(1)), mesh)
+    call, *given = test_index_put.CALLS["x[i, :, j]"]
     where = [(Shard(0), Shard(1)), *[(Shard(0), Replicate())] * 2]
     assert_same(call, given, where, mesh)
-    test_posting.assert_out_of_range(eager(4))
+    test_gather_scatter.assert_out_of_range(eager(4))
 
 
 def whole_bags() -> None:
@@ -121,10 +121,13 @@ def whole_bags() -> None:
         ("bags", "rows and columns"),
         ("weights", "whole rows"),
     ):
-        (call, *given), (shape, layouts) = test_bags.CALLS[name], test_bags.LAYOUTS[where]
+        (call, *given), (shape, layouts) = (
+            test_embedding_bag.CALLS[name],
+            test_embedding_bag.LAYOUTS[where],
+        )
         laid = [*layouts, layouts[1]][: len(given)]
         assert_same(call, given, laid, eager(*shape))
-    test_bags.assert_out_of_range(eager(4), 60)
+    test_embedding_bag.assert_out_of_range(eager(4), 60)
 
 
 def test_bags_in_shards(processes: Pools) -> None:
@@ -137,7 +140,7 @@ def test_elements_by_several_indices(processes: Pools) -> None:
 
 def views() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for cases in (test_ops_views.VIEWS, test_ops_views.SLICES):
+    for cases in (test_views.VIEWS, test_views.SLICES):
         for f, *inputs in cases.values():
             check(f, *inputs, mesh=mesh, limit=4)
 
@@ -149,21 +152,20 @@ def test_views_and_slices(processes: Pools) -> None:
 def others(names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name in names:
-        f, *inputs = test_ops_other.ALL[name]
+        f, *inputs = test_fallback.ALL[name]
         check(f, *inputs, mesh=mesh, limit=3)
 
 
 def test_operators_without_a_rule(processes: Pools) -> None:
-    processes(2).run(others, list(test_ops_other.ALL), timeout=120)
+    processes(2).run(others, list(test_fallback.ALL), timeout=120)
 
 
 def statistics() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    for f, *inputs in test_statistics.VALUES.values():
+    for f, *inputs in test_norms.VALUES.values():
         check(f, *inputs, mesh=mesh, limit=1)
     for f, *inputs in test_attention.CASES.values():
         check(f, *inputs, mesh=mesh, limit=1)
-    test_statistics.test_distances_of_long_rows(3.0)
 
 
 def test_statistics_of_sharded_dims(processes: Pools) -> None:
@@ -172,7 +174,7 @@ def test_statistics_of_sharded_dims(processes: Pools) -> None:
 
 def places(shape: tuple[int, ...], every: int) -> None:
     mesh = init_device_mesh("cpu", shape)
-    for cases in (test_ops_ordering.CASES, test_ops_structure.CASES, test_memory.VIEWS):
+    for cases in (test_extremes_and_scans.CASES, test_structure.CASES, test_as_strided.VIEWS):
         for f, *inputs in list(cases.values())[::every]:
             check(f, *inputs, mesh=mesh, limit=1, mixed=False)
 
@@ -197,20 +199,20 @@ def statements(shape: tuple[int, ...], mode: str) -> None:
     mesh = init_device_mesh("cpu", shape)
     kinds = [Replicate(), Shard(0), Shard(1), Partial()]
     for at in itertools.product(kinds, repeat=len(shape)):
-        for name, run in test_inplace.STATEMENTS.items():
-            test_inplace.run_statement(name, run, mesh, at, mode)
+        for name, run in test_writes.STATEMENTS.items():
+            test_writes.run_statement(name, run, mesh, at, mode)
 
 
 @pytest.mark.parametrize("mode", ["plain", "inference"])
-def test_writes(processes: Pools, mode: str) -> None:
+def test_writes_in_place(processes: Pools, mode: str) -> None:
     processes(2).run(statements, (2,), mode, timeout=120)
 
 
 def grads_of_statements() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for at in [(Replicate(),), (Shard(0),), (Shard(1),), (Partial(),)]:
-        for name, run in test_inplace.STATEMENTS.items():
-            test_inplace.run_statement_with_autograd(name, run, mesh, at)
+        for name, run in test_writes.STATEMENTS.items():
+            test_writes.run_statement_with_autograd(name, run, mesh, at)
 
 
 def test_writes_with_autograd(processes: Pools) -> None:
@@ -220,12 +222,12 @@ def test_writes_with_autograd(processes: Pools) -> None:
 def lazy_views() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for at in [(Replicate(),), (Shard(0),), (Shard(1),), (Partial(),)]:
-        for name, (value, run) in test_lazy_views.STATEMENTS.items():
-            test_lazy_views.compare(name, value, run, mesh, at)
-        for name, (value, run) in test_lazy_views.BITS.items():
-            test_lazy_views.compare(name, value, run, mesh, at)
-        for name in ("z.conj()[0] = 1j", "several views", "both parts"):
-            test_lazy_views.compare_gradients(name, mesh, [at])
+        for name, (value, run) in test_conjugate_views.STATEMENTS.items():
+            test_conjugate_views.compare(name, value, run, mesh, at)
+        for name, (value, run) in test_conjugate_views.BITS.items():
+            test_conjugate_views.compare(name, value, run, mesh, at)
+        for name in list(test_conjugate_views.STATEMENTS)[:3]:
+            test_conjugate_views.compare_gradients(name, mesh, [at])
 
 
 def test_writes_into_conjugates(processes: Pools) -> None:
@@ -250,8 +252,8 @@ def writes_into_one_row() -> list[str]:
     wrong = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Use of")
-        for name in test_inplace.OF_ONE_ROW:
-            wanted, *have = test_inplace.write_into_one_row(name, mesh)
+        for name in test_writes.OF_ONE_ROW:
+            wanted, *have = test_writes.write_into_one_row(name, mesh)
             if any(each != wanted for each in have):
                 wrong.append(f"{name}: {have}, not {wanted}")
     return wrong
@@ -259,3 +261,13 @@ def writes_into_one_row() -> list[str]:
 
 def test_writes_into_expanded_tensors_with_empty_shards(processes: Pools) -> None:
     assert processes(2).run(writes_into_one_row) == [[], []]
+
+
+def products() -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    test_prod.check_products(mesh, [(Shard(0),)], ["all", "dim 0", "running 0"])
+
+
+def test_gradients_of_products(processes: Pools) -> None:
+    processes(2).run(products, timeout=120)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from ..test_optimizers import (
+from ..ops.test_optimizers import (
     check_clipping,
     check_lbfgs,
     check_muon,

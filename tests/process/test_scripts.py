@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ..test_docs import PAGES, Block, blocks, check_printed
-from ..test_examples import EXAMPLES, losses, printed
+from ..core.test_docs import PAGES, Block, blocks, check_printed
+from ..core.test_examples import EXAMPLES, losses, printed
 from .harness import run_script
 from .torchrun import torchrun
 

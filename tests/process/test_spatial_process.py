@@ -8,8 +8,8 @@ import pytest
 
 from shardwise import Replicate, Shard, init_device_mesh
 
-from .. import test_ops_spatial
 from ..compare import assert_same, check
+from ..ops import test_convolution
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -31,19 +31,16 @@ NAMES = [
 def images() -> None:
     mesh = init_device_mesh("cpu", (4,))
     for name in NAMES:
-        f, *inputs = test_ops_spatial.OTHERS[name]
+        f, *inputs = test_convolution.OTHERS[name]
         check(f, *inputs, mesh=mesh, limit=3)
-    for run in test_ops_spatial.RESAMPLED.values():
-        assert_same(run, [test_ops_spatial.TALL], [(Shard(2),)], mesh)
-    for name in ("aligned", "antialias", "nearest"):
-        run = test_ops_spatial.IRREGULAR[name]
-        assert_same(run, [test_ops_spatial.LONG], [(Shard(2),)], mesh)
+    for run in test_convolution.RESAMPLED.values():
+        assert_same(run, [test_convolution.TALL], [(Shard(2),)], mesh)
 
 
 def convolutions() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for name in ("2d", "2d, stride", "2d, groups", "transposed 2d", "2d, large kernel"):
-        f, *inputs = test_ops_spatial.CONVOLUTIONS[name]
+        f, *inputs = test_convolution.CONVOLUTIONS[name]
         check(f, *inputs, mesh=mesh, limit=3)
         whole = (Replicate(), Replicate())
         where = [(Shard(2), Shard(2)), *[whole] * (len(inputs) - 1)]
@@ -56,8 +53,8 @@ def test_images(processes: Pools, run: Callable[[], None]) -> None:
 
 
 def learning() -> None:
-    for layout in test_ops_spatial.NETWORKS:
-        test_ops_spatial.learns(init_device_mesh("cpu", (2,)), layout)
+    for layout in test_convolution.NETWORKS:
+        test_convolution.learns(init_device_mesh("cpu", (2,)), layout)
 
 
 def test_a_network_learns(processes: Pools) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, per_rank
 
 from ..compare import numbers, virtual
-from ..test_training import OPTIMIZERS, make_model
+from ..core.test_training import OPTIMIZERS, make_model
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

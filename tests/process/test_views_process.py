@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardwise import init_device_mesh
 
-from ..core import test_redistribute_shares, test_view_programs
+from ..core import test_redistribute_aliasing, test_view_programs
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -23,10 +23,10 @@ def programs_of_views() -> None:
 
 
 def programs_of_redistributions() -> None:
-    for mode in test_redistribute_shares.MODES.values():
+    for mode in test_redistribute_aliasing.MODES.values():
         for seed in range(40):
             with mode():
-                test_redistribute_shares.Program(seed, [(2,), (2, 1), (1, 2)]).run(8)
+                test_redistribute_aliasing.Program(seed, [(2,), (2, 1), (1, 2)]).run(8)
 
 
 def test_programs_of_views(processes: Pools) -> None:

@@ -8,8 +8,6 @@ import torch
 
 from .samples import BOOL, C128, I64, Sample, aten, call, index, x
 
-__all__ = ["index_samples"]
-
 
 def _reads() -> Iterator[Sample]:
     for dtype in (torch.float64, I64, BOOL, C128):

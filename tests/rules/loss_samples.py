@@ -12,8 +12,6 @@ from torch.nn.modules.linear_cross_entropy import (
 
 from .samples import F64, Sample, aten, call, index, positive, x
 
-__all__ = ["loss_samples"]
-
 
 def _margins() -> Iterator[Sample]:
     for shape, reduction in product(((5, 4), (4,), (0, 4), (1, 4)), (0, 1, 2)):

@@ -10,8 +10,6 @@ import torch
 
 from .samples import C128, F32, F64, Sample, aten, call, x
 
-__all__ = ["matrix_samples"]
-
 _BATCHES: tuple[tuple[int, ...], ...] = ((5,), (3, 2), (), (0,), (1,))
 
 

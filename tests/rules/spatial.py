@@ -9,8 +9,6 @@ import torch
 
 from .samples import I64, Sample, call, index, positive, x
 
-__all__ = ["spatial_samples"]
-
 aten = torch.ops.aten
 
 # size, kernel, stride, dilation, padding, more output, groups, channels in and out, batch
