@@ -14,7 +14,7 @@ from .._torch import OpOverload, decomposition, run_composite
 from ..errors import LayoutError, MeshError, RuleError
 from ..layout.cost import debt
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import steps_between
 from ..rules import Call, Operand, Site
 from ..storage import policy
@@ -271,7 +271,10 @@ def _by_rule(
     except Unknown as unknown:
         if any(spec.groups is not None for spec in specs):
             return _in_pieces(entry)
-        if entry.form is not None:
+        if (
+            entry.form is not None
+            and entry.form.cost(_call(entry, specs, args, kwargs)) is not None
+        ):
             return FormPlan(entry.op, entry.form.run)
         if entry.user is None:
             return _without_rule(entry, specs, args, kwargs)
@@ -284,12 +287,10 @@ def _by_rule(
     written = None if entry.written is None else _operand_at(args, entry.written)
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
-    symbols = iter([Operand(index) for index in range(len(specs))])
-    given = filled(args, kwargs, symbols)
-    call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
+    call = _call(entry, specs, args, kwargs, metas, structure)
     decision, local = _decided(entry, call, written, structure)
     form = entry.form
-    if form is not None and form.when(call) and _is_cheaper(form, call, decision):
+    if form is not None and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
             return _in_pieces(entry)
         run = form.run
@@ -298,6 +299,19 @@ def _by_rule(
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
     plan.quick = None if plan.deferred else plan.quick
     return plan
+
+
+def _call(
+    entry: Operator,
+    specs: tuple[DTensorSpec, ...],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    metas: Sequence[TensorMeta] = (),
+    structure: Any = None,
+) -> Call:
+    """The call as rules and forms see it; without results if their shapes are unknown."""
+    given = filled(args, kwargs, iter([Operand(index) for index in range(len(specs))]))
+    return Call(entry.op, *given, specs=specs, results=metas, structure=structure)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> list[Any]:

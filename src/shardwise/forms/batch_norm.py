@@ -51,11 +51,11 @@ def _kept(x: Any, params: Sequence[Any], *stats: Any) -> list[Any]:
     return [stat.to(x.dtype) for stat in stats] if narrow else list(stats)
 
 
-def _trains(call: Call) -> bool:
-    return bool(call.get("training", call.get("train")))
+def _if_training(call: Call) -> tuple[()] | None:
+    return () if call.get("training", call.get("train")) else None
 
 
-@register_form("_native_batch_norm_legit_functional", when=_trains)
+@register_form("_native_batch_norm_legit_functional", cost=_if_training)
 def batch_norm_functional(
     x: Any,
     weight: Any,
@@ -76,7 +76,7 @@ def batch_norm_functional(
     return out, *_kept(x, given, mean, rstd), *new
 
 
-@register_form("_native_batch_norm_legit.no_stats", when=_trains)
+@register_form("_native_batch_norm_legit.no_stats", cost=_if_training)
 def batch_norm_alone(
     x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> Any:
@@ -160,7 +160,7 @@ def batch_norm_with_update_functional(
     return out, *saved, x.new_empty([0], dtype=torch.uint8), mean, var
 
 
-@register_form("native_batch_norm_backward", when=_trains)
+@register_form("native_batch_norm_backward", cost=_if_training)
 def batch_norm_backward(
     grad: Any,
     x: Any,

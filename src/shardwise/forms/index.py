@@ -16,6 +16,7 @@ from ..layout.geometry import contiguous_stride
 from ..layout.placement import Placement, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
+from ..rules.indexing import has_mask
 from ..storage.ragged import as_dtensor, move_to
 from ..storage.wrapper import wrap
 from .exchange import exchange, exchange_cost, index_dtype
@@ -39,6 +40,10 @@ def _is_index(spec: DTensorSpec) -> bool:
 
 
 # --- reading -----------------------------------------------------------------------------------
+
+
+def _index_cost(call: Call) -> tuple[int, ...] | None:
+    return () if has_mask(call) else _pick_cost(call)
 
 
 def _pick_cost(call: Call) -> tuple[int, ...] | None:
@@ -105,7 +110,7 @@ def embedding(weight: Any, indices: Any, *options: Any) -> Any:
     return _pick(aten.embedding.default, weight, 0, indices)
 
 
-@register_form("index", "_unsafe_index", cost=_pick_cost)
+@register_form("index", "_unsafe_index", cost=_index_cost)
 def index(x: Any, indices: Sequence[Any]) -> Any:
     """x[:, i], or what masks pick."""
     if any(map(is_mask, indices)):

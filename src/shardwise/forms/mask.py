@@ -17,6 +17,7 @@ from ..dispatch.fallback import fallback_form, mesh_of
 from ..dispatch.operator import register_form
 from ..errors import OutOfRangeError
 from ..layout.placement import Placement, Replicate, Shard
+from ..rules import Call
 from ..rules.indexing import has_mask
 from ..storage.ragged import (
     as_dtensor,
@@ -192,8 +193,12 @@ def index_put(
     return op(x, _as_integers(x, indices), values, accumulate, *rest)
 
 
+def _if_masked(call: Call) -> tuple[()] | None:
+    return () if has_mask(call) else None
+
+
 for _name in ("index_put", "_unsafe_index_put", "_index_put_impl"):
-    register_form(_name, when=has_mask)(partial(index_put, getattr(aten, _name).default))
+    register_form(_name, cost=_if_masked)(partial(index_put, getattr(aten, _name).default))
 
 
 @register_form("masked_scatter")

@@ -12,7 +12,7 @@ from ..dispatch.operator import register_form
 from ..layout.geometry import Box
 from ..rules import keeps_sums
 from ..storage.wrapper import wrap
-from .shards import candidates, columns, metas, placed, reduce_partial, shard_of, sharded_on
+from .shards import candidates, columns, if_sharded, metas, placed, reduce_partial, shard_of
 
 aten = torch.ops.aten
 _WIDER = {
@@ -63,7 +63,7 @@ def _last(op: Any, totals: list[torch.Tensor], dim: int) -> Parts:
     return value, totals[1].gather(dim, place)
 
 
-@register_form("cumsum", when=sharded_on())
+@register_form("cumsum", cost=if_sharded)
 def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
     """Running sums; a Partial sum stays Partial unless it is cast to a narrower dtype."""
     op = aten.cumsum.default
@@ -75,7 +75,7 @@ def cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
     return made
 
 
-@register_form("cumprod", when=sharded_on())
+@register_form("cumprod", cost=if_sharded)
 def cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
     """Running products."""
     op = aten.cumprod.default
@@ -83,7 +83,7 @@ def cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
     return made
 
 
-@register_form("logcumsumexp", when=sharded_on())
+@register_form("logcumsumexp", cost=if_sharded)
 def logcumsumexp(x: Any, dim: int) -> Any:
     """Running sums of exponentials, in logarithms.
 
@@ -109,13 +109,13 @@ def _running(op: Any, x: Any, dim: int, beats: Callable[..., torch.Tensor]) -> A
     return _scan(op, reduce_partial(op, x), dim, carry)
 
 
-@register_form("cummax", when=sharded_on())
+@register_form("cummax", cost=if_sharded)
 def cummax(x: Any, dim: int) -> Any:
     """Running maxima and where they are."""
     return _running(aten.cummax.default, x, dim, torch.ge)
 
 
-@register_form("cummin", when=sharded_on())
+@register_form("cummin", cost=if_sharded)
 def cummin(x: Any, dim: int) -> Any:
     """Running minima and where they are."""
     return _running(aten.cummin.default, x, dim, torch.le)

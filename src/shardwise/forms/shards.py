@@ -23,23 +23,19 @@ __all__ = [
     "candidates",
     "columns",
     "gathered",
+    "if_sharded",
     "metas",
     "placed",
     "reduce_partial",
     "relaid",
     "shard_of",
-    "sharded_on",
 ]
 
 
-def sharded_on(name: str = "dim") -> Callable[[Call], bool]:
-    """Whether a call works along a dim that its first operand has in shards."""
-
-    def when(call: Call) -> bool:
-        spec = call.specs[0]
-        return any(spec.dim_axes[dim] for dim in reduced_dims(call, name))
-
-    return when
+def if_sharded(call: Call) -> tuple[()] | None:
+    """The cost of a form for calls whose first operand is sharded along `dim`."""
+    spec = call.specs[0]
+    return () if any(spec.dim_axes[dim] for dim in reduced_dims(call)) else None
 
 
 def metas(op: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
