@@ -1,7 +1,6 @@
 """Distributed forms: operators as a few lines over DTensors, which move less than their rules."""
 
 from . import (
-    attention,
     batch_norm,
     composites,
     cross_entropy,
@@ -21,7 +20,6 @@ from . import (
 )
 
 __all__ = [
-    "attention",
     "batch_norm",
     "composites",
     "cross_entropy",
