@@ -21,7 +21,7 @@ from ..rules.reductions import wide
 from ..storage.ragged import as_dtensor, gather_plain, move_to, reduce_partial
 from ..storage.wrapper import wrap
 from .index import no_sparse_gradient
-from .shards import gathered
+from .shards import without_shards
 
 aten = torch.ops.aten
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -46,7 +46,7 @@ def embedding_bag(
         reduce_partial(op, as_dtensor(each, mesh)) for each in (weight, *given)
     )
     if mode == _MAX:
-        weight = gathered(op, weight, [0])
+        weight = move_to(op, weight, without_shards(weight._spec, 0))
     table, starts = weight._spec, gather_plain(op, offsets)
     count = len(starts) - bool(include_last_offset)
     width = 0 if mode == _MAX or padding_idx >= 0 else _bag_width(indices.shape[0], starts, count)
