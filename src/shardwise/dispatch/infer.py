@@ -89,7 +89,7 @@ def _infer(
     is_foreign = op.namespace not in ("aten", "prims")
     try:
         made = (_CORRECTED.get(name, op) if on_cpu else op)(*given, **named)
-    except (NotImplementedError, ZeroDivisionError) as error:  # losses divide by numel()
+    except (NotImplementedError, TypeError, ZeroDivisionError) as error:  # mistakes of its own
         raise Unknown from error
     except AssertionError as error:
         raise Unknown if is_foreign else RuntimeError(str(error)) from error
