@@ -66,7 +66,7 @@ def check_products(mesh: Any, layouts: list[Any], names: Any = PRODUCTS) -> None
                     torch.testing.assert_close(
                         a.full_tensor(), b, rtol=1e-5, atol=1e-5, equal_nan=True
                     )
-                    assert a.stride() == b.stride()
+                    assert a.stride() == b.stride() or not b.numel()
 
 
 QUICK = ("all", "dim 0", "running 0")
