@@ -86,45 +86,27 @@ def batch_norm_alone(
 
 
 @register_form("_native_batch_norm_legit.default", always=True)
-def batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
+def batch_norm(x: Any, *args: Any) -> Any:
     """Writes the running statistics, which keep their layout; plain ones are written too."""
-    given = (weight, bias, running_mean, running_var)
+    *given, training, momentum, eps = args
     x = _on_mesh(x, *given)
     if not training:
         return aten._native_batch_norm_legit_no_training.default(x, *given, momentum, eps)
     op = aten._native_batch_norm_legit_functional.default
     *made, mean, var = op(x, *given, True, momentum, eps)
-    running_mean.copy_(mean)
-    running_var.copy_(var)
+    given[2].copy_(mean)
+    given[3].copy_(var)
     return tuple(made)
 
 
 @register_form("native_batch_norm", "miopen_batch_norm", always=True)
-def native_batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
+def native_batch_norm(x: Any, *args: Any) -> Any:
     """As `batch_norm`. It writes the running statistics too, though its schema does not say so."""
-    if running_mean is None or running_var is None:
-        x = _on_mesh(x, weight, bias)
-        op = aten._native_batch_norm_legit.no_stats
-        return op(x, weight, bias, True, momentum, eps)
-    return batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    weight, bias, running_mean, running_var, _, momentum, eps = args
+    if running_mean is not None and running_var is not None:
+        return batch_norm(x, *args)
+    op = aten._native_batch_norm_legit.no_stats
+    return op(_on_mesh(x, weight, bias), weight, bias, True, momentum, eps)
 
 
 @register_form("cudnn_batch_norm", always=True)
