@@ -145,25 +145,6 @@ def test_keys_in_shards(name: str, shape: tuple[int, ...]) -> None:
         assert_same(KEYS[name], inputs, where, virtual(*shape))
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "mask"])
-def test_keys_in_shards_stay(name: str) -> None:
-    """Two statistics of a number per query are shared, and the result is a pending sum."""
-    mesh = virtual(4)
-    where = [Replicate(), Shard(2), Shard(2), Shard(3)]
-    inputs = [FROM, *MEMORY, UNSEEN]
-    given = [spread(t.requires_grad_(), mesh, [w]) for t, w in zip(inputs, where, strict=True)]
-    with CommDebugMode() as comm:
-        out: Any = KEYS[name](*given)
-    number = 2 * 3 * FROM[..., 0].numel() * 8 // 4  # an all_reduce
-    assert out.placements == (Partial(),)
-    assert comm.bytes == {"all_reduce": 2 * number}
-    with CommDebugMode() as comm:
-        out.sum().backward()
-    result = FROM.numel() * 8
-    assert sum(comm.bytes.values()) <= 2 * 2 * 3 * result // 4  # of result and query
-    assert [t.grad.placements for t in given[:3]] == [(Replicate(),), (Shard(2),), (Shard(2),)]
-
-
 def test_a_small_memory_is_moved() -> None:
     """Where keys are less than the result they go to the queries."""
     mesh, q = virtual(4), numbers(1, 2, 400, 16)
@@ -192,8 +173,6 @@ def test_backends_of_gpus(name: str, causal: bool) -> None:
     long = [t.float() for t in (FROM, *MEMORY)]
     keys: Any = [(Replicate(),), (Shard(2),), (Shard(2),)]
     assert_same(run, long, keys, virtual(4), tolerance=1e-5, stride=False)
-    made: Any = run(*(spread(t, virtual(4), w) for t, w in zip(long, keys, strict=True)))
-    assert made.placements == (Partial(),)
 
 
 def test_results_that_are_numbers() -> None:

@@ -14,7 +14,7 @@ from .._torch import OpOverload, decomposition, run_composite
 from ..errors import LayoutError, MeshError, RuleError
 from ..layout.cost import debt
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import steps_between
 from ..rules import Call, Operand, Site
 from ..storage import policy
@@ -235,7 +235,10 @@ def _by_rule(
     except Unknown as unknown:
         if any(spec.groups is not None for spec in specs):
             return _in_pieces(entry)
-        if entry.form is not None:
+        if (
+            entry.form is not None
+            and entry.form.cost(_call(entry, specs, args, kwargs)) is not None
+        ):
             return FormPlan(entry.op, entry.form.run)
         if entry.user is None:
             return _without_rule(entry)
@@ -248,13 +251,10 @@ def _by_rule(
     written = _written_operand(entry, args)
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
-    symbols = iter([Operand(index) for index in range(len(specs))])
-    call = Call(
-        entry.op, *filled(args, kwargs, symbols), specs=specs, results=metas, structure=structure
-    )
+    call = _call(entry, specs, args, kwargs, metas, structure)
     decision, local = _decided(entry, call, written, structure)
     form = entry.form
-    if form is not None and form.when(call) and _is_cheaper(form, call, decision):
+    if form is not None and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
             return _in_pieces(entry)
         run = form.run
@@ -263,6 +263,19 @@ def _by_rule(
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
     plan.quick = None if plan.deferred else plan.quick
     return plan
+
+
+def _call(
+    entry: Operator,
+    specs: tuple[DTensorSpec, ...],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    metas: Sequence[TensorMeta] = (),
+    structure: Any = None,
+) -> Call:
+    """The call as rules and forms see it; without results if their shapes are unknown."""
+    given = filled(args, kwargs, iter([Operand(index) for index in range(len(specs))]))
+    return Call(entry.op, *given, specs=specs, results=metas, structure=structure)
 
 
 def _is_cheaper(form: Form, call: Call, decision: Decision) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload, is_composite, take_composite, take_differentiable
+from .._torch import OpOverload, is_composite, take_composite
 from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..rules.resample import READ_NUMBERS
@@ -28,13 +28,13 @@ class Form:
 
     With `always` it runs for every call. Otherwise it runs if no row fits the operands as they are
     and moving them is dearer than the form: `cost` returns the bytes that a rank receives in each
-    collective of the form, or None where the form does not apply. With `first` it is preferred to
-    a row that fits. With `blocks` it works for dims sharded with `Shard(split=)`.
+    collective of the form, () if the form has no price and is always preferred, or None where it
+    does not apply. With `first` it is preferred to a row that fits. With `blocks` it works for dims
+    sharded with `Shard(split=)`.
     """
 
     run: Callable[..., Any]
     always: bool = False
-    when: Callable[[Call], bool] = lambda call: True
     blocks: bool = False
     first: bool = False
     cost: Cost = lambda call: ()
@@ -46,7 +46,6 @@ FORMS: dict[str, Form] = {}
 def register_form(
     *names: str,
     always: bool = False,
-    when: Callable[[Call], bool] = lambda call: True,
     blocks: bool = False,
     first: bool = False,
     cost: Cost = lambda call: (),
@@ -55,7 +54,7 @@ def register_form(
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always, when, blocks, first, cost)
+            FORMS[name] = Form(run, always, blocks, first, cost)
         return run
 
     return register
@@ -64,11 +63,6 @@ def register_form(
 def register_composite(op: OpOverload, run: Callable[..., Any]) -> None:
     """Register a distributed form of an operator that PyTorch takes apart above autograd."""
     take_composite(op, _telling(run))
-
-
-def register_differentiable(op: OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a form of an operator with a gradient of its own; returns the operator without."""
-    return take_differentiable(op, _telling(run))
 
 
 def _telling(run: Callable[..., Any]) -> Callable[..., Any]:

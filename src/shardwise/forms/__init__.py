@@ -1,7 +1,6 @@
 """Distributed forms: operators as a few lines over DTensors, which move less than their rules."""
 
 from . import (
-    attention,
     batch_norm,
     composites,
     cross_entropy,
@@ -14,14 +13,12 @@ from . import (
     memory,
     nested,
     order,
-    prod,
     recurrent,
     scan,
     values,
 )
 
 __all__ = [
-    "attention",
     "batch_norm",
     "composites",
     "cross_entropy",
@@ -34,7 +31,6 @@ __all__ = [
     "memory",
     "nested",
     "order",
-    "prod",
     "recurrent",
     "scan",
     "values",

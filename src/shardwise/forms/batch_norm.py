@@ -51,11 +51,11 @@ def _kept(x: Any, params: Sequence[Any], *stats: Any) -> list[Any]:
     return [stat.to(x.dtype) for stat in stats] if narrow else list(stats)
 
 
-def _trains(call: Call) -> bool:
-    return bool(call.get("training", call.get("train")))
+def _if_training(call: Call) -> tuple[()] | None:
+    return () if call.get("training", call.get("train")) else None
 
 
-@register_form("_native_batch_norm_legit_functional", when=_trains)
+@register_form("_native_batch_norm_legit_functional", cost=_if_training)
 def batch_norm_functional(
     x: Any,
     weight: Any,
@@ -76,7 +76,7 @@ def batch_norm_functional(
     return out, *_kept(x, given, mean, rstd), *new
 
 
-@register_form("_native_batch_norm_legit.no_stats", when=_trains)
+@register_form("_native_batch_norm_legit.no_stats", cost=_if_training)
 def batch_norm_alone(
     x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> Any:
@@ -86,45 +86,27 @@ def batch_norm_alone(
 
 
 @register_form("_native_batch_norm_legit.default", always=True)
-def batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
+def batch_norm(x: Any, *args: Any) -> Any:
     """Writes the running statistics, which keep their layout; plain ones are written too."""
-    given = (weight, bias, running_mean, running_var)
+    *given, training, momentum, eps = args
     x = _on_mesh(x, *given)
     if not training:
         return aten._native_batch_norm_legit_no_training.default(x, *given, momentum, eps)
     op = aten._native_batch_norm_legit_functional.default
     *made, mean, var = op(x, *given, True, momentum, eps)
-    running_mean.copy_(mean)
-    running_var.copy_(var)
+    given[2].copy_(mean)
+    given[3].copy_(var)
     return tuple(made)
 
 
 @register_form("native_batch_norm", "miopen_batch_norm", always=True)
-def native_batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
+def native_batch_norm(x: Any, *args: Any) -> Any:
     """As `batch_norm`. It writes the running statistics too, though its schema does not say so."""
-    if running_mean is None or running_var is None:
-        x = _on_mesh(x, weight, bias)
-        op = aten._native_batch_norm_legit.no_stats
-        return op(x, weight, bias, True, momentum, eps)
-    return batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    weight, bias, running_mean, running_var, _, momentum, eps = args
+    if running_mean is not None and running_var is not None:
+        return batch_norm(x, *args)
+    op = aten._native_batch_norm_legit.no_stats
+    return op(_on_mesh(x, weight, bias), weight, bias, True, momentum, eps)
 
 
 @register_form("cudnn_batch_norm", always=True)
@@ -133,34 +115,27 @@ def cudnn_batch_norm(x: Any, *args: Any) -> Any:
     return *native_batch_norm(x, *args), x.new_empty([0], dtype=torch.uint8)
 
 
-def _with(training: bool, form: Any) -> Any:
-    """A batch norm without a `training` argument."""
-
-    def run(x: Any, *args: Any) -> Any:
-        *given, momentum, eps = args
-        return form(x, *given, training, momentum, eps)
-
-    return run
+@register_form("_batch_norm_with_update", always=True)
+def batch_norm_with_update(x: Any, *args: Any) -> Any:
+    """As `cudnn_batch_norm` in training; the last arguments are momentum and eps."""
+    return cudnn_batch_norm(x, *args[:-2], True, *args[-2:])
 
 
-for _name, _run in {
-    "_batch_norm_with_update": _with(True, cudnn_batch_norm),
-    "_batch_norm_no_update": _with(False, cudnn_batch_norm),
-}.items():
-    register_form(_name, always=True)(_run)
+@register_form("_batch_norm_no_update", always=True)
+def batch_norm_no_update(x: Any, *args: Any) -> Any:
+    """As `cudnn_batch_norm` in evaluation."""
+    return cudnn_batch_norm(x, *args[:-2], False, *args[-2:])
 
 
 @register_form("_batch_norm_with_update_functional", always=True)
-def batch_norm_with_update_functional(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
-) -> tuple[Any, ...]:
+def batch_norm_with_update_functional(x: Any, *args: Any) -> tuple[Any, ...]:
     """Training that returns a reserve and new running statistics."""
     op = aten._native_batch_norm_legit_functional.default
-    out, *saved, mean, var = op(x, weight, bias, mean, var, True, momentum, eps)
+    out, *saved, mean, var = op(x, *args[:-2], True, *args[-2:])
     return out, *saved, x.new_empty([0], dtype=torch.uint8), mean, var
 
 
-@register_form("native_batch_norm_backward", when=_trains)
+@register_form("native_batch_norm_backward", cost=_if_training)
 def batch_norm_backward(
     grad: Any,
     x: Any,
@@ -198,42 +173,14 @@ def batch_norm_backward(
     )
 
 
-@register_form("cudnn_batch_norm_backward", always=True)
-def cudnn_batch_norm_backward(
-    x: Any,
-    grad: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    mean: Any,
-    rstd: Any,
-    eps: float,
-    reserve: Any = None,
-) -> Any:
-    """As `batch_norm_backward`, of cuDNN's results."""
-    return aten.native_batch_norm_backward.default(
-        grad, x, weight, running_mean, running_var, mean, rstd, True, eps, [True] * 3
-    )
-
-
-register_form("miopen_batch_norm_backward", always=True)(cudnn_batch_norm_backward)
+@register_form("cudnn_batch_norm_backward", "miopen_batch_norm_backward", always=True)
+def cudnn_batch_norm_backward(x: Any, grad: Any, *args: Any) -> Any:
+    """As `batch_norm_backward`, of cuDNN's results; the last arguments are eps and the reserve."""
+    *given, eps = args[:6]
+    return aten.native_batch_norm_backward.default(grad, x, *given, True, eps, [True] * 3)
 
 
 @register_form("batch_norm_backward", always=True)
-def any_batch_norm_backward(
-    grad: Any,
-    x: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    mean: Any,
-    rstd: Any,
-    update: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    reserve: Any,
-) -> Any:
-    """As `batch_norm_backward`, whatever the backend."""
-    return aten.native_batch_norm_backward.default(
-        grad, x, weight, running_mean, running_var, mean, rstd, update, eps, output_mask
-    )
+def any_batch_norm_backward(*args: Any) -> Any:
+    """As `batch_norm_backward`, whatever the backend; the last argument is the reserve."""
+    return aten.native_batch_norm_backward.default(*args[:10])

@@ -14,8 +14,8 @@ aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def _is_mean(call: Call) -> bool:
-    return call.get("reduction") in (_MEAN, "mean")
+def _if_mean(call: Call) -> tuple[()] | None:
+    return () if call.get("reduction") in (_MEAN, "mean") else None
 
 
 def _mean_nll(
@@ -31,10 +31,10 @@ def _mean_nll(
 
 for _op in (aten.nll_loss_forward, aten.nll_loss2d_forward):
     _name = _op.default._schema.name.removeprefix("aten::")
-    register_form(_name, when=_is_mean, blocks=True)(partial(_mean_nll, _op.default))
+    register_form(_name, cost=_if_mean, blocks=True)(partial(_mean_nll, _op.default))
 
 
-@register_form("torch_nn::_linear_cross_entropy_batch_chunked", when=_is_mean)
+@register_form("torch_nn::_linear_cross_entropy_batch_chunked", cost=_if_mean)
 def linear_cross_entropy(
     x: Any,
     matrix: Any,

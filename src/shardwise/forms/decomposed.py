@@ -37,10 +37,12 @@ def in_full(x: Any) -> Any:
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def is_cut(call: Call, operand: int, dims: Sequence[int]) -> bool:
-    """True if an operand is sharded along one of `dims`, and has elements."""
+def _if_cut(call: Call, operand: int, dims: Sequence[int]) -> tuple[()] | None:
+    """The cost of a form for an operand that is sharded along one of `dims`, and has elements."""
     spec = call.specs[operand]
-    return bool(spec.ndim) and 0 not in spec.shape and any(spec.dim_axes[dim] for dim in dims)
+    if not spec.ndim or 0 in spec.shape or not any(spec.dim_axes[dim] for dim in dims):
+        return None
+    return ()
 
 
 def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]]) -> None:
@@ -54,11 +56,11 @@ def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]])
         made = decomposed(*given, **kwargs)
         return tuple(made) if isinstance(made, tuple) else made  # some are named tuples
 
-    def when(call: Call) -> bool:
-        return is_cut(call, like, dims(call))
+    def cost(call: Call) -> tuple[()] | None:
+        return _if_cut(call, like, dims(call))
 
     name = f"{op._schema.name.removeprefix('aten::')}.{op._overloadname or 'default'}"
-    register_form(name, when=when, blocks=True)(run)
+    register_form(name, cost=cost, blocks=True)(run)
 
 
 def _prepared(value: Any, x: Any) -> Any:
@@ -109,24 +111,24 @@ def moments(x: Any, dims: Sequence[int], correction: Any = 1, keepdim: bool = Fa
     return var, mean if keepdim else mean.sum(dims)
 
 
-def _is_cut(call: Call) -> bool:
-    return is_cut(call, 0, reduced_dims(call))
+def _reduces_shards(call: Call) -> tuple[()] | None:
+    return _if_cut(call, 0, reduced_dims(call))
 
 
-@register_form("var_mean.correction", when=_is_cut, blocks=True)
+@register_form("var_mean.correction", cost=_reduces_shards, blocks=True)
 def var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance and mean."""
     dims = [d % x.ndim for d in dim] if dim else list(range(x.ndim))
     return moments(in_full(x), dims, 1 if correction is None else correction, keepdim)
 
 
-@register_form("var_mean.dim", when=_is_cut, blocks=True)
+@register_form("var_mean.dim", cost=_reduces_shards, blocks=True)
 def var_mean_unbiased(x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
     """As `var_mean`; the decompositions of norms call this overload."""
     return var_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
-@register_form("var.correction", when=_is_cut, blocks=True)
+@register_form("var.correction", cost=_reduces_shards, blocks=True)
 def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance."""
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
@@ -135,8 +137,9 @@ def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = Fals
 # --- group norm ----------------------------------------------------------------------------------
 
 
-def _is_cut_inside(call: Call) -> bool:
-    return is_cut(call, call.get("input"), range(1, len(call.shape(call.get("input")))))
+def _splits_samples(call: Call) -> tuple[()] | None:
+    operand = call.get("input")
+    return _if_cut(call, operand, range(1, call.specs[operand].ndim))
 
 
 def _beside(x: Any, value: Any) -> Any:
@@ -146,7 +149,7 @@ def _beside(x: Any, value: Any) -> Any:
     return each.reshape(batch, x.shape[1], *[1] * (x.ndim - 2))
 
 
-@register_form("native_group_norm", when=_is_cut_inside, blocks=True)
+@register_form("native_group_norm", cost=_splits_samples, blocks=True)
 def group_norm(
     x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
 ) -> tuple[Any, Any, Any]:
@@ -160,7 +163,7 @@ def group_norm(
     return out if bias is None else out + _beside(x, bias.unsqueeze(0)), mean, rstd
 
 
-@register_form("native_group_norm_backward", when=_is_cut_inside, blocks=True)
+@register_form("native_group_norm_backward", cost=_splits_samples, blocks=True)
 def group_norm_backward(
     grad: Any,
     x: Any,

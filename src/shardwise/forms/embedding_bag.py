@@ -21,7 +21,6 @@ from ..rules.reductions import wide
 from ..storage.ragged import as_dtensor, gather_plain, move_to, reduce_partial
 from ..storage.wrapper import wrap
 from .index import no_sparse_gradient
-from .shards import gathered
 
 aten = torch.ops.aten
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -45,8 +44,6 @@ def embedding_bag(
     weight, indices, offsets, *factors = (
         reduce_partial(op, as_dtensor(each, mesh)) for each in (weight, *given)
     )
-    if mode == _MAX:
-        weight = gathered(op, weight, [0])
     table, starts = weight._spec, gather_plain(op, offsets)
     count = len(starts) - bool(include_last_offset)
     width = 0 if mode == _MAX or padding_idx >= 0 else _bag_width(indices.shape[0], starts, count)
@@ -55,41 +52,31 @@ def embedding_bag(
     factors = [move_to(op, f, f._spec.with_placements(lead.placements, lead.cuts)) for f in factors]
     whole = [None] if lead.is_sharded() or not factors else [factors[0]._locals[0]]
     options = (scale_grad_by_freq, mode, sparse, *whole, include_last_offset, padding_idx)
-    out = _bag_spec(table, lead, count, width)
-    if not lead.is_sharded() and not table.dim_axes[0]:
-        return _bags_of_whole_rows(op, weight, indices._locals[0], starts, options, out)
-    return _bags_of_shards(op, weight, indices, factors, starts, options, out)
-
-
-def _bags_of_whole_rows(
-    op: Any, weight: Any, indices: torch.Tensor, starts: torch.Tensor, options: Any, out: Any
-) -> tuple[Any, ...]:
-    """The operator's own call for the columns of each rank."""
-    made = [op(part, indices, starts, *options) for part in weight._locals]
-    _, *rest = made[0]
-    if options[1] == _MAX:
-        meta = out.meta._replace(dtype=rest[2].dtype)
-        rest[2] = wrap(out.with_meta(meta), tuple(each[3] for each in made))
-    found = wrap(out, tuple(each[0] for each in made))
-    return found, *(as_dtensor(each, out.topology) for each in rest)
-
-
-def _bags_of_shards(
-    op: Any,
-    weight: Any,
-    indices: Any,
-    factors: Sequence[Any],
-    starts: torch.Tensor,
-    options: Any,
-    out: DTensorSpec,
-) -> tuple[Any, ...]:
-    """Sums over the rows and the bags of each rank."""
-    table, lead, (_, mode, *_, padding) = weight._spec, indices._spec, options
+    if mode == _MAX or not (lead.is_sharded() or table.is_sharded()):
+        made = op(gather_plain(op, weight), indices._locals[0], starts, *options)
+        return tuple(as_dtensor(each, mesh) for each in made)
     # The other results do not depend on the table, nor on the indices of bags of one size.
     every = indices._locals[0].new_zeros(lead.shape) if lead.is_sharded() else indices._locals[0]
     zeros = weight._locals[0].new_zeros(1, 1).expand(table.shape[0], 1)
     _, *known = op(zeros, every, starts, *options)
-    bag = _bag_of(lead.shape[0], starts[: out.shape[0]])
+    out = _bag_spec(table, lead, count, width)
+    sizes = known[1] if mode == _MEAN else None
+    bags = _sums(weight, indices, factors, starts[:count], out, padding_idx, sizes)
+    return wrap(out, tuple(bags)), *(as_dtensor(each, mesh) for each in known)
+
+
+def _sums(
+    weight: Any,
+    indices: Any,
+    factors: Sequence[Any],
+    starts: torch.Tensor,
+    out: DTensorSpec,
+    padding: int,
+    sizes: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The sums over the rows and the bags of each rank; means if `sizes` are given."""
+    table, lead = weight._spec, indices._spec
+    bag = _bag_of(lead.shape[0], starts)
     parts = []
     for coord in out.slots:
         index, *own = (each._locals[each._spec.slot(coord)] for each in (indices, *factors))
@@ -101,10 +88,10 @@ def _bags_of_shards(
             rows = rows * each[here].unsqueeze(1)
         total = rows.new_zeros(last - first, rows.shape[1])
         total.index_add_(0, bag[start:stop][here] - first, rows)
-        if mode == _MEAN:
-            total /= known[1][first:last].clamp(min=1).unsqueeze(1)
+        if sizes is not None:
+            total /= sizes[first:last].clamp(min=1).unsqueeze(1)
         parts.append(total.to(table.dtype))
-    return wrap(out, tuple(parts)), *(as_dtensor(each, out.topology) for each in known)
+    return parts
 
 
 def _bag_width(count: int, starts: torch.Tensor, bags: int) -> int:

@@ -4,6 +4,8 @@ tensors that are sharded alike."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ def _reduced(tensors: Sequence[Any], local: Locally, kind: str, dtype: torch.dty
     `local` gets the local tensors of a rank. Numbers of replicated tensors are not reduced.
     """
     mesh = tensors[0]._spec.topology
-    whole = [_without_pending(tensor) for tensor in tensors]
+    whole = [(t._spec.reduced, in_layout(t, t._spec.reduced)) for t in tensors]
     cut = [tuple(a for a, p in enumerate(spec.placements) if p.is_shard()) for spec, _ in whole]
     values: list[Any] = [None] * len(tensors)
     for axes, places in _grouped(cut).items():
@@ -51,12 +53,6 @@ def _grouped(keys: Sequence[Any]) -> dict[Any, list[int]]:
     return found
 
 
-def _without_pending(tensor: Any) -> tuple[DTensorSpec, tuple[torch.Tensor, ...]]:
-    """The layout and local tensors of a tensor, with its Partial placements reduced."""
-    spec = tensor._spec.reduced
-    return spec, in_layout(tensor, spec)
-
-
 def _each(op: Any, tensors: Sequence[Any], args: tuple[Any, ...], on_mesh: Any) -> list[Any]:
     """A number for each tensor of a list; tensors may be plain or on several meshes.
 
@@ -74,66 +70,45 @@ def _each(op: Any, tensors: Sequence[Any], args: tuple[Any, ...], on_mesh: Any) 
     return results
 
 
-def _dtypes(op: Any, tensors: Sequence[Any], args: tuple[Any, ...]) -> list[torch.dtype]:
-    """The dtypes of the results; errors are PyTorch's own."""
-    metas, _ = infer(op, (tensors, *args), {}, [tensor._spec for tensor in tensors])
-    return [meta.dtype for meta in metas]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which powers are added up: half precision overflows."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
 def _powers(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> list[Any]:
     """Sums of powers of each tensor of one mesh, and their roots."""
-    known = _dtypes(op, tensors, (ord, dtype))
-    for spec in dict.fromkeys(t._spec for t in tensors):  # the meta kernels of lists check nothing
+    specs = [tensor._spec for tensor in tensors]
+    known, _ = infer(op, (tensors, ord, dtype), {}, specs)  # errors are PyTorch's own
+    for spec in dict.fromkeys(specs):  # the meta kernels of lists check nothing
         meta = torch.empty(spec.meta.shape, dtype=spec.dtype, device="meta")
         torch.linalg.vector_norm(meta, ord, dtype=dtype)
     results: list[Any] = [None] * len(tensors)
-    for result, places in _grouped(known).items():
-        chosen, wide = [tensors[i] for i in places], _wide(result)
-        if ord in (float("inf"), float("-inf")) and root:
-            kind = "max" if ord > 0 else "min"
-            values = _reduced(chosen, _extremes(kind, wide), kind, wide)
-        else:
-            values = _reduced(chosen, _sums(ord, wide), "sum", wide)
-            if root and ord not in (0, 1):
-                values = values.sqrt() if ord == 2 else values.pow(1.0 / ord)
+    for result, places in _grouped([meta.dtype for meta in known]).items():
+        # Powers are added up in a dtype in which they do not overflow.
+        wide = torch.float32 if result.itemsize < 4 else result
+        largest = ord == inf and root
+        local = partial(_largest if largest else _power_sums, ord, wide)
+        values = _reduced([tensors[i] for i in places], local, "max" if largest else "sum", wide)
+        if root and not largest and ord != 1:
+            values = values.sqrt() if ord == 2 else values.pow(1.0 / ord)
         for i, value in zip(places, values.to(result).unbind(), strict=True):
             results[i] = value
     return results
 
 
-def _sums(ord: Any, dtype: torch.dtype) -> Locally:
-    def local(here: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if ord == 0:
-            return [torch.count_nonzero(each) for each in here]
-        wide = [each.to(dtype.to_complex() if each.is_complex() else dtype) for each in here]
-        return torch._foreach_powsum(wide, ord)
-
-    return local
+def _power_sums(ord: Any, dtype: torch.dtype, here: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    wide = [each.to(dtype.to_complex() if each.is_complex() else dtype) for each in here]
+    return torch._foreach_powsum(wide, ord)
 
 
-def _extremes(kind: str, dtype: torch.dtype) -> Locally:
-    """The largest or smallest absolute value, and the identity element of empty tensors."""
-    none = 0.0 if kind == "max" else float("inf")
-
-    def local(here: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            torch.linalg.vector_norm(each, float("inf" if kind == "max" else "-inf"))
-            if each.numel()
-            else each.new_full((), none, dtype=dtype)
-            for each in here
-        ]
-
-    return local
+def _largest(ord: Any, dtype: torch.dtype, here: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest absolute value; 0 for an empty tensor."""
+    return [
+        torch.linalg.vector_norm(each, ord) if each.numel() else each.new_zeros((), dtype=dtype)
+        for each in here
+    ]
 
 
 @register_list_form("_foreach_norm")
 def foreach_norm(op: Any, tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Any]:
     """The norm of each tensor."""
+    if ord in (0, -inf):
+        return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
     return _each(op, tensors, (ord, dtype), lambda own: _powers(op, own, ord, dtype, True))
 
 

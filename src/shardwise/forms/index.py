@@ -4,24 +4,121 @@ rank that has the index. The rules in `rules/indexing.py` serve all other calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..dispatch.fallback import mesh_of
 from ..dispatch.operator import register_form
-from ..errors import LayoutError
+from ..errors import LayoutError, OutOfRangeError
 from ..layout.geometry import contiguous_stride
-from ..layout.placement import Placement, Shard
+from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
+from ..redistribute import DimMap
 from ..rules import Call
-from ..storage.ragged import as_dtensor, move_to
-from ..storage.wrapper import wrap
-from .exchange import exchange, exchange_cost, index_dtype
+from ..rules.indexing import has_mask
+from ..storage.halo import fetch_all
+from ..storage.ragged import as_dtensor, gather_plain, move_to
+from ..storage.wrapper import Locals, wrap
 from .mask import is_mask, masked_index
 
 aten = torch.ops.aten
+
+
+# --- owner exchange ------------------------------------------------------------------------------
+
+
+def _vector_spec(
+    like: DTensorSpec, shape: tuple[int, ...], dtype: torch.dtype, cuts: Sequence[int]
+) -> DTensorSpec:
+    """The layout of rows that are sharded on dim 0 over the axes over which `like` is sharded."""
+    places = [Shard(0) if place.is_shard() else Replicate() for place in like.placements]
+    meta = TensorMeta(shape, contiguous_stride(shape), dtype)
+    return DTensorSpec(like.topology, places, meta, cuts=[tuple(cuts), *[None] * (len(shape) - 1)])
+
+
+class Exchange(NamedTuple):
+    """Vectors of which each element is sent to the shard that owns it.
+
+    The vectors are sharded as `spec` is. `orders` sorts the elements of each local vector by owner,
+    `counts[i][j]` is how many elements shard i sends to shard j.
+    """
+
+    op: Any
+    spec: DTensorSpec
+    orders: list[torch.Tensor]
+    counts: list[list[int]]
+
+    def send(self, *vectors: Sequence[torch.Tensor]) -> list[Locals]:
+        """What arrives of each vector, in order of the sending shards; all in one collective."""
+        ordered = [
+            tuple(part[order] for part, order in zip(parts, self.orders, strict=True))
+            for parts in vectors
+        ]
+        return self._ship(ordered, self.counts)
+
+    def reply(self, answers: Sequence[torch.Tensor]) -> Locals:
+        """One answer for each element that arrived, in the order of the elements sent."""
+        (found,) = self._ship([tuple(answers)], list(zip(*self.counts, strict=True)))
+        return tuple(
+            torch.empty_like(new).index_copy_(0, order, new)
+            for order, new in zip(self.orders, found, strict=True)
+        )
+
+    def _ship(self, vectors: Sequence[Locals], counts: Sequence[Sequence[int]]) -> list[Locals]:
+        cuts = [sum(row) for row in counts]
+        wanted = []
+        for parts in vectors:
+            shape = (sum(cuts), *parts[0].shape[1:])
+            spec = _vector_spec(self.spec, shape, parts[0].dtype, cuts)
+            for (start, _), row in zip(spec.pieces(0), counts, strict=True):
+                ends = [start, *(start + end for end in accumulate(row))]
+                table = tuple(pairwise(ends))
+                wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
+        found = iter(fetch_all(self.op, wanted))
+        came = [[next(found) for _ in counts] for _ in vectors]
+        return [tuple(map(torch.cat, zip(*pieces, strict=True))) for pieces in came]
+
+
+def exchange(
+    op: Any,
+    index: DTensorSpec,
+    indices: Sequence[torch.Tensor],
+    owned: DTensorSpec,
+    dim: int,
+    wrapped: bool = False,
+) -> Exchange:
+    """The exchange of `indices` of a sharded dim of `owned`; they are sharded as `index` is.
+
+    An index that is out of range raises on every rank. If they are `wrapped`, the size of the dim
+    was added to negative ones.
+    """
+    stops = torch.tensor(list(accumulate(owned.dim_cuts[dim])), device=indices[0].device)
+    orders, facts = [], []
+    for part in indices:
+        owner = torch.bucketize(part, stops, right=True).clamp_(max=len(stops) - 1)
+        orders.append(owner.sort(stable=True).indices)
+        limits = torch.stack(torch.aminmax(torch.cat([part, part.new_zeros(1)])))
+        facts.append(torch.cat([limits, torch.bincount(owner, minlength=len(stops))]).unsqueeze(0))
+    shape = (index.num_shards, len(stops) + 2)
+    spec = _vector_spec(index, shape, torch.int64, [1] * index.num_shards)
+    table = gather_plain(op, wrap(spec, tuple(facts))).tolist()
+    low, high = min(row[0] for row in table), max(row[1] for row in table)
+    size = owned.shape[dim]
+    if low < 0 or high >= size:
+        bad = high if high >= size else low - size * wrapped
+        raise OutOfRangeError(f"index {bad} is out of bounds for dimension {dim} with size {size}")
+    return Exchange(op, index, orders, [row[2:] for row in table])
+
+
+def _exchange_cost(index: DTensorSpec, *widths: int) -> tuple[int, ...]:
+    """The bytes received for the table of counts, and for each vector that has `width` bytes for
+    an index."""
+    count = index.num_shards
+    received = prod(index.largest_shape) * (count - 1) // count
+    return (8 * (count - 1) * (count + 2), *(received * width for width in widths))
 
 
 def _sharded_alone(spec: DTensorSpec, dim: int) -> bool:
@@ -38,25 +135,22 @@ def _is_index(spec: DTensorSpec) -> bool:
     return spec.dtype in (torch.int64, torch.int32) and prod(spec.shape) > 0 and not spec.sums
 
 
-# --- reading -----------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------
 
 
 def _pick_cost(call: Call) -> tuple[int, ...] | None:
     """The cost of fetching rows from their owners: index and tensor are sharded on one axis set."""
+    indices = call.get("indices")
+    by_list = isinstance(indices, (list, tuple))
+    if by_list and has_mask(call):
+        return ()
     if len(call.specs) != 2 or not call.specs[0].ndim:
         return None
     x, index = call.specs
-    dim = _indexed_dim(call) % x.ndim
+    dim = next(d for d, i in enumerate(indices) if i is not None) if by_list else call.get("dim", 0)
     if not _sharded_alone(x, dim) or not _is_index(index) or index.slot_axes != x.slot_axes:
         return None
-    return exchange_cost(index, index_dtype(x.shape[dim]).itemsize, _row_bytes(x, dim))
-
-
-def _indexed_dim(call: Call) -> int:
-    indices = call.get("indices")
-    if isinstance(indices, (list, tuple)):
-        return next(dim for dim, each in enumerate(indices) if each is not None)
-    return call.get("dim") or 0
+    return _exchange_cost(index, 8, _row_bytes(x, dim))
 
 
 def _pick(op: Any, x: Any, dim: int, index: Any, wraps: bool = False) -> Any:
@@ -66,10 +160,10 @@ def _pick(op: Any, x: Any, dim: int, index: Any, wraps: bool = False) -> Any:
     if wraps:
         flat = [torch.where(part < 0, part + spec.shape[dim], part) for part in flat]
     sent = exchange(op, at, flat, spec, dim, wraps)
-    (wanted,) = sent.send([part.to(index_dtype(spec.shape[dim])) for part in flat])
+    (wanted,) = sent.send(flat)
     starts = [spec.box(coord)[dim][0] for coord in spec.slots]
     answers = [
-        part.movedim(dim, 0)[own.to(torch.int64) - start]
+        part.movedim(dim, 0)[own - start]
         for part, own, start in zip(x._locals, wanted, starts, strict=True)
     ]
     out = _picked_spec(spec, dim, at)
@@ -114,7 +208,7 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
     return _pick(aten.index.Tensor, x, dim, given, wraps=True)
 
 
-# --- writing -----------------------------------------------------------------------------------
+# --- writing -------------------------------------------------------------------------------------
 
 
 def _add_cost(call: Call) -> tuple[int, ...] | None:
@@ -125,17 +219,16 @@ def _add_cost(call: Call) -> tuple[int, ...] | None:
     dim = call.get("dim") % x.ndim
     if not _sharded_alone(x, dim) or not _sharded_alone(source, dim):
         return None
-    if x.slot_axes != source.slot_axes:
+    like = _index_spec(index, source, dim)
+    if x.slot_axes != source.slot_axes or (index is not like and not index.is_replicated()):
         return None
-    like = index.with_placements(_as_index(source), [source.dim_cuts[dim]])
-    if index is not like and not index.is_replicated():
-        return None
-    width = index_dtype(x.shape[dim]).itemsize + _row_bytes(source, dim)
-    return exchange_cost(like, width)
+    return _exchange_cost(like, 8 + _row_bytes(source, dim))
 
 
-def _as_index(source: DTensorSpec) -> list[Placement]:
-    return [Shard(0) if place.is_shard() else place for place in source.placements]
+def _index_spec(index: DTensorSpec, source: DTensorSpec, dim: int) -> DTensorSpec:
+    """The layout of an index beside its rows."""
+    places = [Shard(0) if place.is_shard() else place for place in source.placements]
+    return index.with_placements(places, [source.dim_cuts[dim]])
 
 
 @register_form("index_add", cost=_add_cost)
@@ -144,19 +237,18 @@ def index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> A
     op = aten.index_add.default
     mesh, dim = mesh_of(op, [x, index, source]), dim % x.ndim
     x, index, source = (as_dtensor(each, mesh) for each in (x, index, source))
-    spec, cuts = x._spec, [source._spec.dim_cuts[dim]]
-    index = move_to(op, index, index._spec.with_placements(_as_index(source._spec), cuts))
-    sent = exchange(op, index._spec, [part.to(torch.int64) for part in index._locals], spec, dim)
-    narrow = [part.to(index_dtype(spec.shape[dim])) for part in index._locals]
-    wanted, came = sent.send(narrow, [part.movedim(dim, 0) for part in source._locals])
+    index = move_to(op, index, _index_spec(index._spec, source._spec, dim))
+    spec, flat = x._spec, [part.to(torch.int64) for part in index._locals]
+    sent = exchange(op, index._spec, flat, spec, dim)
+    wanted, came = sent.send(flat, [part.movedim(dim, 0) for part in source._locals])
     parts = []
     for coord, part, own, new in zip(spec.slots, x._locals, wanted, came, strict=True):
-        at = own.to(torch.int64) - spec.box(coord)[dim][0]
+        at = own - spec.box(coord)[dim][0]
         parts.append(part.index_add(dim, at, new.movedim(0, dim), alpha=alpha))
     return wrap(spec, tuple(parts))
 
 
-# --- one place of a dim ------------------------------------------------------------------------
+# --- one place of a dim --------------------------------------------------------------------------
 
 
 @register_form("select", blocks=True)
@@ -164,20 +256,6 @@ def select(x: Any, dim: int, index: int) -> Any:
     """A slice of one place, without its dim: the slice is local, and only it moves."""
     place = index % x.shape[dim]
     return aten.squeeze.dim(aten.slice.Tensor(x, dim, place, place + 1), dim)
-
-
-@register_form("select_copy", blocks=True)
-def select_copy(x: Any, dim: int, index: int) -> Any:
-    """As `select`, but never an alias."""
-    return select(x, dim, index).clone()
-
-
-@register_form("select_scatter")
-def select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
-    """A slice of one place is replaced, so that only its owner needs the source."""
-    place = index % x.shape[dim]
-    row = aten.unsqueeze.default(src, dim % x.ndim)
-    return aten.slice_scatter.default(x, row, dim, place, place + 1)
 
 
 @register_form("unbind", blocks=True)

@@ -22,13 +22,13 @@ from ..storage.wrapper import Wrapper, wrap
 aten = torch.ops.aten
 
 
-def _joins_shards(call: Call) -> bool:
+def _cost(call: Call) -> tuple[()] | None:
     ndim = len(call.results[0].shape)
     dim = call.get("dim", 0) % ndim
-    return any(spec.ndim == ndim and spec.dim_axes[dim] for spec in call.specs)
+    return () if any(s.ndim == ndim and s.dim_axes[dim] for s in call.specs) else None
 
 
-@register_form("cat", when=_joins_shards)
+@register_form("cat", cost=_cost)
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """The result is sharded along the joined dim, cut as `torch.chunk` would."""
     op = aten.cat.default

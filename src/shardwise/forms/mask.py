@@ -6,26 +6,26 @@ own shard of dim 0 stays there, and only the counts are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 
-from ..dispatch.fallback import fallback_form, mesh_of
+from ..dispatch.fallback import fallback_form, laid_out, mesh_of
 from ..dispatch.operator import register_form
 from ..errors import OutOfRangeError
 from ..layout.placement import Placement, Replicate, Shard
+from ..rules import Call
 from ..rules.indexing import has_mask
 from ..storage.ragged import (
     as_dtensor,
     divided,
+    gather_plain,
     is_requested,
     joined,
     move_to,
     reduce_partial,
-    requested,
 )
 from ..storage.wrapper import Wrapper
 
@@ -42,7 +42,7 @@ def nonzero(x: Any) -> Any:
     true = reduce_partial(op, x) != 0
     spec = true._spec
     if not is_requested() or not spec.slot_axes or spec.dim_axes[0] != spec.slot_axes:
-        return fallback_form(op)(true)
+        return laid_out(op(gather_plain(op, true)), spec.topology)
     parts = []
     for coord, part in zip(spec.slots, true._locals, strict=True):
         found = op(part)
@@ -123,16 +123,17 @@ def _only_mask(x: Any, indices: Sequence[Any]) -> Any:
 
 
 def masked_index(x: Any, indices: Sequence[Any]) -> Any:
-    """What masks pick: on each rank from its shard of dim 0, or by the indices of true elements."""
+    """What masks pick: by the indices of true elements. With `ragged_results()` each rank picks
+    from its shard of dim 0."""
     op = aten.index.Tensor
-    mesh = mesh_of(op, [x, *(index for index in indices if index is not None)])
     mask = _only_mask(x, indices)
-    if mask is not None:
+    if mask is not None and is_requested():
+        mesh = mesh_of(op, [x, mask])
         x = reduce_partial(op, as_dtensor(x, mesh))
         own, inner = x._spec.dim_axes[0], x._spec.dim_axes[1 : mask.ndim]
         if own and not any(inner):
             return _picked(op, x, as_dtensor(mask, mesh))
-    return op(x, _as_integers(x, indices))
+    return reduce_partial(op, op(x, _as_integers(x, indices)))
 
 
 def _picked(op: Any, x: Any, mask: Any) -> Any:
@@ -151,20 +152,7 @@ def _picked(op: Any, x: Any, mask: Any) -> Any:
         for place in spec.placements
     ]
     rest_cuts = None if spec.cuts is None else spec.cuts[mask.ndim :]
-    rest, stride = spec.shape[mask.ndim :], _strides(op, x, mask.ndim)
-    return requested(op, joined(op, spec.topology, found, parts, rest, rest_cuts, stride=stride))
-
-
-def _strides(op: Any, x: Any, ndim: int) -> Callable[[int], Sequence[int]]:
-    """The strides of so many picked rows on one device."""
-    meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-    def stride(count: int) -> Sequence[int]:
-        one = torch.empty(count, dtype=torch.int64, device="meta")
-        made: Sequence[int] = op(meta, [one] * ndim).stride()
-        return made
-
-    return stride
+    return joined(op, spec.topology, found, parts, spec.shape[mask.ndim :], rest_cuts)
 
 
 @register_form("masked_select")
@@ -192,34 +180,9 @@ def index_put(
     return op(x, _as_integers(x, indices), values, accumulate, *rest)
 
 
+def _if_masked(call: Call) -> tuple[()] | None:
+    return () if has_mask(call) else None
+
+
 for _name in ("index_put", "_unsafe_index_put", "_index_put_impl"):
-    register_form(_name, when=has_mask)(partial(index_put, getattr(aten, _name).default))
-
-
-@register_form("masked_scatter")
-def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
-    """Each true element takes the element of `source` that its rank among the true ones names."""
-    if mask.dtype is not torch.bool or x.dtype is not source.dtype:
-        raise RuntimeError(
-            f"masked_scatter: a mask of {mask.dtype} and a source of {source.dtype} were given for "
-            f"a tensor of {x.dtype}. Give a mask of torch.bool and a source of the tensor's dtype."
-        )
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
-    mask = mask.expand(shape)
-    count = int(mask.sum())
-    if source.numel() < count:
-        raise RuntimeError(
-            f"masked_scatter: the mask has {count} places, but the source has only "
-            f"{source.numel()} elements."
-        )
-    if not count:
-        return x.expand(shape).clone()
-    nth = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0).view(shape)
-    return torch.where(mask, source.reshape(-1)[nth], x)
-
-
-@register_form("masked_scatter_backward")
-def masked_scatter_backward(grad: Any, mask: Any, sizes: Sequence[int]) -> Any:
-    """What the mask picks of the gradient, then zeros for elements that were not used."""
-    picked = aten.masked_select.default(grad, mask)
-    return torch.cat([picked, picked.new_zeros(prod(sizes) - picked.numel())]).view(sizes)
+    register_form(_name, cost=_if_masked)(partial(index_put, getattr(aten, _name).default))

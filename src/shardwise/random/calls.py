@@ -6,23 +6,22 @@ composed of fills (`composites.py`). All others draw whole tensors on every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._torch import OpOverload
-from ..dispatch.fallback import laid_out, mesh_of, run_whole, written_in
+from ..dispatch.fallback import laid_out, mesh_of, run_whole
 from ..dispatch.plans import tensors_in
 from ..dispatch.random_ops import is_fill
-from ..layout.spec import DTensorSpec, default_placements
+from ..layout.spec import DTensorSpec
 from ..layout.split_dims import held_of
-from ..storage import policy
-from ..storage.operands import describe_moves
-from ..storage.plain import full_local
+from ..rules import named
+from ..storage.ragged import gather_plain
 from ..storage.wrapper import Locals, Wrapper
 from .agree import begin
-from .composites import COMPOSITES
+from .composites import COMPOSITES, empty_whole
 from .counter import fill
 
 
@@ -34,12 +33,12 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
 
     def whole(tensor: Any, written: bool) -> torch.Tensor:
         if written and overwrites:
-            return _empty(tensor)
-        full = full_local(tensor)
+            return empty_whole(tensor)
+        full = gather_plain(op, tensor)
         return full.clone() if written else full
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = _bound(op, args, kwargs)
+        given = named(op, args, kwargs)
         if composite is not None:
             made = composite(op, given)
             if made is not NotImplemented:
@@ -50,26 +49,10 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
             return _dropout(mode, *args)
         if mode == "counter" and overwrites and not isinstance(given.get("p"), torch.Tensor):
             return fill(op, given)
-        if policy.current().moves != "auto":
-            filled = {id(tensor) for tensor in written_in(op, args)} if overwrites else set()
-            policy.on_moves(op, _gathers([t for t in tensors if id(t) not in filled]))
         like = next(t._spec for t in tensors if isinstance(t, Wrapper))
         return run_whole(op, args, kwargs, whole, like)
 
     return run
-
-
-def _bound(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, with the operator's defaults."""
-    given = dict(zip([a.name for a in op._schema.arguments], args, strict=False))
-    defaults = {a.name: a.default_value for a in op._schema.arguments}
-    return defaults | given | kwargs
-
-
-def _empty(x: Any) -> torch.Tensor:
-    """A whole tensor of the shape, strides and dtype of a DTensor."""
-    shape, stride, dtype = x._spec.meta
-    return torch.empty_strided(shape, stride, dtype=dtype, device=x.device)
 
 
 def _dropout(mode: str, x: Any, p: float, train: bool | None) -> Any:
@@ -81,17 +64,9 @@ def _dropout(mode: str, x: Any, p: float, train: bool | None) -> Any:
         bernoulli = torch.ops.aten.bernoulli_.float
         fill(bernoulli, {"self": mask, "p": 1 - p, "generator": None})
     else:
-        _, drawn = torch.native_dropout(_empty(x).fill_(1), p, train)
+        _, drawn = torch.native_dropout(empty_whole(x).fill_(1), p, train)
         mask = laid_out(drawn, x._spec.topology, x._spec)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-def _gathers(tensors: Sequence[Any]) -> list[str]:
-    """Descriptions of the moves that replicate these operands."""
-    specs = [tensor._spec for tensor in tensors if isinstance(tensor, Wrapper)]
-    whole = [spec.with_placements(default_placements(spec.topology)) for spec in specs]
-    moves = [(i, dst) for i, dst in enumerate(whole) if specs[i] is not dst]
-    return describe_moves(moves, specs)
 
 
 def permuted(spec: DTensorSpec, generator: torch.Generator | None) -> Locals:

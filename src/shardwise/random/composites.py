@@ -55,18 +55,20 @@ def _bernoulli(op: OpOverload, given: Given) -> Any:
     if op._overloadname == "default":
         drawn = torch.bernoulli(_held(p), generator=generator)
     else:
-        shape, stride, dtype = target._spec.meta
-        drawn = torch.empty_strided(shape, stride, dtype=dtype, device=target.device)
-        drawn.bernoulli_(_held(p), generator=generator)
+        drawn = empty_whole(target).bernoulli_(_held(p), generator=generator)
     made = laid_out(drawn, p._spec.topology, p._spec)
     return made if op._overloadname == "default" else target.copy_(made)
 
 
+def empty_whole(x: Any) -> torch.Tensor:
+    """A whole tensor of the shape, strides and dtype of a DTensor, not initialised."""
+    shape, stride, dtype = x._spec.meta
+    return torch.empty_strided(shape, stride, dtype=dtype, device=x.device)
+
+
 def _held(x: Any) -> torch.Tensor:
     """The whole tensor, with zeros where it is not held here."""
-    spec = x._spec
-    shape, stride, dtype = spec.meta
-    whole = torch.empty_strided(shape, stride, dtype=dtype, device=x.device).zero_()
+    spec, whole = x._spec, empty_whole(x).zero_()
     for coord, part in zip(spec.slots, x._locals, strict=True):
         whole[tuple(slice(*piece) for piece in spec.box(coord))] = part
     return whole

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout.geometry import Interval
+from ..layout.geometry import Interval, flat_index
 
 Key = bytes
 """128 bits drawn for a call, and the seed that the generator was given."""
@@ -111,7 +111,9 @@ def draw_held(
     dims = [list(_pieces(*each)) for each in zip(held, shape, sides, strict=True)]
     space = torch.empty(prod(sides), dtype=local.dtype, device=local.device)
     met = list(product(*dims))
-    tiles = [_flat_index([piece.tile for piece in pieces], shape, sides) for pieces in met]
+    counts = [-(-size // side) for size, side in zip(shape, sides, strict=True)]
+    every = range(len(counts))
+    tiles = [flat_index([piece.tile for piece in pieces], counts, every) for pieces in met]
     for pieces, generator in zip(met, generators(local.device, key, tiles), strict=True):
         sizes = [piece.size for piece in pieces]
         drawn = space[: prod(sizes)]
@@ -140,11 +142,3 @@ def _pieces(held: Sequence[Interval], size: int, side: int) -> Iterator[_Piece]:
             in_local = slice(offset + low - first, offset + high - first)
             yield _Piece(index, stop - start, in_local, slice(low - start, high - start))
         offset += last - first
-
-
-def _flat_index(place: Sequence[int], shape: Sequence[int], sides: Sequence[int]) -> int:
-    """The number of a tile, counted as in a contiguous tensor of tiles."""
-    index = 0
-    for at, size, side in zip(place, shape, sides, strict=True):
-        index = index * -(-size // side) + at
-    return index

@@ -1,5 +1,4 @@
 """Attention in all its backends: batches, heads and queries are apart, in the gradient keys too.
-(forms/attention.py has the forward pass over sharded keys.)
 
 Backends differ in what they return besides the result and its logsumexp, so operands are found by
 name. A causal kernel takes queries and keys that begin at the same position. What some queries see

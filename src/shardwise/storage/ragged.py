@@ -107,16 +107,6 @@ def joined(
     return wrap(spec, tuple(parts))
 
 
-def requested(op: object, x: Any) -> Any:
-    """A ragged result as it is if the user asked for it, else with dim 0 replicated."""
-    if current().ragged:
-        return x
-    spec = x._spec
-    places = [Replicate() if place.is_shard(0) else place for place in spec.placements]
-    cuts = None if spec.cuts is None else [None, *spec.cuts[1:]]
-    return move_to(op, x, spec.with_placements(places, cuts))
-
-
 def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
     """A result that was put together on all ranks as it is, or if the user asked for it in shards
     over `axes`."""
