@@ -301,6 +301,24 @@ def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def _by_columns(op: Any, at: int) -> Any:
+    """A decomposition whose result `at` has its matrices in column order."""
+
+    def shapes(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        made = list(op(*args, **kwargs))
+        if made[at].ndim > 1:
+            made[at] = made[at].mT.contiguous().mT
+        return tuple(made)
+
+    return shapes
+
+
+def _batch_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    """PyTorch's meta kernel makes the gradient of the input even if nobody asks for it."""
+    made = aten.native_batch_norm_backward.default(*args)
+    return tuple(value if asked else None for value, asked in zip(made, args[-1], strict=True))
+
+
 def _lstsq(
     a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -334,6 +352,9 @@ _CORRECTED: dict[str, Any] = {
     "_ctc_loss_backward": _like_second,
     "fractional_max_pool3d_backward": _like_second,
     "geqrf": _geqrf,
+    "_linalg_svd": _by_columns(aten._linalg_svd.default, 2),
+    "linalg_eig": _by_columns(aten.linalg_eig.default, 1),
+    "native_batch_norm_backward": _batch_norm_backward,
     "linalg_lstsq": _lstsq,
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,
