@@ -12,7 +12,7 @@ import torch
 
 from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals
 from .language import Along, Call, Dims, Rule, Site, along, together
-from .views import each_dim, form_of, reordered, sizes_of
+from .views import copied, each_dim, form_of, reordered, sizes_of, without
 
 aten = torch.ops.aten
 
@@ -153,69 +153,27 @@ def slice_backward(call: Call) -> Rule:
     def tail(site: Site) -> tuple[Any, ...]:
         return (site.out_shapes[0], dim, *window.local(site.out_boxes[0][dim]), window.step)
 
-    return Rule(
-        (along(each_dim(len(shape))),),
-        (_linked(shape, dim, Spread(window, sizes[dim])),),
-        sizes_of(shape),
-        reduce=None,
-        linear=((0,),),
-        copies=True,
-        tail=tail,
-        placed=frozenset([f"i{dim}"]),
-    )
+    rule = reordered(call, each_dim(len(shape)))
+    outputs = (_linked(shape, dim, Spread(window, sizes[dim])),)
+    return replace(rule, outputs=outputs, tail=tail, placed=frozenset([f"i{dim}"]))
 
 
 def select(call: Call) -> Rule:
-    """One place of a dim that must be whole, without the dim."""
-    shape = call.shape(0)
-    dim = call.get("dim") % len(shape)
-    return _dropped(call, dim)
+    """One place of a dim that must be whole, without the dim; `unbind` gives every place."""
+    names = each_dim(len(call.shape(0)))
+    dim = call.get("dim", 0) % len(names)
+    return copied(call, without(names, [dim]), _dropped(names, dim))
 
 
-def unbind(call: Call) -> Rule:
-    """Every place of a dim that must be whole."""
-    return _dropped(call, call.get("dim", 0) % len(call.shape(0)))
-
-
-def _dropped(call: Call, dim: int) -> Rule:
-    shape = call.shape(0)
-    names = each_dim(len(shape))
-    names[dim] = None
-    return Rule(
-        (along(names),),
-        (along(_without(names, dim)),) * len(call.results),
-        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
-        reduce=None,
-        linear=((0,),),
-        copies=True,
-    )
-
-
-def _without(names: Sequence[str | None], dim: int) -> list[str | None]:
-    return [name for d, name in enumerate(names) if d != dim]
+def _dropped(names: Sequence[str | None], dim: int) -> list[str | None]:
+    return [*names[:dim], *names[dim + 1 :]]
 
 
 def select_backward(call: Call) -> Rule:
     """Zeros with the gradient in one place of a dim that the result has whole."""
-    ndim = len(call.get("input_sizes"))
-    dim = call.get("dim") % ndim
-    names = each_dim(ndim)
-    names[dim] = None
-    shape = call.results[0].shape
-
-    def tail(site: Site) -> tuple[Any, ...]:
-        return (site.out_shapes[0], dim, call.get("index"))
-
-    return Rule(
-        (along(_without(names, dim)),),
-        (along(names),),
-        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
-        reduce=None,
-        linear=((0,),),
-        copies=True,
-        tail=tail,
-        placed=frozenset(),
-    )
+    names = each_dim(len(call.get("input_sizes")))
+    dim = call.get("dim") % len(names)
+    return copied(call, _dropped(names, dim), without(names, [dim]), shape_arg=1)
 
 
 def select_scatter(call: Call) -> Rule:
@@ -231,7 +189,7 @@ def select_scatter(call: Call) -> Rule:
 
     names = each_dim(len(shape))
     return Rule(
-        (along(names), along(_without(names, dim))),
+        (along(names), along(_dropped(names, dim))),
         (along(names),),
         sizes_of(shape),
         reduce=None,
@@ -260,7 +218,7 @@ def stack(call: Call) -> Rule:
     dim = call.get("dim", 0) % ndim
     dims = each_dim(ndim)
     dims[dim] = None
-    return _joined(call, [_without(dims, dim)] * len(call.specs), dims)
+    return _joined(call, [_dropped(dims, dim)] * len(call.specs), dims)
 
 
 def _joined(call: Call, inputs: Sequence[list[str | None]], dims: list[str | None]) -> Rule:
