@@ -319,6 +319,12 @@ def _batch_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return tuple(value if asked else None for value, asked in zip(made, args[-1], strict=True))
 
 
+def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
+    """PyTorch's meta kernel returns weights that nobody asked for."""
+    out, weights = aten._native_multi_head_attention.default(*args, **kwargs)
+    return out, weights if (args[10] if len(args) > 10 else need_weights) else None
+
+
 def _lstsq(
     a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -355,6 +361,7 @@ _CORRECTED: dict[str, Any] = {
     "_linalg_svd": _by_columns(aten._linalg_svd.default, 2),
     "linalg_eig": _by_columns(aten.linalg_eig.default, 1),
     "native_batch_norm_backward": _batch_norm_backward,
+    "_native_multi_head_attention": _multi_head_attention,
     "linalg_lstsq": _lstsq,
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,

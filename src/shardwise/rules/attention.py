@@ -328,12 +328,8 @@ def encoder_layer(call: Call) -> Rule:
             along(["b" if name in batched and dim == 0 else None for dim in range(spec.ndim)])
             for name, spec in zip(call.operand_names, call.specs, strict=True)
         ),
-        tuple(
-            along(["b" if meta.shape != (0,) else None, *[None] * (len(meta.shape) - 1)])
-            for meta in call.results
-        ),
+        tuple(along(["b", *[None] * (len(meta.shape) - 1)]) for meta in call.results),
         {"b": call.shape(0)[0]},
         reduce=None,
-        alike=frozenset([1]),  # weights that nobody asked for
         **unless_empty(call),
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..layout.geometry import Interval
+from ..layout.geometry import Interval, contiguous_stride
 from .halo import Tables, clipped, in_proportion, narrowed, plane_dims, tables
 from .language import Along, Call, Rule, Site, has_fractions, replicated, zeros_at
 
@@ -87,7 +87,10 @@ def _rule(call: Call, back: bool) -> Rule:
     each = zip(image[first:], result[first:], scales, strict=True)
     planes = [_blocks(call, *own, back) for own in each]
     if "nearest" in call.name and None in planes and call.specs[0].dtype is torch.float64:
-        return replicated(call)  # how kernels round indices depends on the sizes of the result
+        # How kernels round indices depends on the sizes of a plane and the order of dims.
+        if call.results[0].stride != contiguous_stride(made):
+            return replicated(call)
+        planes = [None] * len(planes)
     lead = tuple(Along(f"i{dim}") for dim in range(first))
     cuttable = {dim: blocks for dim, blocks in enumerate(planes, first) if blocks is not None}
 

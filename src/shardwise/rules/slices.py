@@ -177,26 +177,10 @@ def select_backward(call: Call) -> Rule:
 
 
 def select_scatter(call: Call) -> Rule:
-    """A copy with one place of a dim replaced; only the rank that holds the place changes it."""
-    shape = call.shape(0)
-    dim, index = call.get("dim") % len(shape), call.get("index") % max(shape[call.get("dim")], 1)
-
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        start, stop = site.box(0)[dim]
-        if not start <= index < stop:
-            return args[0].clone()
-        return op(args[0], args[1], dim, index - start)
-
-    names = each_dim(len(shape))
-    return Rule(
-        (along(names), along(_dropped(names, dim))),
-        (along(names),),
-        sizes_of(shape),
-        reduce=None,
-        **together(call),
-        local=local,
-        placed=frozenset([f"i{dim}"]),
-    )
+    """A copy with one place of a dim replaced; the dim must be whole."""
+    names = each_dim(len(call.shape(0)))
+    dim = call.get("dim") % len(names)
+    return _joined(call, [without(names, [dim]), _dropped(names, dim)], without(names, [dim]))
 
 
 # --- joining ---------------------------------------------------------------------------------
