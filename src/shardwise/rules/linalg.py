@@ -44,21 +44,18 @@ def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: S
     return op(a, b.unsqueeze(0) if b.ndim == a.ndim - 1 else b, *args[2:], **kwargs)
 
 
-def _solver(rest: str, alike: tuple[int, ...]) -> Family:
+_SOLVED = "... _ _, ... _, ..."
+_OF_MATRICES = matrices(
+    f"... _ _, ... _ _ -> ... _ _, {_SOLVED}", alike=(1, 2, 3), local=_as_matrices
+)
+_OF_VECTORS = matrices(f"... _ _, ... _ -> ... _, {_SOLVED}", alike=(1, 2, 3))
+
+
+def solve(call: Call) -> Rule:
     """A linear system for each matrix: the right side is a matrix or a vector."""
-    of_matrices = matrices(f"... _ _, ... _ _ -> ... _ _, {rest}", alike=alike, local=_as_matrices)
-    of_vectors = matrices(f"... _ _, ... _ -> ... _, {rest}", alike=alike)
-
-    def family(call: Call) -> Rule:
-        a, b = call.shape(0), call.shape(1)
-        has_vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-        return of_vectors(call) if has_vectors else of_matrices(call)
-
-    return family
-
-
-solve = _solver("... _ _, ... _, ...", (1, 2, 3))
-least_squares = _solver("... _, ..., ... _", (2, 3))
+    a, b = call.shape(0), call.shape(1)
+    has_vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
+    return _OF_VECTORS(call) if has_vectors else _OF_MATRICES(call)
 
 
 def fourier(call: Call) -> Rule:
