@@ -64,6 +64,7 @@ def _pooling() -> Iterator[Sample]:
         (x(2, 3, 7, 4), ([3, 2], [2, 1], [1, 1], True, False, None)),
         (x(2, 3, 7, 4), ([3, 2], [1, 2], [1, 0], True, True, None)),
         (x(3, 5, 4), ([2, 2], [3, 2], [0, 0], False, True, 3)),
+        (x(2, 3, 7, 4), ([3, 2], [1, 2], [0, 0], False, False, None)),
         (x(2, 2, 3, 4, 3), ([2] * 3, [2] * 3, [1] * 3, False, True, None)),
     ):
         spatial = len(average[0])

@@ -18,7 +18,6 @@ from .language import (
     Rule,
     Scaled,
     Site,
-    anywhere,
     named,
     replicated,
     unless_empty,
@@ -37,7 +36,6 @@ def matrices(text: str, *, alike: tuple[int, ...] = (), local: Local | None = No
     return notation(text, reduce=None, alike=alike, local=local)
 
 
-@anywhere
 def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The local call: PyTorch takes a right side of fewer dims for vectors if the sizes fit."""
     a, b = args[:2]
@@ -68,7 +66,6 @@ def fourier(call: Call) -> Rule:
 # --- products ------------------------------------------------------------------------------------
 
 
-@anywhere
 def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """With an empty matrix PyTorch does not broadcast the first operand."""
     return op(args[0].expand(site.out_shapes[0]), *args[1:], **kwargs)

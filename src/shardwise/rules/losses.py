@@ -12,7 +12,7 @@ import torch
 
 from .._torch import check_when_run, is_tracing
 from ..errors import LayoutError
-from .language import Call, Dims, Operand, Rule, Site, along, anywhere, zeros_at
+from .language import NOWHERE, Call, Dims, Operand, Rule, Site, along, zeros_at
 from .pointwise import broadcast_dims, pointwise
 from .reductions import wide
 
@@ -32,7 +32,6 @@ def _reducing(call: Call, kind: int, args: Sequence[Any], kwargs: dict[str, Any]
 def _mean_over(call: Call, count: int) -> Any:
     """A local call that gives a shard's part of the mean over `count` elements, or its gradient."""
 
-    @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         dtype = site.outputs[0].dtype
         given = [v.to(wide(dtype)) if isinstance(v, torch.Tensor) else v for v in args]
@@ -54,7 +53,7 @@ def loss(call: Call) -> Rule:
     )
     if reduction == _SUM:
         return rule
-    return replace(rule, local=_mean_over(call, prod(shape)))
+    return replace(rule, local=_mean_over(call, prod(shape)), placed=NOWHERE)
 
 
 def loss_backward(call: Call) -> Rule:
@@ -70,7 +69,7 @@ def loss_backward(call: Call) -> Rule:
     )
     if call.get("reduction") != _MEAN:
         return rule
-    return replace(rule, local=_mean_over(call, prod(shape)))
+    return replace(rule, local=_mean_over(call, prod(shape)), placed=NOWHERE)
 
 
 # --- classes -----------------------------------------------------------------------------------

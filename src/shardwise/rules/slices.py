@@ -12,7 +12,7 @@ import torch
 
 from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals
 from .language import Along, Call, Dims, Rule, Site, along, together
-from .views import copied, each_dim, form_of, reordered, sizes_of, without
+from .views import copied, each_dim, form_of, of_shape, reordered, sizes_of, without
 
 aten = torch.ops.aten
 
@@ -81,18 +81,24 @@ def _window(call: Call, size: int) -> Window:
     return Window(first, max(first, last), call.get("step", 1))
 
 
-def slice_tensor(call: Call) -> Rule:
-    """A slice: on a sharded dim each rank keeps what it has of it, in place."""
+def _sliced(call: Call) -> tuple[int, Window, dict[str, Any]]:
+    """The dim of a slice and its window, and the traits of a rule whose local call slices."""
     shape = call.shape(0)
     dim = call.get("dim", 0) % len(shape)
     window = _window(call, shape[dim])
-    rule = reordered(call, each_dim(len(shape)))
 
     def tail(site: Site) -> tuple[int, ...]:
         return (dim, *window.local(site.box(0)[dim]), window.step)
 
-    placed = frozenset([f"i{dim}"])
-    return replace(rule, outputs=(_linked(shape, dim, window),), tail=tail, placed=placed)
+    return dim, window, {"tail": tail, "placed": frozenset([f"i{dim}"])}
+
+
+def slice_tensor(call: Call) -> Rule:
+    """A slice: on a sharded dim each rank keeps what it has of it, in place."""
+    shape = call.shape(0)
+    dim, window, traits = _sliced(call)
+    rule = reordered(call, each_dim(len(shape)))
+    return replace(rule, outputs=(_linked(shape, dim, window),), **traits)
 
 
 def _linked(shape: Sequence[int], dim: int, link: Window | Spread) -> Dims:
@@ -125,22 +131,10 @@ def split(call: Call) -> Rule:
 def slice_scatter(call: Call) -> Rule:
     """A copy with a slice replaced; the source is cut as the slice is."""
     shape = call.shape(0)
-    dim = call.get("dim", 0) % len(shape)
-    window = _window(call, shape[dim])
-
-    def tail(site: Site) -> tuple[int, ...]:
-        return (dim, *window.local(site.box(0)[dim]), window.step)
-
+    dim, window, traits = _sliced(call)
     whole = along(each_dim(len(shape)))
-    return Rule(
-        (whole, _linked(shape, dim, window)),
-        (whole,),
-        sizes_of(shape),
-        reduce=None,
-        **together(call),
-        tail=tail,
-        placed=frozenset([f"i{dim}"]),
-    )
+    inputs = (whole, _linked(shape, dim, window))
+    return Rule(inputs, (whole,), sizes_of(shape), reduce=None, **together(call), **traits)
 
 
 def slice_backward(call: Call) -> Rule:
@@ -173,7 +167,7 @@ def select_backward(call: Call) -> Rule:
     """Zeros with the gradient in one place of a dim that the result has whole."""
     names = each_dim(len(call.get("input_sizes")))
     dim = call.get("dim") % len(names)
-    return copied(call, _dropped(names, dim), without(names, [dim]), shape_arg=1)
+    return copied(call, _dropped(names, dim), without(names, [dim]), **of_shape(call))
 
 
 def select_scatter(call: Call) -> Rule:

@@ -11,7 +11,7 @@ import torch
 
 from ..layout.spec import Groups
 from ..layout.split_dims import common, trivial
-from .language import Along, Call, Dims, Rule, Scaled, Site, along
+from .language import NOWHERE, Along, Call, Dims, Rule, Scaled, Site, along
 
 aten = torch.ops.aten
 
@@ -247,4 +247,9 @@ def unfold_backward(call: Call) -> Rule:
     names = each_dim(len(call.results[0].shape))
     if names:
         names[call.get("dim")] = None
-    return replace(copied(call, [*names, None], names, shape_arg=1), copies=False)
+    return replace(copied(call, [*names, None], names, **of_shape(call)), copies=False)
+
+
+def of_shape(call: Call) -> dict[str, Any]:
+    """The traits of a gradient whose second argument is the shape of the result."""
+    return {"tail": lambda site: (site.out_shapes[0], *call.args[2:]), "placed": NOWHERE}
