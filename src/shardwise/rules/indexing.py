@@ -21,7 +21,6 @@ from ..errors import OutOfRangeError
 from ..layout.geometry import Interval
 from .language import (
     Call,
-    Dims,
     Local,
     Operand,
     Rule,
@@ -35,8 +34,6 @@ from .notation import notation
 from .pointwise import base_name
 
 Names = list[str | None]
-Located = tuple[list[Any], torch.Tensor | None]
-"""The arguments of a local call, and a mask of the elements that it finds (None: all)."""
 
 
 def within(
@@ -97,23 +94,38 @@ def _all_whole(call: Call) -> list[Names]:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def _picking(locate: Callable[[tuple[Any, ...], Site], Located]) -> Local:
-    """A local call that picks the elements in the box, and gives zeros elsewhere."""
+def _picking(at: int, used: Sequence[int], behind: int) -> Local:
+    """A local call that picks the elements in the box, and gives zeros elsewhere.
+
+    Argument `at` is the index of the only dim of `used`, or a list that has one for each dim.
+    `behind` dims of the result follow those of the index.
+    """
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        given, here = locate(args, site)
+        several = isinstance(args[at], (list, tuple))
+        indices = dict(enumerate(args[at])) if several else dict.fromkeys(used, args[at])
+        here = None
+        for dim in used:
+            piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
+            if piece == (0, size) and args[0].numel():
+                continue
+            place, mine = within(indices[dim], piece, size, wraps=several, dim=dim)
+            indices[dim] = place.masked_fill_(~mine, 0)
+            here = mine if here is None else here & mine
         if here is None:
             return op(*args, **kwargs)
         if not args[0].numel():
             return args[0].new_zeros(site.out_shapes[0])
-        found = op(*given, **kwargs)
+        given = list(indices.values()) if several else indices[used[0]]
+        found = op(*args[:at], given, *args[at + 1 :], **kwargs)
+        here = here.reshape((*here.shape, *[1] * behind))
         return torch.where(here, found, found.new_zeros(()))
 
     return local
 
 
 def _pick_rule(
-    call: Call, inputs: Sequence[Names], out: Names, dims: Sequence[int], local: Local
+    call: Call, inputs: Sequence[Names], out: Names, dims: Sequence[int], local: Local | None = None
 ) -> Rule:
     """The rule of a call that picks from its first operand along `dims`."""
     if _picks_all(call, inputs[0], out):
@@ -127,7 +139,7 @@ def _pick_rule(
         linear=((0,),),
         averages=has_fractions(dtype),
         local=local,
-        unless=_indexed_whole(dims),
+        unless=None if local is None else _indexed_whole(dims),
         placed=_placed(inputs[0], dims),
     )
 
@@ -150,46 +162,41 @@ def gather(call: Call) -> Rule:
     """`"... v ..., ... n ... -> ... n ..."`"""
     shape, lead = call.shape(0), call.shape(1)
     if not lead or len(lead) != len(shape):
-        return _pick_rule(call, _all_whole(call), [None] * len(lead), (), _gather_local)
+        return _pick_rule(call, _all_whole(call), [None] * len(lead), ())
     dim = call.get("dim") % len(shape)
     free: Names = [f"i{d}" if shape[d] == lead[d] else None for d in range(len(shape))]
     inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
-    along_index: Names = [*free[:dim], "n", *free[dim + 1 :]]
-    return _pick_rule(call, [inside, along_index], along_index, (dim,), _gather_local)
-
-
-def _gather(args: tuple[Any, ...], site: Site) -> Located:
-    x, dim, index = args[:3]
-    dim %= x.ndim
-    piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
-    place, here = within(index, piece, size, dim=dim)
-    return [x, dim, place.masked_fill_(~here, 0)], here
-
-
-_gather_local = _picking(_gather)
+    out: Names = [*free[:dim], "n", *free[dim + 1 :]]
+    return _pick_rule(call, [inside, out], out, (dim,), _picking(2, (dim,), 0))
 
 
 def index_select(call: Call) -> Rule:
     """`"... v ..., n -> ... n ..."`"""
     shape, lead = call.shape(0), call.shape(1)
     if not shape or len(lead) != 1:  # a number, or PyTorch's error
-        return _pick_rule(call, _all_whole(call), [None] * len(shape), (), _index_select_local)
+        return _pick_rule(call, _all_whole(call), [None] * len(shape), ())
     dim = call.get("dim") % len(shape)
     free: Names = [f"i{d}" for d in range(len(shape))]
     out: Names = [*free[:dim], "n", *free[dim + 1 :]]
     inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
-    return _pick_rule(call, [inside, ["n"]], out, (dim,), _index_select_local)
+    local = _picking(2, (dim,), len(shape) - dim - 1)
+    return _pick_rule(call, [inside, ["n"]], out, (dim,), local)
 
 
-def _index_select(args: tuple[Any, ...], site: Site) -> Located:
-    x, dim, index = args[:3]
-    dim %= x.ndim
-    place, here = within(index, site.box(0)[dim], site.inputs[0].meta.shape[dim], dim=dim)
-    behind = (1,) * (x.ndim - dim - 1)
-    return [x, dim, place.masked_fill_(~here, 0)], here.view(-1, *behind)
+def embedding(call: Call) -> Rule:
+    """`"v h, ... -> ... h"`"""
+    names: Names = [f"i{dim}" for dim in range(len(call.shape(1)))]
+    local = _picking(1, (0,), 1)
+    return _pick_rule(call, [["v", "h"], names], [*names, "h"], (0,), local)
 
 
-_index_select_local = _picking(_index_select)
+_ADDED_ROWS = notation("... h, ... -> _ h", linear=((0,),))
+_WEIGHTED_ROWS = notation("...! h, ...! -> _ h", linear=((0,),))
+
+
+def embedding_backward(call: Call) -> Rule:
+    """Rows of the gradient, added up by index."""
+    return (_WEIGHTED_ROWS if call.get("scale_grad_by_freq") else _ADDED_ROWS)(call)
 
 
 # --- advanced indexing -----------------------------------------------------------------------
@@ -229,67 +236,9 @@ def index_dims(call: Call) -> tuple[list[Names], Names, tuple[int, ...]]:
 def index(call: Call) -> Rule:
     """x[i, :, j] with tensors of integers; a form replaces masks by integers."""
     inputs, out, used = index_dims(call)
-    behind = len(out) - len(out[: _last_lead(out)])
-    return _pick_rule(call, inputs, out, used, _picking(_Index(behind)))
-
-
-def _last_lead(names: Names) -> int:
-    """Where the dims of the indices end among those of the result."""
-    own = [at for at, name in enumerate(names) if name is not None and name.startswith("b")]
-    return own[-1] + 1 if own else 0
-
-
-class _Index:
-    """Locates the elements in the box; `behind` dims of the result follow those of the indices."""
-
-    def __init__(self, behind: int) -> None:
-        self.behind = behind
-
-    def __call__(self, args: tuple[Any, ...], site: Site) -> Located:
-        x, given = args[0], list(args[1])
-        here = None
-        for dim, each in enumerate(given):
-            piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
-            if each is None or (piece == (0, size) and x.numel()):
-                continue
-            place, mine = within(each, piece, size, wraps=True, dim=dim)
-            given[dim] = place.masked_fill_(~mine, 0)
-            here = mine if here is None else here & mine
-        if here is not None:
-            here = here.view((*here.shape, *[1] * self.behind))
-        return [x, given], here
-
-
-# --- embedding -------------------------------------------------------------------------------
-
-
-def embedding(call: Call) -> Rule:
-    """`"v h, ... -> ... h"`"""
-    names: Names = [f"i{dim}" for dim in range(len(call.shape(1)))]
-    return _pick_rule(call, [["v", "h"], names], [*names, "h"], (0,), _picking(_embedding))
-
-
-def _embedding(args: tuple[Any, ...], site: Site) -> Located:
-    weight, place, *rest = args
-    place, here = within(place, site.box(0)[0], site.inputs[0].meta.shape[0])
-    return [weight, place.masked_fill_(~here, 0), *rest], here.unsqueeze(-1)
-
-
-def embedding_backward(call: Call) -> Rule:
-    """`"... h, ... -> v! h"`: rows of the gradient added up by index."""
-    shape = call.shape(1)
-    if call.get("scale_grad_by_freq"):
-        names: Names = [None] * len(shape)
-    else:
-        names = [f"i{dim}" for dim in range(len(shape))]
-    sizes = {f"i{dim}": size for dim, size in enumerate(shape) if names[dim] is not None}
-    out: Dims = along([None, "h"])
-    return Rule(
-        (along([*names, "h"]), along(names)),
-        (out,),
-        {**sizes, "h": call.results[0].shape[1]},
-        linear=((0,),),
-    )
+    ends = [at for at, name in enumerate(out, 1) if str(name).startswith("b")]
+    behind = len(out) - max(ends, default=0)
+    return _pick_rule(call, inputs, out, used, _picking(1, used, behind))
 
 
 def bag_backward(call: Call) -> Rule:
