@@ -13,8 +13,6 @@ from .language import (
     Along,
     Call,
     Dims,
-    Family,
-    Local,
     Rule,
     Scaled,
     Site,
@@ -28,25 +26,20 @@ from .reductions import dimwise
 # --- batches of matrices -------------------------------------------------------------------------
 
 
-def matrices(text: str, *, alike: tuple[int, ...] = (), local: Local | None = None) -> Family:
-    """An operator on batches of matrices: dims in `...` are apart, the matrices whole.
-
-    `alike` are results of one operand: if that has no batch, every rank makes them whole.
-    """
-    return notation(text, reduce=None, alike=alike, local=local)
-
-
 def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The local call: PyTorch takes a right side of fewer dims for vectors if the sizes fit."""
     a, b = args[:2]
     return op(a, b.unsqueeze(0) if b.ndim == a.ndim - 1 else b, *args[2:], **kwargs)
 
 
-_SOLVED = "... _ _, ... _, ..."
-_OF_MATRICES = matrices(
-    f"... _ _, ... _ _ -> ... _ _, {_SOLVED}", alike=(1, 2, 3), local=_as_matrices
+# If the matrix has no batch, every rank makes its factors.
+_OF_MATRICES = notation(
+    "... _ _, ... _ _ -> ... _ _, ... _ _, ... _, ...",
+    reduce=None,
+    alike=(1, 2, 3),
+    local=_as_matrices,
 )
-_OF_VECTORS = matrices(f"... _ _, ... _ -> ... _, {_SOLVED}", alike=(1, 2, 3))
+_OF_VECTORS = notation("... _ _, ... _ -> ... _, ... _ _, ... _, ...", reduce=None, alike=(1, 2, 3))
 
 
 def solve(call: Call) -> Rule:

@@ -40,6 +40,11 @@ def _all(names: str, family: Family) -> dict[str, Family]:
     return dict.fromkeys(names.split(), family)
 
 
+def _batches(text: str) -> Family:
+    """An operator on batches of matrices."""
+    return notation(text, reduce=None)
+
+
 _RESAMPLED = (
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
     "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
@@ -154,19 +159,19 @@ TABLE: dict[str, Family] = {
     "cat": slices.cat,
     "stack": slices.stack,
     # matrices: batches are apart
-    **_all("cholesky cholesky_inverse linalg_matrix_exp", linalg.matrices("... _ _ -> ... _ _")),
-    **_all("linalg_cholesky_ex linalg_inv_ex", linalg.matrices("... _ _ -> ... _ _, ...")),
-    "linalg_lu_factor_ex": linalg.matrices("... _ _ -> ... _ _, ... _, ..."),
-    "_linalg_det": linalg.matrices("... _ _ -> ..., ... _ _, ... _"),
-    "_linalg_slogdet": linalg.matrices("... _ _ -> ..., ..., ... _ _, ... _"),
-    **_all("linalg_eig _linalg_eigh", linalg.matrices("... _ _ -> ... _, ... _ _")),
-    "_linalg_eigvals": linalg.matrices("... _ _ -> ... _"),
-    "_linalg_svd": linalg.matrices("... _ _ -> ... _ _, ... _, ... _ _"),
-    "linalg_qr": linalg.matrices("... _ _ -> ... _ _, ... _ _"),
+    **_all("cholesky cholesky_inverse linalg_matrix_exp", _batches("... _ _ -> ... _ _")),
+    **_all("linalg_cholesky_ex linalg_inv_ex", _batches("... _ _ -> ... _ _, ...")),
+    "linalg_lu_factor_ex": _batches("... _ _ -> ... _ _, ... _, ..."),
+    "_linalg_det": _batches("... _ _ -> ..., ... _ _, ... _"),
+    "_linalg_slogdet": _batches("... _ _ -> ..., ..., ... _ _, ... _"),
+    **_all("linalg_eig _linalg_eigh", _batches("... _ _ -> ... _, ... _ _")),
+    "_linalg_eigvals": _batches("... _ _ -> ... _"),
+    "_linalg_svd": _batches("... _ _ -> ... _ _, ... _, ... _ _"),
+    "linalg_qr": _batches("... _ _ -> ... _ _, ... _ _"),
     "_linalg_solve_ex": linalg.solve,
-    "linalg_solve_triangular": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
-    "linalg_lu_solve": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
-    "cholesky_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
+    "linalg_solve_triangular": _batches("... _ _, ... _ _ -> ... _ _"),
+    "linalg_lu_solve": _batches("... _ _, ... _, ... _ _ -> ... _ _"),
+    "cholesky_solve": _batches("... _ _, ... _ _ -> ... _ _"),
     "linalg__powsum": _count,
     **_all("_fft_c2c _fft_r2c _fft_c2r", linalg.fourier),
     # where elements go
