@@ -487,7 +487,7 @@ def _optimizers() -> Iterator[Program]:
         "optimizer: Muon and AdamW",
         batch=text,
         optimizer=MuonAndAdamW,
-        atol=5e-5,  # Muon multiplies in bfloat16
+        atol=2e-4,  # Muon multiplies in bfloat16, and each shard of a sum rounds once more
     )
     yield llama(
         "optimizer: LBFGS",

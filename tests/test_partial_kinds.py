@@ -23,7 +23,7 @@ from shardwise import (
     init_device_mesh,
     per_rank,
 )
-from shardwise.comm import identity
+from shardwise.comm.dtypes import identity
 
 from .compare import check, ints, numbers, spread, virtual
 

@@ -5,7 +5,7 @@ answer.
 """
 
 from . import forms, random, register
-from .comm import lockstep
+from .comm.lockstep import lockstep
 from .config import (
     communication,
     exchange_buffer,

@@ -260,7 +260,7 @@ def overlap() -> list[bool]:
     full = torch.arange(40.0).view(8, 5)
     x = sw.distribute_tensor(full, mesh, [S0]).requires_grad_()
     y = x.redistribute(placements=[S1], async_op=True)
-    waits = isinstance(y, AsyncValue) and "under way" in repr(y)
+    waits = isinstance(y, AsyncValue) and "still moving" in repr(y)
     waits &= isinstance(y, AsyncValue)  # printing is no use of it
     facts = [waits, y.placements == (S1,), y.requires_grad]
     z = y * 2

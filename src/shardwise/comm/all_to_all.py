@@ -1,14 +1,14 @@
 """One uneven all-to-all for many tensors: pieces packed into a bounded buffer, round by round.
 
 All ranks know all boxes, so they agree on rounds and sizes without communication. A piece that
-stays on its rank is copied; pieces that lie in memory as they are sent or received are not packed.
+stays on its rank is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -52,18 +52,14 @@ def chunks(box: Box, most: int) -> list[Box]:
     >>> chunks(((0, 2), (0, 4)), 3)
     [((0, 1), (0, 3)), ((0, 1), (3, 4)), ((1, 2), (0, 3)), ((1, 2), (3, 4))]
     """
-    inner = box_numel(box)
-    if inner <= most:
-        return [box] if inner else []
-    cut: list[list[tuple[int, int]]] = []
-    for dim, (start, stop) in enumerate(box):
-        inner //= stop - start
-        step = max(1, most // inner) if inner <= most else 1
-        cut.append([(a, min(a + step, stop)) for a in range(start, stop, step)])
-        if inner <= most:
-            cut += [[rest] for rest in box[dim + 1 :]]
-            break
-    return [tuple(each) for each in product(*cut)]
+    numel = box_numel(box)
+    if numel <= most:
+        return [box] if numel else []
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    step = max(1, most * (stop - start) // numel)
+    ends = [(at, min(at + step, stop)) for at in range(start, stop, step)]
+    return [each for end in ends for each in chunks((*box[:dim], end, *box[dim + 1 :]), most)]
 
 
 # --- rounds --------------------------------------------------------------------------------------
@@ -106,13 +102,9 @@ def largest_share(group: Group, job: Job) -> int:
 def _in_chunks(group: Group, job: Job, out: torch.Tensor | None) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
     most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.task, job.dtype)))
-    task = job.task
-    counts = [
-        len(chunks(task.piece(src, dst), most))
-        for src in group.senders
-        for dst in group.receivers
-        if src and dst and task.sends(src, dst)
-    ]
+    pairs = [(src, dst) for src in group.senders for dst in group.receivers if src and dst]
+    parcels = [parcel for pair in pairs if (parcel := job.task.parcel(*pair))]
+    counts = [len(chunks(parcel.box, most)) for parcel in parcels]
     for index in range(max(counts, default=0)):
         yield _Round(group, ((job, out),), index, most).launch
 
@@ -149,31 +141,28 @@ class _Round:
     most: int = 0
 
     def launch(self) -> Wait:
-        group, me = self.group, self.group.me
-        from_me, to_me = group.senders[me], group.receivers[me]
-        leaving = [self._packets(from_me, dst) for dst in group.receivers]
-        coming = [self._packets(src, to_me) for src in group.senders]
-        sent = self._as_it_lies(leaving, from_me, True)
-        received = direct = self._as_it_lies(coming, to_me, False)
-        own: list[Packet] = []
-        if sent is None and received is None and self._takes_own():
-            own, leaving[me], coming[me] = leaving[me], [], []
-        made: list[torch.Tensor] = []
-        if sent is None:
-            made.append(sent := _packed(leaving, self._buffer(leaving)))
-        if received is None:
-            made.append(received := self._buffer(coming))
-        outgoing, incoming = [list(map(_nbytes, each)) for each in (leaving, coming)]
+        group, me, jobs = self.group, self.group.me, [job for job, _ in self.parts]
+        leaving = [self._packets(group.senders[me], dst) for dst in group.receivers]
+        coming = [self._packets(src, group.receivers[me]) for src in group.senders]
+        own = [(packet, packet.held()) for packet in leaving[me]]
+        leaving[me], coming[me] = [], []
+        outgoing, incoming = [[_nbytes(each) for each in way] for way in (leaving, coming)]
+        sent, received = [
+            torch.empty(sum(sizes), dtype=torch.uint8, device=jobs[0].device)
+            for sizes in (outgoing, incoming)
+        ]
+        _pack(leaving, sent)
         wait = all_to_all(group, received, sent, incoming, outgoing)
-        if not self.parts[0][0].task.op:
-            _put([(packet, packet.held()) for packet in own])
+        if not jobs[0].task.op:
+            _put(own)
             own = []
+        elif any(job.async_op for job in jobs):  # the program may write into the source meanwhile
+            own = [(packet, value.clone()) for packet, value in own]
 
         def land() -> None:
             wait()
-            if direct is None:
-                _put([*_received(coming, received), *[(each, each.held()) for each in own]])
-            give_back(made)
+            _put([*_received(coming, received), *own])
+            give_back([sent, received])
 
         return land
 
@@ -184,45 +173,12 @@ class _Round:
         for job, out in self.parts:
             parcel = job.task.parcel(src, dst)
             if parcel is not None and self.most:
-                parcel = self._chunk(job, parcel, src, dst)
+                ends = job.task.src.box(src), job.task.dst.box(dst)
+                cut = chunks(parcel.box, self.most)
+                parcel = Parcel.of(cut[self.index], *ends) if self.index < len(cut) else None
             if parcel is not None:
                 found.append(Packet(job, out, src, parcel))
         return found
-
-    def _chunk(self, job: Job, parcel: Parcel, src: Coord, dst: Coord) -> Parcel | None:
-        cut = chunks(parcel.box, self.most)
-        if self.index >= len(cut):
-            return None
-        return Parcel.of(cut[self.index], job.task.src.box(src), job.task.dst.box(dst))
-
-    def _takes_own(self) -> bool:
-        """True if a rank takes its own pieces from the source: not if the program may write into
-        the source before they are reduced."""
-        return not any(job.task.op and job.async_op for job, _ in self.parts)
-
-    def _buffer(self, packets: list[list[Packet]]) -> torch.Tensor:
-        nbytes, device = sum(map(_nbytes, packets)), self.parts[0][0].device
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def _as_it_lies(
-        self, packets: list[list[Packet]], here: Coord | None, sending: bool
-    ) -> torch.Tensor | None:
-        """The memory of the one tensor that is sent or received, if the packets lie in it in
-        order."""
-        job, out = self.parts[0]
-        if len(self.parts) > 1 or self.most or here is None:
-            return None
-        if job.async_op if sending else job.task.op:
-            return None
-        outer = job.task.src.box(here) if sending else job.task.dst.box(here)
-        if not job.fills([each.parcel.box for each in chain.from_iterable(packets)], outer):
-            return None
-        value = job.local[0] if sending else out
-        assert value is not None
-        flat = value.permute(job.order)
-        if not flat.is_contiguous() or value.is_conj() or value.is_neg():
-            return None
-        return as_bytes(flat)
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -244,14 +200,13 @@ def _is_aligned(packet: Packet, raw: torch.Tensor) -> bool:
     return raw.storage_offset() % packet.job.dtype.itemsize == 0
 
 
-def _packed(packets: list[list[Packet]], flat: torch.Tensor) -> torch.Tensor:
+def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
         if _is_aligned(packet, raw):
             job.shaped(raw.view(job.dtype), packet.parcel.box).copy_(value)
         else:
             raw.copy_(as_bytes(value.permute(job.order)))
-    return flat
 
 
 def _received(
@@ -265,13 +220,23 @@ def _received(
 
 def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
     """Put pieces into the results; those of one box are reduced if their job reduces."""
-    together: dict[tuple[int, Box], list[tuple[Packet, torch.Tensor]]] = {}
+    reduced = []
     for packet, value in received:
         if packet.job.task.op:
-            together.setdefault((id(packet.job), packet.parcel.box), []).append((packet, value))
+            reduced.append((packet, value))
         else:
             packet.place().copy_(value)
-    for parts in together.values():
-        parts.sort(key=lambda part: part[0].src)  # in the order of the mesh, whatever the ranks' is
-        packet, task = parts[0][0], parts[0][0].job.task
-        reduce_list([value for _, value in parts], task.op, task.over, out=packet.place())
+    for packet, values in by_place(reduced):
+        task = packet.job.task
+        reduce_list(values, task.op, task.over, out=packet.place())
+
+
+def by_place(
+    received: Iterable[tuple[Packet, torch.Tensor]],
+) -> Iterable[tuple[Packet, list[torch.Tensor]]]:
+    """The values of each place in a result, in the order of the mesh."""
+    found: dict[tuple[int, Box], tuple[Packet, list[torch.Tensor]]] = {}
+    for packet, value in sorted(received, key=lambda pair: pair[0].src):
+        key = id(packet.job), packet.parcel.box
+        found.setdefault(key, (packet, []))[1].append(value)
+    return found.values()

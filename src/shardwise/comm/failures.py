@@ -3,12 +3,11 @@
 Each rank has one note in the store that all processes share. The note says
 
 - which error ended the rank's program (`sys.excepthook`), or
-- in how many calls the rank failed on each mesh. An error in values, such as an index out of range,
-  may be one rank's alone. If all ranks of the mesh failed as often, a program that caught the error
-  goes on. Otherwise the ranks that failed raise at their next collective, as the others do.
+- in how many calls the rank failed on each mesh. If all ranks of the mesh failed as often, a
+  program that caught the error goes on. Otherwise they raise at their next collective.
 
 A rank that waits reads the notes every two seconds. If the backend lost a connection, the rank
-looks whose process has ended, and writes the note of that rank: all ranks then name the same one.
+writes the note of the rank whose process has ended: all ranks then name the same one.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ _DRAIN = 30.0
 """How many seconds a process that ends waits for others to receive what it has sent."""
 _PATIENCE = 5.0
 """How many seconds the process that has the store waits for others to read the notes."""
+_GONE = "is gone: its process has ended or destroyed its process group. See its own output"
 
 
 @dataclass
@@ -56,6 +56,7 @@ class _State:
     own: ClassVar[Note] = Note()
     knows = False  # of a failure, its own or another's
     works: ClassVar[dict[int, Any]] = {}  # collectives that nobody has waited for
+    hooks: ClassVar[list[Any]] = []  # the `sys.excepthook` before, and ours
 
 
 # --- telling -------------------------------------------------------------------------------------
@@ -81,17 +82,11 @@ def report(error: BaseException, topology: Topology) -> None:
 
 
 def _report_end(error: BaseException) -> None:
-    """Note that an error ends this rank's program, unless it is the consequence of another's."""
+    """Note that an error ends this rank's program, unless another's failure came first."""
     world = known_world()
-    if world is None or not world.is_current():
+    if world is None or not world.is_current() or _State.knows:
         return
-    _State.knows = True
-    cause: BaseException | None = error
-    while cause is not None:
-        if getattr(cause, "_shardwise_consequence", False):
-            return
-        cause = cause.__cause__ or cause.__context__
-    _State.own.ended, _State.own.text = True, _text(world.rank, error)
+    _State.knows, _State.own.ended, _State.own.text = True, True, _text(world.rank, error)
     _write(world, world.rank, _State.own)
 
 
@@ -128,11 +123,9 @@ def raise_if_peer_failed(cause: BaseException | None = None) -> None:
 
 
 def _raise(text: str, cause: BaseException | None) -> NoReturn:
-    """Raise the consequence of another rank's failure."""
+    """Raise the consequence of a failure."""
     _State.knows = True
-    error = CommunicationError(text)
-    error._shardwise_consequence = True  # type: ignore[attr-defined]
-    raise error from cause
+    raise CommunicationError(text) from cause
 
 
 def _read(world: World, rank: int) -> Note:
@@ -166,24 +159,15 @@ def _is_alone(me: int, note: Note, notes: dict[int, Note]) -> bool:
 def _raise_store_gone(world: World, cause: BaseException) -> NoReturn:
     """Raise because the store does not answer: the process that had it has ended."""
     text = world.received()  # what that process has left for this one
-    gone = _gone(world, range(world.size))
-    if text is not None:
-        who = text.rstrip(".")
-    elif _is_in_first_rank() and 0 in gone:
-        who = "rank 0 is gone: its process has ended, and with it the store. See its own output"
-    else:
-        also = f", and so are ranks {', '.join(map(str, gone))}" if gone else ""
-        who = f"the process that has the store of torch.distributed has ended{also}. See the output"
-    _raise(f"a collective cannot finish: {who}.", cause)
+    if text is None and _is_in_first_rank() and world.is_gone(0):
+        text = f"rank 0 {_GONE}"
+    text = text or "the process that has the store of torch.distributed has ended. See its output"
+    _raise(f"a collective cannot finish: {text.rstrip('.')}.", cause)
 
 
 def _is_in_first_rank() -> bool:
     """True if rank 0 has the store, and not the agent of torchrun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _gone(world: World, ranks: Sequence[int]) -> list[int]:
-    return [rank for rank in ranks if rank != world.rank and world.is_gone(rank)]
 
 
 def _explain(error: RuntimeError, ranks: Sequence[int]) -> NoReturn:
@@ -194,11 +178,11 @@ def _explain(error: RuntimeError, ranks: Sequence[int]) -> NoReturn:
     end = time.monotonic() + TICK.total_seconds()
     while time.monotonic() < end:
         raise_if_peer_failed(error)
-        gone = _gone(world, ranks)
+        gone = [rank for rank in ranks if rank != world.rank and world.is_gone(rank)]
         if gone:
             raise_if_peer_failed(error)  # one of them may have ended because of the other
             for rank in gone:
-                _note_gone(world, rank)
+                _write(world, rank, Note(ended=True, text=f"rank {rank} {_GONE}"))
             raise_if_peer_failed(error)
         time.sleep(0.05)
     names = ", ".join(map(str, ranks))
@@ -208,19 +192,6 @@ def _explain(error: RuntimeError, ranks: Sequence[int]) -> NoReturn:
         "have come here: shardwise.lockstep() shows which lines the ranks run.",
         error,
     )
-
-
-def _note_gone(world: World, rank: int) -> None:
-    """Write the note of a rank whose process has ended, unless it has written one itself."""
-    text = (
-        f"rank {rank} is gone: its process has ended or destroyed its process group. What ended it "
-        "is in its own output"
-    )
-    try:
-        if not _read(world, rank).text:
-            _write(world, rank, Note(ended=True, text=text))
-    except RuntimeError as lost:
-        _raise_store_gone(world, lost)
 
 
 # --- going on ------------------------------------------------------------------------------------
@@ -234,8 +205,7 @@ def clear() -> None:
         return
     for mesh, count in own.counts.items():
         for rank in map(int, mesh.split(",")):
-            if rank != world.rank:
-                _await_failure(world, rank, mesh, count)
+            _await_failure(world, rank, mesh, count)
     own.text, own.order = "", 0
     _write(world, world.rank, own)
 
@@ -289,15 +259,14 @@ def wait(work: Any, ranks: Sequence[int], on_cpu: bool) -> None:
     if work is None:
         return
     refuse_forked()
-    if on_cpu:
-        try:
-            while not _ended(work):
-                raise_if_peer_failed()
-        except ShardwiseError:
-            raise
-        except RuntimeError as error:
-            _explain(error, ranks)
-    else:
+    try:
+        while on_cpu and not _ended(work):
+            raise_if_peer_failed()
+    except ShardwiseError:
+        raise
+    except RuntimeError as error:
+        _explain(error, ranks)
+    if not on_cpu:
         work.wait()
     _State.works.pop(id(work), None)
 
@@ -318,13 +287,6 @@ def _ended(work: Any) -> bool:
 # --- the life of a world -------------------------------------------------------------------------
 
 
-class _Hook:
-    """Our `sys.excepthook`, and the one that was there before."""
-
-    ours: Any = None
-    before: Any = None
-
-
 @at_start
 def _install(world: World) -> None:
     _reset()
@@ -332,12 +294,13 @@ def _install(world: World) -> None:
 
     def on_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         try:
-            if _Hook.ours is on_uncaught:  # else it is left in the chain of another's hook
+            if on_uncaught in _State.hooks:  # else it is left in the chain of another's hook
                 _report_end(error)
         finally:
             before(kind, error, trace)
 
-    _Hook.ours, _Hook.before, sys.excepthook = on_uncaught, before, on_uncaught
+    sys.excepthook = on_uncaught
+    _State.hooks = [before, on_uncaught]
     atexit.register(_leave)
 
 
@@ -345,15 +308,14 @@ def _install(world: World) -> None:
 def _remove(world: World) -> None:
     if world.is_current():
         _drain()
+    if _State.hooks and sys.excepthook is _State.hooks[1]:
+        sys.excepthook = _State.hooks[0]
     _reset()
-    if sys.excepthook is _Hook.ours:
-        sys.excepthook = _Hook.before
-    _Hook.ours = _Hook.before = None
     atexit.unregister(_leave)
 
 
 def _reset() -> None:
-    _State.own, _State.knows, _State.works = Note(), False, {}
+    _State.own, _State.knows, _State.works, _State.hooks = Note(), False, {}, []
 
 
 def _drain() -> None:
@@ -361,12 +323,8 @@ def _drain() -> None:
     end = time.monotonic() + _DRAIN
     try:
         for work in list(_State.works.values()):
-            while not _State.knows and not _ended(work):
+            while not _State.knows and time.monotonic() < end and not _ended(work):
                 raise_if_peer_failed()
-                if time.monotonic() > end:
-                    text = f"shardwise: ranks did not receive a tensor within {_DRAIN:g} seconds."
-                    print(text, file=sys.stderr)
-                    return
     except RuntimeError:
         return  # the others hear of it where they wait
 
@@ -385,14 +343,10 @@ def _leave() -> None:
     try:
         while waiting and time.monotonic() < end:
             time.sleep(0.05)
-            waiting = [rank for rank in waiting if not _has_heard(world, rank)]
+            heard = {rank for rank in waiting if world.store.check([world.key("raised", rank)])}
+            waiting = [r for r in waiting if r not in heard and not world.is_gone(r)]
         found = _first_failure(world)
     except RuntimeError:
         return
     for rank in waiting:
         world.send(rank, _State.own.text if found is None else found[1])
-
-
-def _has_heard(world: World, rank: int) -> bool:
-    """True if a rank has raised, told of an error itself, or ended."""
-    return world.store.check([world.key("raised", rank)]) or world.is_gone(rank)

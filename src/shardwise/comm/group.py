@@ -50,19 +50,18 @@ def group_of(tasks: Sequence[Task]) -> Group:
 
 @lru_cache(maxsize=4096)
 def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
-    ranks = members(src, axes) if src is dst else tuple(sorted({*src.ranks, *dst.ranks}))
-    found = None
     if src is dst:
-        found = _spanning(src, axes)
-    elif len(ranks) == dist.get_world_size():
-        found = _world()
+        ranks, found = _members(src, axes), _spanning(src, axes)
+    else:
+        ranks = tuple(sorted({*src.ranks, *dst.ranks}))
+        found = _world() if len(ranks) == dist.get_world_size() else None
     if found is not None:
         ranks = tuple(dist.get_process_group_ranks(found))
     senders, receivers = (tuple(map(_coords(mesh).get, ranks)) for mesh in (src, dst))
     return Group(found, ranks, senders, receivers, ranks.index(dist.get_rank()))
 
 
-def members(topology: Topology, axes: tuple[int, ...]) -> tuple[int, ...]:
+def _members(topology: Topology, axes: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that differ from this one only in `axes`."""
     assert topology.coordinate is not None
     return tuple(sorted(map(topology.rank_of, topology.group_coords(topology.coordinate, axes))))
@@ -98,17 +97,13 @@ def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 
 @lru_cache(maxsize=4096)
 def reduction_groups(topology: Topology, axes: tuple[int, ...]) -> list[dist.ProcessGroup]:
-    """Process groups that, one after another, reduce over `axes`: as few as there are."""
+    """Process groups that, one after another, reduce over `axes`: one if there is one."""
     own = tuple(axis for axis in axes if topology.shape[axis] > 1)
     assert not isinstance(topology.mesh, VirtualMesh)
     if len(own) > 1 and prod(topology.shape[axis] for axis in own) == dist.get_world_size():
         return [_world()]
-    for count in range(len(own), 1, -1):  # the longest run of axes that has a group, then the rest
-        for first in range(len(own) - count + 1):
-            run = own[first : first + count]
-            if run in topology.groups:
-                rest = (*own[:first], *own[first + count :])
-                return [topology.groups[run], *reduction_groups(topology, rest)]
+    if own in topology.groups:
+        return [topology.groups[own]]
     return [topology.mesh.get_group(axis) for axis in own]
 
 
@@ -183,7 +178,7 @@ def _in_pairs(
     return wait
 
 
-class _PairWork:
+class _PairWork(threading.Thread):
     """Messages between pairs of ranks as one `Work`.
 
     gloo closes a connection when a wait for a message times out, so a thread waits without a
@@ -191,27 +186,24 @@ class _PairWork:
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__(name="shardwise-wait", daemon=True)
         self._works = works
-        self._done = threading.Event()
         self._error: RuntimeError | None = None
-        threading.Thread(target=self._wait_for_all, name="shardwise-wait", daemon=True).start()
+        self.start()
 
-    def _wait_for_all(self) -> None:
+    def run(self) -> None:
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             self._error = error
-        finally:
-            self._works = ()
-            self._done.set()
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return not self.is_alive()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """As that of a `Work`."""
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+        self.join(None if timeout is None else timeout.total_seconds())
+        if self.is_alive():
             raise RuntimeError("the wait timed out")
         if self._error is not None:
             raise self._error

@@ -7,12 +7,10 @@ the others have written, before it starts.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
-from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
@@ -37,8 +35,6 @@ class LockstepError(CommunicationError):
 
 
 class _State:
-    """One for the process: a backward runs in other threads than its forward."""
-
     session = 0  # how many contexts were left: all ranks count alike
     counts: ClassVar[dict[tuple[int, ...], int]] = {}  # comparisons of each set of ranks
 
@@ -50,7 +46,7 @@ def is_compared() -> bool:
 
 
 class lockstep(Block):
-    """Let the ranks compare, before each collective, the operator, the layouts and the user's line.
+    """Let the ranks compare, before each collective, its kind, the layouts and the user's line.
 
     A difference is an error on all ranks that shows what each of them runs. All ranks enter and
     leave the context; who still waits for a collective when another leaves gets the error too. Use
@@ -112,7 +108,7 @@ def _leave_together(world: World, what: str) -> None:
 
 def compare(ranks: tuple[int, ...], what: str) -> None:
     """Compare with `ranks` the collective that is about to start; raise if they run another."""
-    text = f"{_operator()} at {user_line()}\n    {what}"
+    text = f"{what} at {user_line()}"
     texts = _exchange(current_world(), ranks, text)
     if any(each != text for each in texts.values()):
         _raise_difference(texts)
@@ -120,28 +116,10 @@ def compare(ranks: tuple[int, ...], what: str) -> None:
 
 def describe(jobs: Sequence[Job]) -> str:
     """A collective in a few words, and a digest of its layouts."""
-    parts = []
-    for job in jobs[:4]:
-        task, mesh = job.task, job.task.src.topology
-        how = f"{task.kind}({task.op})" if task.op else task.kind
-        every = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
-        stops = [[stop for _, stop in task.src.box(coord)] for coord in every]
-        shape = [max(each) for each in zip(*stops, strict=True)]
-        dtype = str(job.dtype).removeprefix("torch.")
-        parts.append(f"{how} of {dtype}{shape} over axes {list(task.axes)}")
-    more = f" and {len(jobs) - 4} more" if len(jobs) > 4 else ""
+    task, dtype = jobs[0].task, str(jobs[0].dtype).removeprefix("torch.")
+    how = f"{task.kind}({task.op})" if task.op else task.kind
     digest = sha256(repr([(job.task, job.dtype) for job in jobs]).encode()).hexdigest()[:8]
-    return f"{'; '.join(parts)}{more}, layouts {digest}"
-
-
-def _operator() -> str:
-    """The operator on DTensors that runs now, as the frames of this thread say."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "dispatch" and frame.f_globals["__name__"].endswith(".dispatch"):
-            return str(frame.f_locals.get("op"))
-        frame = frame.f_back
-    return "a redistribution"
+    return f"{how} of {len(jobs)} x {dtype} over axes {list(task.axes)}, layouts {digest}"
 
 
 def _exchange(world: World, ranks: tuple[int, ...], text: str) -> dict[int, str]:
@@ -156,16 +134,15 @@ def _exchange(world: World, ranks: tuple[int, ...], text: str) -> dict[int, str]
         store.set(_at(world, world.rank), f"{','.join(map(str, ranks))}/{count}\n{text}")
         said = {rank: _said(world, rank) for rank in others}
         absent = [r for r, key in zip(others, keys, strict=True) if not store.check([key])]
-        for rank in absent:
-            if said[rank] is not None:
-                _raise_difference({world.rank: text, rank: said[rank] or ""})
+        if elsewhere := {rank: said[rank] for rank in absent if said[rank]}:
+            _raise_difference({world.rank: text} | elsewhere)
         raise_if_peer_failed()
         if absent and time.monotonic() > end:
             _raise_difference({world.rank: text} | dict.fromkeys(absent, "it did not come"))
     if count > 2:  # the others have read what was written before the last comparison
         store.delete_key(f"{base}/{count - 2}/{world.rank}")
-    found = dict(zip(others, store.multi_get(keys), strict=True)) if others else {}
-    return {world.rank: text} | {rank: raw.decode() for rank, raw in found.items()}
+    found = [raw.decode() for raw in store.multi_get(keys)] if others else []
+    return {world.rank: text} | dict(zip(others, found, strict=True))
 
 
 def _at(world: World, rank: int) -> str:
@@ -173,17 +150,15 @@ def _at(world: World, rank: int) -> str:
     return world.key("lockstep", _State.session, "at", rank)
 
 
-def _said(world: World, rank: int) -> str | None:
+def _said(world: World, rank: int) -> str:
     """What a rank runs that will not come: it has raised, or waits for this rank elsewhere."""
     if not world.store.check([_at(world, rank)]):
-        return None
+        return ""
     place, text = world.store.get(_at(world, rank)).decode().split("\n", 1)
-    if not place:
-        return str(text)
-    names, count = place.split("/")
-    ranks = tuple(map(int, names.split(",")))
+    names, _, count = place.rpartition("/")
+    ranks = tuple(map(int, names.split(","))) if place else ()
     waits_for_me = world.rank in ranks and _State.counts.get(ranks, 0) < int(count)
-    return str(text) if waits_for_me else None
+    return str(text) if waits_for_me or not place else ""
 
 
 def _raise_difference(texts: dict[int, str]) -> NoReturn:

@@ -28,11 +28,11 @@ def native_launcher(group: Group, jobs: Sequence[Job]) -> Launcher | None:
     alike = len({(each.task.kind, each.task.axes) for each in jobs}) == 1
     if not whole or not alike or not prefers_own(group.process_group, job.device.type):
         return None
-    if job.task.kind == "all_gather" and all(_is_even(group, each) for each in jobs):
-        return _all_gather
-    if job.task.kind == "reduce_scatter" and backends_reduce(job.dtype, job.task.op):
-        return _reduce_scatter if all(_is_even(group, each) for each in jobs) else None
-    return None
+    if job.task.kind == "reduce_scatter" and not backends_reduce(job.dtype, job.task.op):
+        return None
+    launchers = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+    found = launchers.get(job.task.kind)
+    return found if found and all(_is_even(group, each) for each in jobs) else None
 
 
 def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
@@ -44,27 +44,22 @@ def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
     return f"{device_type}:gloo" not in config.split(",")
 
 
-def _rows(group: Group, job: Job) -> list[Box]:
-    """The shard of each member: what it gives to all, or gets from all."""
-    layout = job.task.src if job.task.kind == "all_gather" else job.task.dst
-    return [layout.box(member) for member in group.senders if member is not None]
-
-
-def _whole(group: Group, job: Job) -> Box:
-    """The box that all shards make up."""
-    here = group.senders[group.me]
+def _shards(group: Group, job: Job) -> tuple[list[Box], Box]:
+    """The shard that each member gives to all, or gets from all, and the box that they make up."""
+    task, here = job.task, group.senders[group.me]
     assert here is not None
-    return (job.task.dst if job.task.kind == "all_gather" else job.task.src).box(here)
+    parts, whole = (task.src, task.dst) if task.kind == "all_gather" else (task.dst, task.src)
+    return [parts.box(member) for member in group.senders if member is not None], whole.box(here)
 
 
 def _is_even(group: Group, job: Job) -> bool:
     """True if all rows have one size, and a copy of them fits into the buffer if one is needed."""
-    rows = _rows(group, job)
+    rows, whole = _shards(group, job)
     sizes = set(map(box_numel, rows))
     if len(sizes) != 1 or not box_numel(rows[0]):
         return False
     plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
-    if plain and job.fills(rows, _whole(group, job)):
+    if plain and job.fills(rows, whole):
         return True
     width = sizes.pop() * (job.dtype.itemsize if plain else 16)
     return 2 * width * len(rows) <= buffer_size()
@@ -72,7 +67,7 @@ def _is_even(group: Group, job: Job) -> bool:
 
 def _all_gather(group: Group, job: Job, out: torch.Tensor) -> Wait:
     """Gather into the result, or into rows that are copied to their places."""
-    boxes, whole = _rows(group, job), _whole(group, job)
+    boxes, whole = _shards(group, job)
     row = as_bytes(job.local[0].permute(job.order))
     row = row.clone() if job.async_op else row
     direct = job.fills(boxes, whole)
@@ -90,8 +85,8 @@ def _all_gather(group: Group, job: Job, out: torch.Tensor) -> Wait:
 
 def _reduce_scatter(group: Group, job: Job, out: torch.Tensor) -> Wait:
     """Reduce from the source, or from rows that its parts are copied to."""
-    task, boxes, whole = job.task, _rows(group, job), _whole(group, job)
-    value = job.local[0]
+    task, value = job.task, job.local[0]
+    boxes, whole = _shards(group, job)
     if not job.fills(boxes, whole):
         parts = [job.flat(narrow(value, relative(box, whole))) for box in boxes]
         rows = to_backend(torch.cat(parts), task.op)

@@ -18,17 +18,10 @@ import torch.distributed as dist
 from ..layout.mesh import Topology, VirtualMesh
 from ..layout.world import refuse_forked
 from .all_to_all import buffer_size, give_back, rounds
-from .dtypes import (
-    backend_op,
-    backends_reduce,
-    buffer_width,
-    from_backend,
-    is_plain,
-    to_backend,
-)
+from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
 from .events import record
 from .failures import clear, report
-from .group import all_reduce, broadcast, group_of, members, reduction_groups
+from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
 from .native import native_launcher
 from .protocol import Finish, Job, Launch, Wait
@@ -38,29 +31,28 @@ class ProcessEngine:
     """Collectives over the process groups that exist: those of the mesh's axes, the flattened ones
     that were made with the mesh, and the world.
 
-    No group is ever made here: `dist.new_group` needs every rank of the world, also those outside
-    the mesh.
+    No group is ever made here: `dist.new_group` needs every rank of the world.
     """
 
     def start(self, jobs: Sequence[Job]) -> Finish:
-        _begin({end.topology for job in jobs for end in (job.task.src, job.task.dst)})
-        if is_compared() and _takes_part(jobs):
-            axes = tuple(sorted({axis for job in jobs for axis in job.task.axes}))
-            mesh = jobs[0].task.src.topology
-            reduces = _is_all_reduce(jobs)
-            ranks = members(mesh, axes) if reduces else group_of([j.task for j in jobs]).ranks
-            compare(ranks, describe(jobs))
-        outs = [_result(job) for job in jobs]
+        src, dst = jobs[0].task.src.topology, jobs[0].task.dst.topology
+        _begin(src, dst)
+        if src.coordinate is None and dst.coordinate is None:
+            return lambda: [[] for _ in jobs]
+        if is_compared():
+            compare(group_of([job.task for job in jobs]).ranks, describe(jobs))
+        here = dst.coordinate
+        outs = [None if here is None else job.empty(job.task.dst.box(here)) for job in jobs]
         try:
             return _run(_launches(jobs, outs), outs)
         except BaseException as error:  # of this rank alone, such as no memory for a buffer
-            report(error, jobs[0].task.src.topology)
+            report(error, src)
             raise
 
     def check_equal(self, topology: Topology, digest: int) -> bool:
         if topology.coordinate is None:
             return True
-        _begin([topology])
+        _begin(topology)
         if is_compared():
             compare(topology.ranks, "a comparison of one number")
         axes = tuple(range(topology.ndim))
@@ -75,7 +67,7 @@ def broadcast_from(topology: Topology, value: torch.Tensor, source: int) -> None
     """Give all ranks of a mesh of processes the `value` of its rank number `source`, in place."""
     here = topology.coordinate
     assert here is not None and not isinstance(topology.mesh, VirtualMesh)
-    _begin([topology])
+    _begin(topology)
     if is_compared():
         compare(topology.ranks, f"a broadcast of {value.numel()} bytes")
     origin = topology.group_coords((0,) * topology.ndim, range(topology.ndim))[source]
@@ -85,28 +77,12 @@ def broadcast_from(topology: Topology, value: torch.Tensor, source: int) -> None
             broadcast(topology.mesh.get_group(axis), value, first)()
 
 
-def _begin(topologies: Iterable[Topology]) -> None:
+def _begin(*topologies: Topology) -> None:
     """Raise before a collective that cannot work."""
     refuse_forked()
     for topology in topologies:
         topology.refuse_destroyed()
     clear()
-
-
-def _takes_part(jobs: Sequence[Job]) -> bool:
-    ends = jobs[0].task.src.topology, jobs[0].task.dst.topology
-    return any(topology.coordinate is not None for topology in ends)
-
-
-def _is_all_reduce(jobs: Sequence[Job]) -> bool:
-    task = jobs[0].task
-    return task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, task.op)
-
-
-def _result(job: Job) -> torch.Tensor | None:
-    """Memory for the result; None if this rank is not on the target's mesh."""
-    here = job.task.dst.topology.coordinate
-    return None if here is None else job.empty(job.task.dst.box(here))
 
 
 def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Finish:
@@ -131,9 +107,7 @@ def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Fin
 
 def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
     """The collectives of `torch.distributed` that serve the jobs."""
-    if not _takes_part(jobs):
-        return
-    if _is_all_reduce(jobs):
+    if jobs[0].task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].task.op):
         yield from _all_reduces(jobs, outs)
         return
     group = group_of([job.task for job in jobs])
@@ -144,9 +118,6 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
     for job, out in zip(jobs, outs, strict=True):
         assert out is not None
         yield partial(launcher, group, job, out)
-
-
-# --- all_reduce ----------------------------------------------------------------------------------
 
 
 def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:

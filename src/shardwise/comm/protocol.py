@@ -62,9 +62,7 @@ class Task(Protocol):
     def src(self) -> Boxes: ...
     @property
     def dst(self) -> Boxes: ...
-    def sends(self, src: Coord, dst: Coord) -> bool: ...
     def sources(self, dst: Coord) -> tuple[Coord, ...]: ...
-    def piece(self, src: Coord, dst: Coord) -> Box: ...
     def parcel(self, src: Coord, dst: Coord) -> Parcel | None: ...
 
 
@@ -82,11 +80,6 @@ class Job:
     dtype: torch.dtype
     device: torch.device
     async_op: bool = False
-
-    def held(self, src: Coord, box: Box) -> torch.Tensor:
-        """The part `box` of what `src` holds, as a view."""
-        layout = self.task.src
-        return narrow(self.local[layout.slot(src)], relative(box, layout.box(src)))
 
     def flat(self, value: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor in the order of memory; a view if they lie so."""

@@ -15,7 +15,7 @@ from .._torch import functional_all_reduce, functional_all_to_all
 from ..errors import CommunicationError
 from ..layout.geometry import Box
 from ..layout.mesh import Coord, Topology
-from .all_to_all import Packet, largest_share
+from .all_to_all import Packet, by_place, largest_share
 from .dtypes import backend_op, backends_reduce, from_backend, reduce_list, to_backend
 from .group import Group, group_of, reduction_groups
 from .protocol import Finish, Job, Parcel, narrow
@@ -101,15 +101,10 @@ def _packet(job: Job, src: Coord | None, dst: Coord | None) -> Packet | None:
 def _assembled(job: Job, box: Box, received: list[tuple[Packet, torch.Tensor]]) -> torch.Tensor:
     """The local tensor with the pieces in their places; those of one place are reduced."""
     task = job.task
-    together: dict[Box, list[tuple[Packet, torch.Tensor]]] = {}
-    for packet, value in received:
-        together.setdefault(packet.parcel.box, []).append((packet, value))
     pieces: list[tuple[Parcel, torch.Tensor]] = []
-    for parts in together.values():
-        parts.sort(key=lambda part: part[0].src)  # in the order of the mesh
-        values = [value for _, value in parts]
+    for packet, values in by_place(received):
         value = reduce_list(values, task.op, task.over) if task.op else values[0]
-        pieces.append((parts[0][0].parcel, value))
+        pieces.append((packet.parcel, value))
     if pieces and job.fills([parcel.box for parcel, _ in pieces], box):
         return job.shaped(torch.cat([job.flat(value) for _, value in pieces]), box)
     made = job.empty(box)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..layout.geometry import Box, relative
+from ..layout.geometry import Box
 from ..layout.mesh import Coord, Topology
 from .dtypes import reduce_list
 from .protocol import Finish, Job, narrow
@@ -25,16 +25,16 @@ class VirtualEngine:
 
 def _result(job: Job, target: Coord) -> torch.Tensor:
     task = job.task
-    box = task.dst.box(target)
-    result = job.empty(box)
+    result = job.empty(task.dst.box(target))
     pieces: dict[Box, list[torch.Tensor]] = {}
     for source in task.sources(target):
-        piece = task.piece(source, target)
-        pieces.setdefault(piece, []).append(job.held(source, piece))
-    for piece, parts in pieces.items():
-        place = narrow(result, relative(piece, box))
+        parcel = task.parcel(source, target)
+        assert parcel is not None
+        held = narrow(job.local[task.src.slot(source)], parcel.inside)
+        pieces.setdefault(parcel.place, []).append(held)
+    for place, parts in pieces.items():
         if task.op:
-            reduce_list(parts, task.op, task.over, out=place)
+            reduce_list(parts, task.op, task.over, out=narrow(result, place))
         else:
-            place.copy_(parts[0])
+            narrow(result, place).copy_(parts[0])
     return result

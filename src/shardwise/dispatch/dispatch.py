@@ -25,8 +25,8 @@ from .._torch import (
     run_composite,
     untraced,
 )
-from ..comm import report
 from ..comm.events import planned
+from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.world import World, at_end
 from ..rules import LEAST, MOST, has_fractions

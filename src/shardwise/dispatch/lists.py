@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch import OpOverload
-from ..comm import report
+from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec

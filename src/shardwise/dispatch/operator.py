@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload, is_composite, take_composite, take_differentiable
-from ..comm import report
+from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload, in_one_memory, make_wrapper
-from ..comm import identity
+from ..comm.dtypes import identity
 from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
 from ..layout.spec import DTensorSpec, default_placements

@@ -178,12 +178,8 @@ def batch_norm_backward(
     given = (grad, x, weight, running_mean, running_var, save_mean, save_invstd)
     x = _on_mesh(x, *given)
     like, dtype = x, x.dtype if weight is None else weight.dtype
-    grad, x, mean, rstd = (
-        in_full(aligned(grad, x)),
-        in_full(x),
-        in_full(save_mean),
-        in_full(save_invstd),
-    )
+    x, mean, rstd = in_full(x), in_full(save_mean), in_full(save_invstd)
+    grad = in_full(aligned(grad, x))
     scale = None if weight is None else weight.to(rstd.dtype)
     # The kernel with fixed statistics returns both sums, and the first part of the gradient.
     fixed = (grad, x, scale, mean, rstd**-2, None, None, False, 0.0)
@@ -192,8 +188,8 @@ def batch_norm_backward(
     if output_mask[0]:
         share = rstd if scale is None else rstd * scale
         share = share / (x.numel() // max(x.shape[1], 1))
-        apart = (x - _wide(x, mean)) * _wide(x, share * rstd * of_weight)
-        out = (out - apart - _wide(x, share * of_bias)).to(like.dtype)
+        apart = (x - _wide(x, mean)).mul_(_wide(x, share * rstd * of_weight))
+        out = out.sub_(apart).sub_(_wide(x, share * of_bias)).to(like.dtype)
         out = out.contiguous(memory_format=suggest_memory_format(like))
     return (
         out,

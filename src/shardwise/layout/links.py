@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,8 @@ def write_links(
     return path
 
 
-class _Told:
-    """How often the ranks have agreed: every rank counts alike."""
-
-    times = 0
+_agreements = count()
+"""Numbers the meshes on whose links the ranks agree: every rank counts alike."""
 
 
 def told_by_first(
@@ -75,26 +74,19 @@ def told_by_first(
 ) -> tuple[Link, ...]:
     """The links of a new mesh: what its first rank was given, or has read, on every rank.
 
-    It goes through the store that all processes share, so that a mesh may leave out ranks and no
-    device is needed.
+    They go through the store, so a mesh may leave out ranks and no device is needed.
     """
-    _Told.times += 1
-    key = f"shardwise/links/{_Told.times}/{_entry(device_type, shape)}"
+    key = f"shardwise/links/{next(_agreements)}/{_entry(device_type, shape)}"
     store = shared_store()
+    told: str | list[list[float]]
     if dist.get_rank() == ranks[0]:
-        store.set(key, json.dumps(_first_has(device_type, shape, own)))
+        try:
+            found = own or read_links(device_type, shape) or links_of(None, len(shape))
+            told = [[link.latency, link.bandwidth] for link in found]
+        except MeshError as error:
+            told = str(error)
+        store.set(key, json.dumps(told))
     told = json.loads(store.get(key))
     if isinstance(told, str):
         raise MeshError(told)
     return links_of([Link(*pair) for pair in told], len(shape))
-
-
-def _first_has(
-    device_type: str, shape: tuple[int, ...], own: tuple[Link, ...] | None
-) -> list[list[float]] | str:
-    """What the first rank tells the others: its links, or why it has none."""
-    try:
-        found = own or read_links(device_type, shape) or links_of(None, len(shape))
-    except MeshError as error:
-        return str(error)
-    return [[link.latency, link.bandwidth] for link in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -129,27 +130,24 @@ def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) ->
 
 
 def _flattened_groups(where: Topology) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for each run of adjacent axes that has none yet, made in one order by all.
+    """A process group for each run of adjacent axes, made in one order by all.
 
     `new_group` needs every rank of the world, also those that the group or the mesh leaves out.
     """
-    assert isinstance(where.mesh, TorchDeviceMesh) and dist.group.WORLD is not None
+    assert dist.group.WORLD is not None
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     axes = [axis for axis in range(where.ndim) if where.shape[axis] > 1]
-    everyone = set(range(dist.get_world_size()))
-    for count in range(2, len(axes) + 1):
-        for first in range(len(axes) - count + 1):
-            run = tuple(axes[first : first + count])
-            rest = [axis for axis in range(where.ndim) if axis not in run]
-            for start in where.group_coords((0,) * where.ndim, rest):
-                members = where.group_coords(start, run)
-                ranks = [where.rank_of(member) for member in members]
-                if set(ranks) == everyone:
-                    groups[run] = dist.group.WORLD
-                    continue
-                made = dist.new_group(ranks)
-                if where.coordinate in members:
-                    groups[run] = made
+    for first, last in combinations(range(len(axes)), 2):
+        run = tuple(axes[first : last + 1])
+        rest = [axis for axis in range(where.ndim) if axis not in run]
+        for start in where.group_coords((0,) * where.ndim, rest):
+            members = where.group_coords(start, run)
+            if len(members) == dist.get_world_size():
+                groups[run] = dist.group.WORLD
+                continue
+            made = dist.new_group([where.rank_of(member) for member in members])
+            if where.coordinate in members:
+                groups[run] = made
     return groups
 
 

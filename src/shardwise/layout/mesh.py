@@ -147,45 +147,18 @@ def axes_text(shape: Sequence[int], names: Sequence[str] | None) -> str:
 class Topology:
     """What a mesh is: its shape, names and ranks, where this process stands in it. Interned."""
 
-    __slots__ = (
-        "__weakref__",
-        "coordinate",
-        "device_type",
-        "groups",
-        "links",
-        "mesh",
-        "names",
-        "ndim",
-        "ranks",
-        "shape",
-        "virtual",
-        "world",
-    )
-
-    mesh: AnyMesh
-    device_type: str
-    shape: tuple[int, ...]
-    ndim: int
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    virtual: bool
-    coordinate: Coord | None
-    links: tuple[Link, ...]
-    groups: dict[tuple[int, ...], dist.ProcessGroup]
-    world: World | None
-
     def __init__(self, mesh: AnyMesh, links: tuple[Link, ...]) -> None:
         self.mesh = mesh
         self.device_type = mesh.device_type
         self.shape = tuple(mesh.shape)
         self.ndim = len(self.shape)
         self.names = tuple(mesh.mesh_dim_names or map(str, range(self.ndim)))
-        self.ranks = tuple(mesh.mesh.flatten().tolist())
+        self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self.virtual = isinstance(mesh, VirtualMesh)
         here = None if isinstance(mesh, VirtualMesh) else mesh.get_coordinate()
-        self.coordinate = None if here is None else tuple(here)
+        self.coordinate: Coord | None = None if here is None else tuple(here)
         self.links = links
-        self.groups = {}
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.world = None if self.virtual else current_world()
 
     def refuse_destroyed(self) -> None:
@@ -215,28 +188,15 @@ class Topology:
         return self.ranks[index]
 
     def __repr__(self) -> str:
-        names = self.mesh.mesh_dim_names
-        return f"({axes_text(self.shape, names)})"
+        return f"({axes_text(self.shape, self.mesh.mesh_dim_names)})"
 
 
 class DestroyedMesh:
     """What is left of a mesh whose process group was destroyed: it has a shape and no groups."""
 
-    def __init__(self, mesh: TorchDeviceMesh) -> None:
-        self.device_type = mesh.device_type
-        self.mesh = mesh.mesh
-        self.mesh_dim_names = mesh.mesh_dim_names
-        self.shape = tuple(mesh.shape)
-        self.ndim = len(self.shape)
-
-    def size(self, mesh_dim: int | None = None) -> int:
-        return self.mesh.numel() if mesh_dim is None else self.mesh.size(mesh_dim)
-
-    def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        raise MeshError(_destroyed(axes_text(self.shape, self.mesh_dim_names)))
-
-    def __repr__(self) -> str:
-        return f"DestroyedMesh({axes_text(self.shape, self.mesh_dim_names)})"
+    def __init__(self, mesh: AnyMesh) -> None:
+        self.device_type, self.mesh_dim_names = mesh.device_type, mesh.mesh_dim_names
+        self.mesh, self.shape, self.ndim = mesh.mesh, tuple(mesh.shape), mesh.ndim
 
 
 def _destroyed(mesh: str) -> str:
@@ -256,7 +216,7 @@ def _forget_groups(world: World) -> None:
             if where.world is world:
                 del topologies[key]
                 where.groups.clear()
-                where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment, arg-type]
+                where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment]
 
 
 @lru_cache(maxsize=65536)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from ..errors import LayoutError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+_NEAR = {"mean": "avg", "average": "avg", "add": "sum", "mul": "product", "prod": "product"}
 
 
 class Placement:
@@ -126,9 +127,15 @@ class Partial(Placement):
     _all: ClassVar[dict[str, Partial]] = {}
 
     def __new__(cls, reduce_op: str = "sum") -> Partial:
-        found = cls._all.get(reduce_op) if isinstance(reduce_op, str) else None
+        if reduce_op not in REDUCE_OPS:
+            also = f" (did you mean {_NEAR[reduce_op]!r}?)" if str(reduce_op) in _NEAR else ""
+            ops = ", ".join(map(repr, REDUCE_OPS))
+            raise LayoutError(f"Partial: unknown reduce op {reduce_op!r}. Use one of {ops}{also}.")
+        found = cls._all.get(reduce_op)
         if found is None:
-            raise LayoutError(_unknown_reduce_op(reduce_op))
+            found = super().__new__(cls)
+            object.__setattr__(found, "reduce_op", reduce_op)
+            found = cls._all.setdefault(reduce_op, found)
         return found
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
@@ -139,24 +146,6 @@ class Partial(Placement):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Partial, (self.reduce_op,)
-
-
-def _unknown_reduce_op(given: object) -> str:
-    near = {"mean": "avg", "average": "avg", "add": "sum", "mul": "product", "prod": "product"}
-    hint = near.get(str(given))
-    also = f" (did you mean {hint!r}?)" if hint else ""
-    ops = ", ".join(map(repr, REDUCE_OPS))
-    return f"Partial: unknown reduce op {given!r}. Use one of {ops}{also}."
-
-
-def _intern_partials() -> None:
-    for op in REDUCE_OPS:
-        one = object.__new__(Partial)
-        object.__setattr__(one, "reduce_op", op)
-        Partial._all[op] = one
-
-
-_intern_partials()
 
 
 def block_groups(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import compress
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -12,7 +14,6 @@ import torch
 
 from ..errors import LayoutError
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
-from .lazy import lazy
 from .make_mesh import described, described_mesh
 from .mesh import AnyMesh, Coord, Topology, topology
 from .placement import Partial, Placement, Replicate, Shard, block_groups, split_placements
@@ -72,12 +73,10 @@ def checked_placements(
     given = tuple(placements)
     for entry in given:
         if not isinstance(entry, Placement):
-            theirs = type(entry).__module__.startswith("torch.") or "_C" in type(entry).__module__
+            theirs = type(entry).__module__.startswith("torch.")
             hint = " It is PyTorch's class: import shardwise's own." if theirs else ""
-            raise LayoutError(
-                f"{what}: {entry!r} is not a placement. Use Replicate(), Shard(dim) or Partial(op)."
-                + hint
-            )
+            use = "Use Replicate(), Shard(dim) or Partial(op)."
+            raise LayoutError(f"{what}: {entry!r} is not a placement. {use}{hint}")
     if len(given) != mesh.ndim:
         raise LayoutError(
             f"{what}: {len(given)} placements {list(given)} were given for the {mesh.ndim} axes of "
@@ -129,16 +128,14 @@ class DTensorSpec:
         where = mesh if isinstance(mesh, Topology) else topology(mesh)
         ndim = None if tensor_meta is None else len(tensor_meta.shape)
         places = checked_placements("DTensorSpec", where, placements, ndim)
-        meta = None
-        if tensor_meta is not None:
-            shape, stride, dtype = tensor_meta
-            meta = TensorMeta(tuple(shape), tuple(stride), dtype)
+        if tensor_meta is None:
+            return cls._intern(where, places, None, None)
+        meta = TensorMeta(tuple(tensor_meta.shape), tuple(tensor_meta.stride), tensor_meta.dtype)
+        places, groups = block_groups(places, meta.shape)
         normal = None
-        if meta is not None:
-            places, groups = block_groups(places, meta.shape)
-            if cuts is not None:
-                seen, sizes = split_placements(places, groups) if groups else (places, meta.shape)
-                normal = _normal_cuts(where, seen, sizes, cuts)
+        if cuts is not None:
+            seen, sizes = split_placements(places, groups) if groups else (places, meta.shape)
+            normal = _normal_cuts(where, seen, sizes, cuts)
         return cls._intern(where, places, meta, normal)
 
     @classmethod
@@ -151,15 +148,12 @@ class DTensorSpec:
     ) -> DTensorSpec:
         key = (where, places, meta, cuts)
         found = cls._interned.get(key)
-        if found is not None:
-            return found
-        with cls._lock:
-            found = cls._interned.get(key)
-            if found is None:
-                found = object.__new__(cls)
-                found.topology = where
-                found.placements, found.tensor_meta, found.cuts = places, meta, cuts
-                cls._interned[key] = found
+        if found is None:
+            found = object.__new__(cls)
+            found.topology = where
+            found.placements, found.tensor_meta, found.cuts = places, meta, cuts
+            with cls._lock:
+                found = cls._interned.setdefault(key, found)
         return found
 
     @classmethod
@@ -193,13 +187,11 @@ class DTensorSpec:
 
     # --- the global tensor -----------------------------------------------------------------
 
-    @lazy
+    @cached_property
     def meta(self) -> TensorMeta:
         """Shape, stride and dtype, for specs that have them."""
         if self.tensor_meta is None:
-            raise LayoutError(
-                f"the spec {self!r} says nothing of the tensor: it has no tensor_meta."
-            )
+            raise LayoutError(f"the spec {self!r} says nothing of a tensor: it has no tensor_meta.")
         return self.tensor_meta
 
     @property
@@ -220,12 +212,12 @@ class DTensorSpec:
 
     # --- dims in blocks ----------------------------------------------------------------------
 
-    @lazy
+    @cached_property
     def groups(self) -> Groups | None:
         """For each dim the sizes it is the product of; None if no axis shards blocks of a dim."""
         return block_groups(self.placements, self.meta.shape)[1]
 
-    @lazy
+    @cached_property
     def fine(self) -> DTensorSpec | None:
         """The same layout with the dims split into `groups`, of which every rank holds a box; None
         if every rank holds a box of the tensor itself."""
@@ -235,7 +227,7 @@ class DTensorSpec:
         places, _ = split_placements(self.placements, groups)
         return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
 
-    @lazy
+    @cached_property
     def consecutive(self) -> DTensorSpec:
         """This layout, with consecutive pieces in place of pieces of every block."""
         if self.groups is None:
@@ -261,12 +253,12 @@ class DTensorSpec:
                 dims[place.dim] = axis
         return dims
 
-    @lazy
+    @cached_property
     def sums(self) -> list[int]:
         """The axes on which a reduction is pending."""
         return [axis for axis, place in enumerate(self.placements) if place.is_partial()]
 
-    @lazy
+    @cached_property
     def reduced(self) -> DTensorSpec:
         """The layout with nothing pending, and all else as it is."""
         places = [Replicate() if place.is_partial() else place for place in self.placements]
@@ -275,11 +267,8 @@ class DTensorSpec:
     @property
     def num_shards(self) -> int:
         """The number of pieces the tensor is cut into."""
-        return prod(
-            size
-            for size, place in zip(self.topology.shape, self.placements, strict=True)
-            if place.is_shard()
-        )
+        shards = [place.is_shard() for place in self.placements]
+        return prod(compress(self.topology.shape, shards))
 
     def is_sharded(self) -> bool:
         """True if some axis shards the tensor."""
@@ -289,7 +278,7 @@ class DTensorSpec:
         """True if every rank holds the whole tensor."""
         return all(place.is_replicate() for place in self.placements)
 
-    @lazy
+    @cached_property
     def dim_axes(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor dim the axes that shard it, outer first."""
         axes: list[list[int]] = [[] for _ in range(self.ndim)]
@@ -298,10 +287,14 @@ class DTensorSpec:
                 axes[place.dim].append(axis)
         return tuple(map(tuple, axes))
 
-    @lazy
+    @cached_property
     def dim_cuts(self) -> tuple[Cuts, ...]:
         """For each tensor dim the sizes of its pieces; one piece if it is not sharded."""
-        self._check_consecutive()
+        if self.groups is not None:
+            raise LayoutError(
+                f"the ranks hold pieces of every block of {self!r}, not consecutive ones. "
+                f"Redistribute to {list(self.consecutive.placements)} first."
+            )
         shape = self.topology.shape
         every = self.cuts or (None,) * self.ndim
         cuts = []
@@ -324,7 +317,7 @@ class DTensorSpec:
             for table, axes in zip(self._intervals, self.dim_axes, strict=True)
         )
 
-    @lazy
+    @cached_property
     def _intervals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         return tuple(map(intervals, self.dim_cuts))
 
@@ -332,36 +325,32 @@ class DTensorSpec:
         """The interval of a dim that each of its shards holds."""
         return self._intervals[dim]
 
-    def _check_consecutive(self) -> None:
-        if self.groups is not None:
-            raise LayoutError(
-                f"the ranks hold pieces of every block of {self!r}, not consecutive ones. "
-                f"Redistribute to {list(self.consecutive.placements)} first."
-            )
-
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
         """The shape of the local tensor at `coord`."""
         if self.fine is not None:
-            sizes = iter(self.fine.local_shape(coord))
-            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
+            return self._merged(self.fine.local_shape(coord))
         return box_shape(self.box(coord))
 
-    @lazy
+    @cached_property
     def largest_shape(self) -> tuple[int, ...]:
         """For each dim the size of its largest piece."""
         if self.fine is not None:
-            sizes = iter(self.fine.largest_shape)
-            return tuple([prod([next(sizes) for _ in group]) for group in self.groups or ()])
+            return self._merged(self.fine.largest_shape)
         return tuple([max(cuts) for cuts in self.dim_cuts])
+
+    def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of the dims, from those of the dims split into `groups`."""
+        left = iter(sizes)
+        return tuple([prod([next(left) for _ in group]) for group in self.groups or ()])
 
     # --- which local tensors this process holds ----------------------------------------------
 
-    @lazy
+    @cached_property
     def slot_axes(self) -> tuple[int, ...]:
         """The axes over which the local tensor varies."""
         return tuple(a for a, place in enumerate(self.placements) if not place.is_replicate())
 
-    @lazy
+    @cached_property
     def slots(self) -> tuple[Coord, ...]:
         """The coordinates of the local tensors held here, in the order in which they are stored."""
         return self.topology.coords_here(self.slot_axes)
@@ -422,24 +411,17 @@ def rebuild_spec(
     cuts: tuple[Cuts | None, ...] | None,
 ) -> DTensorSpec:
     """The spec of a pickle."""
-    if meta is not None:
-        _check_meta(*meta)
-    where = described_mesh(*mesh)
-    return DTensorSpec(where, placements, None if meta is None else TensorMeta(*meta), cuts=cuts)
-
-
-def _check_meta(shape: object, stride: object, dtype: object) -> None:
-    """An error if a pickle tells of a tensor that cannot be."""
+    if meta is None:
+        return DTensorSpec(described_mesh(*mesh), placements, cuts=cuts)
+    shape, stride, dtype = meta
     tuples = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
-    if (
-        not tuples
-        or any(type(size) is not int or size < 0 for size in (*shape, *stride))  # type: ignore[misc]
-        or not isinstance(dtype, torch.dtype)
-    ):
+    sizes = tuples and all(type(size) is int and size >= 0 for size in (*shape, *stride))
+    if not sizes or not isinstance(dtype, torch.dtype):
         raise LayoutError(
             f"a pickle of a DTensor says that it has shape {shape}, stride {stride} and dtype "
             f"{dtype}, which no tensor has: it is damaged."
         )
+    return DTensorSpec(described_mesh(*mesh), placements, TensorMeta(*meta), cuts=cuts)
 
 
 def fine_meta(meta: TensorMeta, groups: Groups) -> TensorMeta:

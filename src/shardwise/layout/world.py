@@ -22,8 +22,7 @@ Callback = Callable[["World"], None]
 
 
 class World:
-    """The default process group: its rank and size, its store, and a test whether another process
-    still runs."""
+    """The default process group: its rank and size, its store, and which other processes run."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.number = next(_numbers)
@@ -61,29 +60,22 @@ class World:
         Each process listens on a port and never answers. The operating system takes connections
         while the process lives, be it busy or stuck, and refuses them afterwards.
         """
-        if rank not in self._addresses:
-            try:
-                self.find_addresses([rank])
-            except RuntimeError:
-                return False  # the store is gone
-        if rank not in self._addresses:
-            return False
         try:
+            self.find_addresses([rank])
             socket.create_connection(self._addresses[rank], timeout=1).close()
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except (OSError, KeyError, RuntimeError):  # not reached, no address, or the store is gone
             return False
         return False
 
     def send(self, rank: int, text: str) -> None:
         """Leave a text with a rank, which reads it when the store is gone."""
-        if rank in self._addresses:
-            try:
-                with socket.create_connection(self._addresses[rank], timeout=1) as connection:
-                    connection.sendall(text.encode())
-            except OSError:
-                return  # it is gone
+        try:
+            with socket.create_connection(self._addresses[rank], timeout=1) as connection:
+                connection.sendall(text.encode())
+        except (OSError, KeyError):
+            return  # it is gone, or has no address
 
     def received(self) -> str | None:
         """The first text that another rank has left here."""
@@ -103,12 +95,8 @@ class World:
             if text:
                 return text
 
-    def close(self) -> None:
-        """Let go of the store, and stop listening: others take this process for gone."""
-        self.store = None
-        self.stop_listening()
-
     def stop_listening(self) -> None:
+        """Let others take this process for gone."""
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
@@ -190,7 +178,8 @@ def _end(number: int) -> None:
         except CommunicationError as error:  # the other callbacks have their own to let go of
             errors.append(error)
     _State.world = None
-    world.close()
+    world.store = None
+    world.stop_listening()
     if errors:
         raise errors[0]
 

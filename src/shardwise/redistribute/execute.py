@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm import Finish, Job, Locals, buffer_size, engine_of, give_back, identity
+from ..comm import engine_of
+from ..comm.all_to_all import buffer_size, give_back
+from ..comm.dtypes import identity
 from ..comm.events import is_heard, record
+from ..comm.protocol import Finish, Job, Locals
 from ..layout.geometry import box_shape, memory_order, stride_like
 from ..layout.spec import DTensorSpec
 from .prepare import Move, finished, ordered, prepared, sliced

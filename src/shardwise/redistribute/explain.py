@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..comm import buffer_size, buffer_width, is_plain
+from ..comm.all_to_all import buffer_size
+from ..comm.dtypes import buffer_width, is_plain
 from ..errors import LayoutError
 from ..layout.geometry import all_coords, box_numel
 from ..layout.placement import Placement

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 from ..layout.geometry import Box, Interval, chunk_cuts, flat_index, intervals
-from ..layout.lazy import lazy
 from ..layout.mesh import Coord, Topology
 from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec, Groups
@@ -91,7 +91,7 @@ class Layout:
             dims += found
         return Layout(spec.topology, tuple(dims), _pending(spec))
 
-    @lazy
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes over which the local tensor varies. They index its slots."""
         varying = {axis for dim in self.dims for axis in dim.axes}
@@ -103,12 +103,12 @@ class Layout:
         axes = [axis for dim in self.dims for axis in dim.axes]
         return len(axes) > len(set(axes))
 
-    @lazy
+    @cached_property
     def most(self) -> int:
         """The number of elements of the largest box."""
         return prod([max([stop - start for start, stop in dim.table]) for dim in self.dims])
 
-    @lazy
+    @cached_property
     def slots(self) -> tuple[Coord, ...]:
         """The coordinates of the local tensors held here, in the order in which they are stored."""
         return self.topology.coords_here(self.axes)
@@ -119,7 +119,7 @@ class Layout:
             return 0
         return flat_index(coord, self.topology.shape, self.axes)
 
-    @lazy
+    @cached_property
     def _boxes(self) -> dict[Coord, Box]:
         return {}
 

@@ -13,8 +13,11 @@ from functools import lru_cache
 
 import torch
 
-from ..comm import Job, buffer_size, check_reducible, engine_of, narrow
+from ..comm import engine_of
+from ..comm.all_to_all import buffer_size
+from ..comm.dtypes import check_reducible
 from ..comm.events import is_heard, record
+from ..comm.protocol import Job, narrow
 from ..layout.geometry import Cuts, box_shape, memory_order
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, Groups

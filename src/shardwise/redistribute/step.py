@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
-from ..comm import Parcel
+from ..comm.protocol import Parcel
 from ..layout.geometry import Box, all_coords, box_numel, box_shape, flat_index, intersect, relative
-from ..layout.lazy import lazy
 from ..layout.mesh import Coord
 from .layout import Layout
 
@@ -34,12 +34,12 @@ class Step:
     reduced: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
-    @lazy
+    @cached_property
     def over(self) -> int:
         """The number by which the reduced total is divided."""
         return self._copies if self.op == "avg" else 1
 
-    @lazy
+    @cached_property
     def is_local(self) -> bool:
         """True if no rank receives anything."""
         return self.kind in ("slice", "make_partial", "view")
@@ -62,7 +62,7 @@ class Step:
         """The part of the box of `dst` that `src` holds."""
         return intersect(self.src.box(src), self.dst.box(dst))
 
-    @lazy
+    @cached_property
     def _parcels(self) -> dict[tuple[Coord, Coord], Parcel | None]:
         return {}
 
@@ -76,7 +76,7 @@ class Step:
             found = Parcel.of(box, self.src.box(src), self.dst.box(dst)) if some else None
             return self._parcels.setdefault((src, dst), found)
 
-    @lazy
+    @cached_property
     def _sources(self) -> dict[Coord, tuple[Coord, ...]]:
         return {}
 
@@ -111,7 +111,7 @@ class Step:
             found.append(here[0] if here else same[turn % len(same)])
         return tuple(found)
 
-    @lazy
+    @cached_property
     def slices(self) -> list[tuple[int, Box | None, tuple[int, ...]]]:
         """For each local tensor of a slice its source, the part of that which stays (None if
         nothing does), and its shape."""
@@ -156,7 +156,7 @@ class Step:
         others = [each for each in targets if self._on_source(each) != coord]
         return sum([box_numel(self.piece(coord, o)) for o in others if coord in self.sources(o)])
 
-    @lazy
+    @cached_property
     def elements_received(self) -> int:
         """The number of elements that a rank receives, for the rank that receives most."""
         where = self.dst.topology

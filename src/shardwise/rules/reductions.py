@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm import identity
+from ..comm.dtypes import identity
 from .language import (
     NOWHERE,
     Call,

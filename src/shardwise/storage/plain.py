@@ -12,7 +12,9 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from .._torch import OpOverload
-from ..comm import all_arrive, as_bytes, engine_of
+from ..comm import engine_of
+from ..comm.dtypes import as_bytes
+from ..comm.lockstep import all_arrive
 from ..errors import LayoutError, PlainTensorError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements

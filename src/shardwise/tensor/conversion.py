@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from .._torch import PARAMETER, is_traced
-from ..comm import as_bytes, broadcast_from, engine_of
+from ..comm import engine_of
+from ..comm.dtypes import as_bytes
+from ..comm.process import broadcast_from
 from ..errors import LayoutError, MeshError, PlainTensorError
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
