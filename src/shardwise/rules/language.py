@@ -312,18 +312,7 @@ class Call:
         self.specs = tuple([spec.consecutive for spec in specs])
         self.results = tuple(results)
         self.structure = structure
-        self.values = self._bound()
-
-    def _bound(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for index, argument in enumerate(self.op._schema.arguments):
-            if index < len(self.args):
-                values[argument.name] = self.args[index]
-            elif argument.name in self.kwargs:
-                values[argument.name] = self.kwargs[argument.name]
-            else:
-                values[argument.name] = argument.default_value
-        return values
+        self.values = named(op, self.args, kwargs)
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by name, with the operator's default if it was not given."""
