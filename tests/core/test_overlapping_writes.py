@@ -95,3 +95,16 @@ def test_the_gradient_of_a_write(at: Any) -> None:
         u.masked_fill_(chosen(u), 9.0)
         (y * X.cos()).sum().backward()
     torch.testing.assert_close(leaf.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("after", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+@pytest.mark.parametrize("before", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_a_write_into_an_expanded_tensor_that_moved(before: Any, after: Any) -> None:
+    mesh = virtual(3)
+    for shape in ((1, 4), (4, 1), (1, 1)):
+        base = numbers(*shape)
+        x = spread(base, mesh, [Replicate()]).expand(4, 4)
+        moved = x.redistribute(mesh, [before]).redistribute(mesh, [after])
+        torch.testing.assert_close(moved.full_tensor(), base.expand(4, 4))
+        moved.fill_(2.5)
+        torch.testing.assert_close(moved.full_tensor(), torch.full_like(base.expand(4, 4), 2.5))

@@ -23,6 +23,7 @@ from shardwise import (
     init_device_mesh,
 )
 from shardwise.errors import LayoutError, MeshError, PlainTensorError
+from shardwise.layout import make_mesh
 from shardwise.layout import mesh as meshes
 
 from ..compare import ints, numbers
@@ -156,9 +157,9 @@ def write(folder: str) -> None:
 
 def forget() -> None:
     """As in a new process."""
-    known = [key for key, where in meshes._topologies.items() if not where.virtual]
+    known = [key for key, where in meshes.topologies.items() if not where.virtual]
     for key in known:
-        del meshes._topologies[key]
+        del meshes.topologies[key]
 
 
 def read(folder: str) -> str:
@@ -177,12 +178,12 @@ def read_on_one(folder: str) -> str:
     forget()
     text = ""
     if dist.get_rank() == 2:
-        before, meshes._LOAD_SECONDS = meshes._LOAD_SECONDS, 1.0
+        before, make_mesh._LOAD_SECONDS = make_mesh._LOAD_SECONDS, 1.0
         start = time.monotonic()
         with pytest.raises(MeshError) as error:
             torch.load(f"{folder}/2.pt")
         assert time.monotonic() - start < 10
-        meshes._LOAD_SECONDS = before
+        make_mesh._LOAD_SECONDS = before
         text = str(error.value)
     dist.barrier()
     forget()

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, is_first_rank
 from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import make_mesh
 from shardwise.layout import mesh as meshes
 
 from ..compare import numbers
@@ -54,14 +55,14 @@ def sub_meshes(folder: str) -> None:
     y = torch.load(file)
     assert y._spec is x._spec and torch.equal(y.full_tensor(), numbers(4, 3))
     key = meshes._key(mesh["tp"])
-    known = meshes._topologies.pop(key)  # as in a new process, which made the whole mesh only
+    known = meshes.topologies.pop(key)  # as in a new process, which made the whole mesh only
     y = torch.load(file)
     assert y._spec is not x._spec and torch.equal(y.full_tensor(), numbers(4, 3))
-    meshes._topologies[key] = known
-    description = list(meshes.described(known))
+    meshes.topologies[key] = known
+    description = list(make_mesh.described(known))
     description[2:5] = (1,), (0,), ("unknown",)  # of one rank: to make it needs the other too
     with pytest.raises(MeshError, match="Make it with shardwise"):
-        meshes.described_mesh(*description)
+        make_mesh.described_mesh(*description)
 
 
 def test_a_file_of_each_rank(processes: Pools, tmp_path: Path) -> None:

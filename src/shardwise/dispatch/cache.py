@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Hashable, Sequence
+from math import nan
 from typing import Any
+
+from ..rules import LEAST, MOST
 
 
 class Bounded:
@@ -55,3 +58,14 @@ kept = Bounded(256 << 20)
 def plan_bytes(operands: Sequence[Any]) -> int:
     """About how many bytes a plan has: it holds something for each local tensor of an operand."""
     return 1500 + sum([250 + 170 * len(operand._spec.slots) for operand in operands])
+
+
+def number_key(value: Any) -> Any:
+    """The part of a number that a plan depends on: its type and sign, and its value if that is 0,
+    infinite or NaN, or may be so in single precision."""
+    kind = type(value)
+    if kind is not complex and LEAST < value < MOST:
+        return kind
+    if LEAST < abs(value) < MOST:
+        return kind, None
+    return kind, value if value == value else nan  # no NaN is equal to another

@@ -19,7 +19,7 @@ from ..redistribute import steps_between
 from ..rules import Call, Operand, Site
 from ..storage import policy
 from ..storage.match_meta import conforming
-from ..storage.plain import bring_grads_back, full_local
+from ..storage.plain import bring_number
 from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper
 from .decide import Decision, decide
@@ -38,7 +38,7 @@ def build(
     made = _build(entry, operands, args, kwargs)
     written = [args[place] for place in entry.writes if place < len(args)]
     overlap = any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written)
-    if overlap and torch.Tag.inplace_view not in entry.op.tags and made.tier != "random":
+    if overlap and not entry.reshapes and made.tier != "random":
         # Several elements are one memory: PyTorch refuses some of these writes, and in others an
         # element has what was written into the last. Only the whole tensor shows it on every rank.
         return FormPlan(entry.op, fallback_form(entry.op), "fallback")
@@ -55,15 +55,12 @@ def _build(
         if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
             raise _different_meshes(op, operands)
         return FormPlan(entry.op, _bringing_numbers(op, home))
-    if torch.Tag.inplace_view in op.tags and entry.form is None:
-        return FormPlan(entry.op, reshape_form(op))
+    if entry.reshapes:
+        return FormPlan(op, reshape_form(op) if entry.form is None else entry.form.run)
     if entry.copies:
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
-    if torch.Tag.inplace_view in op.tags:
-        assert entry.form is not None
-        return FormPlan(entry.op, entry.form.run)
     if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
         return _in_pieces(entry)
     if entry.user is not None and entry.user.decide is not None:
@@ -83,13 +80,12 @@ def _build(
     if entry.family is None:
         if entry.form is not None:
             return FormPlan(entry.op, entry.form.run, deferred=entry.is_view)
-        return _without_rule(entry, specs, args, kwargs)
+        return _without_rule(entry)
     return _by_rule(entry, specs, args, kwargs)
 
 
 def _takes_blocks(entry: Operator) -> bool:
-    """Whether operands may be sharded block by block: rows are chosen so that it does not matter,
-    and numbers are drawn for whatever places a rank holds."""
+    """True if operands may be sharded block by block, as rows and random numbers allow."""
     by_form = entry.form is not None and entry.form.always
     by_user = entry.user is not None and entry.user.decide is not None
     if by_form or by_user or entry.writes_and_returns:
@@ -98,16 +94,17 @@ def _takes_blocks(entry: Operator) -> bool:
 
 
 def _in_pieces(entry: Operator) -> Plan:
-    """The operator on consecutive pieces of tensors that are sharded block by block: forms and
-    users' strategies go by these."""
+    """The operator on consecutive pieces of tensors that are sharded block by block."""
     op = entry.op
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = list(tensors_in(args, kwargs))
+        tensors: list[Any] = list(tensors_in(args, kwargs))
         names = [argument.name for argument in op._schema.arguments]
         silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
         written = [*written_in(op, args), *silent]
-        pieces = [_consecutive(op, tensor) for tensor in tensors]
+        pieces = [
+            move_to(op, t, t._spec.consecutive) if isinstance(t, Wrapper) else t for t in tensors
+        ]
         given, named = filled(args, kwargs, iter(pieces))
         made = op(*given, **named)
         for tensor, piece in zip(tensors, pieces, strict=True):
@@ -121,12 +118,6 @@ def _in_pieces(entry: Operator) -> Plan:
 
 _RUNNING = ("running_mean", "running_var")
 """What batch normalisation writes into, whatever its schema says."""
-
-
-def _consecutive(op: OpOverload, tensor: Any) -> Any:
-    if not isinstance(tensor, Wrapper):
-        return tensor
-    return move_to(op, tensor, tensor._spec.consecutive)
 
 
 def _home(operands: Sequence[Any]) -> Topology | None:
@@ -155,14 +146,8 @@ def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
     """`op` with the numbers that are on other meshes made plain."""
 
-    def value(tensor: Any) -> Any:
-        if not isinstance(tensor, Wrapper) or tensor._spec.topology is home:
-            return tensor
-        bring_grads_back(tensor)
-        return full_local(tensor)
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        values = [value(tensor) for tensor in tensors_in(args, kwargs)]
+        values = [bring_number(tensor, home) for tensor in tensors_in(args, kwargs)]
         given, named = filled(args, kwargs, iter(values))
         return op(*given, **named)
 
@@ -170,16 +155,9 @@ def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
 
 
 def _operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
-    """The positions of the operands, if all are arguments by themselves."""
-    if any(isinstance(v, (torch.Tensor, list, tuple)) for v in kwargs.values()):
-        return None
-    operand_positions = []
-    for index, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            operand_positions.append(index)
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-            return None
-    return operand_positions
+    """The positions of the operands, if all are positional arguments by themselves."""
+    positions = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
+    return positions if len(positions) == len(list(tensors_in(args, kwargs))) else None
 
 
 def _replicated(
@@ -218,23 +196,19 @@ def _call_plan(
     structure: Any,
     **local: Any,
 ) -> CallPlan:
-    fits = decision.fits(specs)
-    operand_positions = _operand_positions(args, kwargs)
+    positions = _operand_positions(args, kwargs)
     return CallPlan(
         entry.op,
         specs,
         decision.inputs,
         decision.outputs,
-        operand_positions=operand_positions,
+        operand_positions=positions,
         structure=structure,
-        written=None if entry.written is None else _operand_at(args, entry.written),
+        written=_written_operand(entry, args),
         target=entry.written or 0,
-        aliases=entry.is_view and fits,
+        aliases=entry.is_view and decision.inputs == specs,
         device=_device(args, kwargs),
-        is_list=_is_list(args, specs),
-        operands_only=operand_positions is not None
-        and len(operand_positions) == len(args)
-        and not kwargs,
+        operands_only=positions is not None and len(positions) == len(args) and not kwargs,
         **local,
     )
 
@@ -246,21 +220,11 @@ def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
     return next((tensor.device for tensor in tensors_in(args, {})), None)
 
 
-def _is_list(args: Sequence[Any], specs: Sequence[DTensorSpec]) -> bool:
-    """Whether the operands are the list that is the first argument, and nothing else."""
-    first = args[0] if args else None
-    return isinstance(first, (list, tuple)) and len(first) == len(specs) > 0
-
-
-def _operand_at(args: Sequence[Any], position: int) -> int:
-    """The operand index of the tensor argument at `position`."""
-    count = 0
-    for value in args[:position]:
-        if isinstance(value, torch.Tensor):
-            count += 1
-        elif isinstance(value, (list, tuple)):
-            count += sum(isinstance(v, torch.Tensor) for v in value)
-    return count
+def _written_operand(entry: Operator, args: Sequence[Any]) -> int | None:
+    """The index among the operands of the tensor that the operator writes into."""
+    if entry.written is None:
+        return None
+    return len(list(tensors_in(args[: entry.written], {})))
 
 
 def _by_rule(
@@ -274,19 +238,20 @@ def _by_rule(
         if entry.form is not None:
             return FormPlan(entry.op, entry.form.run)
         if entry.user is None:
-            return _without_rule(entry, specs, args, kwargs)
+            return _without_rule(entry)
         raise RuleError(
             f"{entry.op}: a rule needs the shapes of the results before the call runs. Give the "
             "operator a fake implementation: torch.library.register_fake."
         ) from unknown
     if structure == ():  # the views of a dim of no places
-        return FormPlan(entry.op, _nothing)
-    written = None if entry.written is None else _operand_at(args, entry.written)
+        return FormPlan(entry.op, lambda *args, **kwargs: [])
+    written = _written_operand(entry, args)
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
     symbols = iter([Operand(index) for index in range(len(specs))])
-    given = filled(args, kwargs, symbols)
-    call = Call(entry.op, *given, specs=specs, results=metas, structure=structure)
+    call = Call(
+        entry.op, *filled(args, kwargs, symbols), specs=specs, results=metas, structure=structure
+    )
     decision, local = _decided(entry, call, written, structure)
     form = entry.form
     if form is not None and form.when(call) and _is_cheaper(form, call, decision):
@@ -298,11 +263,6 @@ def _by_rule(
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
     plan.quick = None if plan.deferred else plan.quick
     return plan
-
-
-def _nothing(*args: Any, **kwargs: Any) -> list[Any]:
-    """The result of an operator that returns an empty list."""
-    return []
 
 
 def _is_cheaper(form: Form, call: Call, decision: Decision) -> bool:
@@ -375,14 +335,10 @@ def _physical(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site
 _noticed: set[object] = set()
 
 
-def _without_rule(
-    entry: Operator, specs: tuple[DTensorSpec, ...], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Plan:
+def _without_rule(entry: Operator) -> Plan:
     """No rule: PyTorch's decomposition on DTensors if it has one, else replicated inputs."""
     found = decomposition(entry.op)
-    if found is not None and not (entry.written is not None) and not entry.is_view:
-        return FormPlan(entry.op, as_form(entry.op, found), "decomposition")
-    if found is not None and entry.op._can_decompose():
+    if found is not None and (not entry.has_views or entry.op._can_decompose()):
         return FormPlan(entry.op, as_form(entry.op, found), "decomposition")
     whole = fallback_form(entry.op)
 

@@ -1,8 +1,8 @@
 """From a rule and the operands' specs to the layouts in which a call runs.
 
 Axes are decided one after another, outer to inner. On each axis a row that fits the operands as
-they are is
-taken; otherwise every row is priced and the cheapest wins. No rank, clock or set order enters.
+they are is taken; otherwise every row is priced and the cheapest wins. No rank, clock or set order
+enters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Decision:
     outputs: tuple[DTensorSpec, ...]
 
     def fits(self, specs: tuple[DTensorSpec, ...]) -> bool:
-        """Whether the operands can stay as they are."""
+        """True if the operands can stay as they are."""
         return self.inputs == specs
 
 
@@ -49,35 +49,21 @@ def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
     choice = _Choice(rule, specs, call.results, written, unfit)
     chosen = [choice.next_row(axis, count) for axis, count in enumerate(topology.shape)]
     cuts = _factor_cuts(rule, topology, chosen, choice.leaders)
-    ins, outs = rule.apart or (None, None)
+    ins, outs = rule.apart or ([None] * len(specs), [None] * len(call.results))
     inputs = tuple(
-        spec_for(
-            topology,
-            [row.inputs[i] for row in chosen],
-            rule.inputs[i],
-            spec.meta,
-            cuts,
-            None if ins is None else ins[i],
-        )
-        for i, spec in enumerate(call.specs)
+        spec_for(topology, [row.inputs[i] for row in chosen], dims, spec.meta, cuts, groups)
+        for i, (spec, dims, groups) in enumerate(zip(call.specs, rule.inputs, ins, strict=True))
     )
     outputs = tuple(
-        spec_for(
-            topology,
-            [row.outputs[i] for row in chosen],
-            rule.outputs[i],
-            meta,
-            cuts,
-            None if outs is None else outs[i],
-        )
-        for i, meta in enumerate(call.results)
+        spec_for(topology, [row.outputs[i] for row in chosen], dims, meta, cuts, groups)
+        for i, (meta, dims, groups) in enumerate(zip(call.results, rule.outputs, outs, strict=True))
     )
     return Decision(inputs, outputs)
 
 
 def _taken_apart(rule: Rule, call: Call) -> tuple[Rule, tuple[DTensorSpec, ...], frozenset[int]]:
-    """The rule and the operands' layouts on dims so fine that every rank holds boxes; and the
-    operands of which it does not: they must move, and stand here as if they had."""
+    """The rule and the operands' layouts on split dims, of which every rank holds boxes. The last
+    are the operands that do not fit: they must move, and stand here as if they had."""
     if rule.apart is None:
         if all(spec.groups is None for spec in call.laid):
             return rule, call.specs, frozenset()
@@ -144,6 +130,7 @@ class _Choice:
 
     __slots__ = (
         "counts",
+        "held",
         "leaders",
         "results",
         "rule",
@@ -172,42 +159,36 @@ class _Choice:
 
     def next_row(self, axis: int, count: int) -> Row:
         """The row for `axis`: one that fits, or else the cheapest."""
-        rows = self._allowed(axis)
-        fitting = (row for row in rows if all(self._fits(axis, row, i) for i in self._operands()))
+        self.held = [spec.placements[axis] for spec in self.specs]
+        rows, operands = self._allowed(), range(len(self.specs))
+        fitting = (row for row in rows if all(self._fits(axis, row, i) for i in operands))
         row = next(fitting, None)
         if row is None:
             prices = [self._price(axis, count, row) for row in rows]
-            cheapest = [
-                row for row, price in zip(rows, prices, strict=True) if price == min(prices)
-            ]
-            row = next((row for row in cheapest if self._reduces_nothing(axis, row)), cheapest[0])
+            best = min(prices)
+            cheapest = [row for row, price in zip(rows, prices, strict=True) if price == best]
+            row = min(cheapest, key=self._reduces)  # at the same price nothing is reduced early
         for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
             for index, place in enumerate(places):
                 if place.is_shard():
                     values[index] //= count
         return row
 
-    def _operands(self) -> range:
-        return range(len(self.specs))
+    def _reduces(self, row: Row) -> bool:
+        """True if the row needs a Partial operand reduced."""
+        pairs = zip(self.held, row.inputs, strict=True)
+        return any(have.is_partial() and want is not have for have, want in pairs)
 
-    def _reduces_nothing(self, axis: int, row: Row) -> bool:
-        """Whether what is pending stays so: at the same price nothing is reduced early."""
-        held = [spec.placements[axis] for spec in self.specs]
-        return not any(
-            have.is_partial() and want is not have
-            for have, want in zip(held, row.inputs, strict=True)
-        )
-
-    def _allowed(self, axis: int) -> tuple[Row, ...]:
+    def _allowed(self) -> tuple[Row, ...]:
         """The rows in which a written operand holds the result; if possible, where it is now."""
         rows, written = self.rule.rows, self.written
         if any(spec.sums for spec in self.specs):
             rows = tuple(row for row in rows if not self._grows(row))
             if written is None:
-                rows = tuple(row for row in rows if not self._makes_partial(axis, row))
+                rows = tuple(row for row in rows if not self._makes_partial(row))
         if written is None:
             return rows
-        place = self.specs[written].placements[axis]
+        place = self.held[written]
         rows = tuple(row for row in rows if row.inputs[written] is row.outputs[0])
         return tuple(row for row in rows if row.inputs[written] is place) or rows
 
@@ -223,11 +204,10 @@ class _Choice:
         made = [n for n, p in zip(self.counts[1], row.outputs, strict=True) if p.is_partial()]
         return bool(pending) and sum(made) > 2 * sum(pending)
 
-    def _makes_partial(self, axis: int, row: Row) -> bool:
-        """True if an operand as large as a pending one would be made partial to be added to it: the
-        pending one is reduced into its layout instead. A bias is smaller."""
-        held = [spec.placements[axis] for spec in self.specs]
-        sizes = self.counts[0]
+    def _makes_partial(self, row: Row) -> bool:
+        """True if an operand as large as a Partial one, so no bias, would be made Partial: the
+        Partial one is reduced into its layout instead."""
+        held, sizes = self.held, self.counts[0]
         pending = [n for n, have in zip(sizes, held, strict=True) if have.is_partial()]
         return bool(pending) and any(
             want.is_partial() and not have.is_partial() and n >= max(pending)
@@ -235,7 +215,7 @@ class _Choice:
         )
 
     def _fits(self, axis: int, row: Row, operand: int) -> bool:
-        """Whether an operand can stay as it is on `axis`: its placement, and where it is cut."""
+        """True if an operand can stay as it is on `axis`: its placement, and where it is cut."""
         spec = self.specs[operand]
         place = spec.placements[axis]
         if row.inputs[operand] is not place:
@@ -257,16 +237,15 @@ class _Choice:
         return leader.axes != spec.dim_axes[place.dim] or leader.cuts == mine
 
     def _price(self, axis: int, count: int, row: Row) -> int:
-        """What a row costs: moving the operands that do not fit, and undoing what it leaves.
+        """The price of a row: moving the operands that do not fit, and undoing what it leaves.
 
-        A result that is left partial must be reduced, and one that is sharded must be gathered, if
-        no operand was so before: without this price a pending sum would be scattered for each of
-        its users instead of reduced once. A pending operand that is made whole pays what it owed,
-        and serves all its users: else each would gather another operand, its result left pending.
+        - A Partial result must be reduced. A sharded one must be gathered if no operand was
+          sharded: else a Partial would be scattered for each user instead of reduced once.
+        - A Partial operand that is made whole pays what it owed, because that serves all users.
         """
         link = self.specs[0].topology.links[axis]
         total = 0
-        # Some rank gets more than its share of a dim that has not one place for each.
+        # If the dim is smaller than the axis, the largest shard exceeds 1/n of the tensor.
         seats = count if row.factor is None else max(self.rule.sizes[row.factor], 1)
         for operand, spec in enumerate(self.specs):
             if self._fits(axis, row, operand):
@@ -282,18 +261,18 @@ class _Choice:
                 total += move_cost(have, want, count, nbytes, link)
                 if have.is_partial() and want.is_replicate():
                     total -= debt(True, count, nbytes, link)
-        held = [spec.placements[axis] for spec in self.specs]
-        owed = {True: 0, False: 0}
-        # A pending operand is reduced anyway, now or later; what is pending must not grow by it.
-        pending = sum(n for n, have in zip(self.sizes, held, strict=True) if have.is_partial())
+        partial = sharded = 0
+        passes_on = False
         for place, nbytes in zip(row.outputs, self.results, strict=True):
             if place.is_partial():
-                owed[True] += nbytes
-            elif place.is_shard() and not any(have.is_shard() for have in held):
-                owed[False] += nbytes
-        if any(have is place for have in held for place in row.outputs if place.is_partial()):
-            owed[True] = max(owed[True] - pending, 0)
-        return total + sum(debt(pending, count, nbytes, link) for pending, nbytes in owed.items())
+                partial += nbytes
+                passes_on |= place in self.held
+            elif place.is_shard() and not any(isinstance(have, Shard) for have in self.held):
+                sharded += nbytes
+        if passes_on:  # a Partial operand is reduced anyway, now or later
+            pairs = zip(self.sizes, self.held, strict=True)
+            partial = max(partial - sum(n for n, have in pairs if have.is_partial()), 0)
+        return total + debt(True, count, partial, link) + debt(False, count, sharded, link)
 
 
 def _factor_cuts(

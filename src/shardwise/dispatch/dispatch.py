@@ -29,12 +29,12 @@ from ..comm.events import planned
 from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.world import World, at_end
-from ..rules import LEAST, MOST, has_fractions
+from ..rules import has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
-from ..storage.plain import adopt, check_plain
+from ..storage.plain import adopt_all, check_plain
 from ..storage.wrapper import Plain, Wrapper
-from .cache import kept, plan_bytes
+from .cache import kept, number_key, plan_bytes
 from .choose import build
 from .lists import run_list
 from .operator import Operator
@@ -45,20 +45,20 @@ _NUMBERS = frozenset((int, float, bool, complex))
 _entries: dict[int, Operator] = {}
 """By the id of the operator, which its entry keeps alive: hashing an operator is a Python call."""
 _lock = threading.Lock()
-_counts = {"hits": 0, "misses": 0}
+_counts = {"built": 0}
 
 
 def stats() -> dict[str, int]:
     """How many operators and plans are cached, and how many plans were built."""
     plans = sum(len(entry.plans) for entry in _entries.values())
-    return {"operators": len(_entries), "plans": plans, "built": _counts["misses"]}
+    return {"operators": len(_entries), "plans": plans, "built": _counts["built"]}
 
 
 def clear() -> None:
     """Forget all plans."""
     with _lock:
         _entries.clear()
-        _counts["misses"] = 0
+        _counts["built"] = 0
     kept.clear()
 
 
@@ -67,15 +67,10 @@ def _forget_plans(_: World) -> None:
     clear()
 
 
-_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
-"""The namespaces of PyTorch's collectives."""
-
-
 def _refuse_collective(op: OpOverload) -> None:
-    """An error if an operator is a collective: on a whole value it has no meaning, and on local
-    tensors one that depends on the layout."""
+    """An error if an operator is a collective of PyTorch, which takes local tensors."""
     namespace, name = op._schema.name.split("::")
-    if namespace in _COLLECTIVES and name != "wait_tensor":
+    if "c10d" in namespace and name != "wait_tensor":
         raise LayoutError(
             f"{op}: a collective of torch.distributed was given a DTensor, but collectives take "
             "local tensors. Use x.to_local() for this rank's part. To have the whole value, or "
@@ -114,16 +109,16 @@ def dispatch(
             key.append(value._spec)
         elif keyed_by_type is None:
             key.append(tuple(value) if kind is list else value)
-        elif kind is list:
-            plain |= _add_list(value, operands, key)
         else:
             plain |= _add(value, keyed_by_type, operands, key)
-    if kwargs:
-        plain |= _add_named(entry, kwargs, operands, key)
-    else:
-        kwargs = {}
+    kwargs = kwargs or {}
+    for name in kwargs:
+        key.append(name)
+        plain |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
     if plain:
-        operands = _adopted(entry, operands, key)
+        mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
+        operands = adopt_all(op, operands, mesh)
+        key.extend([o._spec for o in operands if isinstance(o, Plain)])
     found = entry.plans.get(tuple(key))
     if found is None or (
         found.default is not None and found.default is not torch.get_default_dtype()
@@ -138,7 +133,7 @@ def dispatch(
     try:
         if found.is_complex:
             with reading_lazy_bits():
-                return _resolved(entry.run(found, operands, args, kwargs))
+                return _resolved(entry.run_view(found, operands, args, kwargs))
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
         if entry.has_views:
@@ -212,75 +207,27 @@ def _resolved(made: Any) -> Any:
     return made
 
 
-def _add(value: Any, keyed_by_type: bool, operands: list[Any], key: list[Any]) -> bool:
-    """Add a number, a list, or a tensor that is no plain DTensor; say if there is a plain one."""
+def _add(value: Any, keyed_by_type: bool | None, operands: list[Any], key: list[Any]) -> bool:
+    """Add an argument to the key, and tensors to the operands; True if there is a plain tensor."""
     kind = type(value)
-    if kind in _NUMBERS:
-        # 0, infinity, what may be so in single precision, and the sign are special; 1, 1.0 and True
-        # are equal, but not the same; no NaN is equal to another, so that one stands for all
-        if keyed_by_type and kind is not complex and LEAST < value < MOST:
-            key.append(kind)
-        elif keyed_by_type and LEAST < abs(value) < MOST:
-            key.append((kind, None))
-        else:
-            key.append((kind, value if value == value else nan))
-    elif kind is list or kind is tuple:
-        return _add_list(value, operands, key)
-    elif isinstance(value, torch.Tensor):
-        return _add_tensor(value, operands, key)
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, AsyncValue):
+            value._locals  # noqa: B018  # the first use waits; it is ordinary from now on
+        operands.append(value)
+        ours = isinstance(value, Wrapper)
+        key.append(value._spec if ours else Plain)  # type: ignore[attr-defined]
+        return not ours
+    if keyed_by_type is not None and (kind is list or kind is tuple):
+        key.append(len(value))
+        plain = [_add(each, False, operands, key) for each in value]
+        return any(plain)
+    if keyed_by_type and kind in _NUMBERS:
+        key.append(number_key(value))
+    elif keyed_by_type is False and kind in _NUMBERS:  # 1, 1.0 and True are equal, not the same
+        key.append((kind, value if value == value else nan))
     else:
-        key.append(value)
+        key.append(tuple(value) if kind is list else value)
     return False
-
-
-def _add_tensor(value: Any, operands: list[Any], key: list[Any]) -> bool:
-    """Add an operand that is a deferred view, still under way, or plain; say if it is plain."""
-    if isinstance(value, AsyncValue):
-        value._locals  # noqa: B018  # this is the first use: it waits, and is ordinary from now on
-    operands.append(value)
-    if isinstance(value, Wrapper):
-        key.append(value._spec)
-        return False
-    key.append(Plain)
-    return True
-
-
-def _add_list(values: Sequence[Any], operands: list[Any], key: list[Any]) -> bool:
-    public = Wrapper.public
-    plain = False
-    key.append(len(values))
-    for value in values:
-        if type(value) is public:
-            operands.append(value)
-            key.append(value._spec)
-        else:
-            plain |= _add(value, False, operands, key)
-    return plain
-
-
-def _add_named(
-    entry: Operator, kwargs: dict[str, Any], operands: list[Any], key: list[Any]
-) -> bool:
-    plain = False
-    for name, value in kwargs.items():
-        key.append(name)
-        keyed_by_type = entry.named_keyed_by_type[name]
-        if keyed_by_type is None:
-            key.append(tuple(value) if type(value) is list else value)
-        else:
-            plain |= _add(value, keyed_by_type, operands, key)
-    return plain
-
-
-def _adopted(entry: Operator, operands: list[Any], key: list[Any]) -> list[Any]:
-    """Plain tensors made operands: they count as replicated on the mesh of the others."""
-    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
-    for operand in operands:
-        if not isinstance(operand, Wrapper):
-            policy.on_plain(entry.op, tuple(operand.shape))
-    adopted = [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
-    key.extend(o._spec for o in adopted if isinstance(o, Plain))
-    return adopted
 
 
 def _build(
@@ -296,6 +243,6 @@ def _build(
         made.default = torch.get_default_dtype()  # integers divided, or times a number
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
-        _counts["misses"] += 1
+        _counts["built"] += 1
     planned(entry.op, made.tier)
     return made

@@ -11,10 +11,10 @@ from .._torch import OpOverload
 from ..errors import MeshError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, default_placements
-from ..redistribute import redistribute_locals
-from ..storage import policy
-from ..storage.operands import describe_moves, mark_written, once, own_copy
+from ..redistribute import once, redistribute_locals
+from ..storage.operands import mark_written, own_copy
 from ..storage.plain import full_local
+from ..storage.ragged import gather_plain
 from ..storage.wrapper import Wrapper, wrap
 from .infer import meta_of
 from .plans import filled, tensors_in
@@ -59,14 +59,6 @@ def store(target: Any, whole: torch.Tensor) -> None:
     mark_written(target)
 
 
-def returned(op: OpOverload, written: Sequence[Any], made: Any) -> Any:
-    """What a call returns: the tensors it wrote into where its schema says so, else new ones."""
-    places = [r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns]
-    if not any(places):
-        return made
-    return written[0] if len(places) == 1 else tuple(written)
-
-
 def run_whole(
     op: OpOverload,
     args: Sequence[Any],
@@ -108,17 +100,11 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
 
 
 def into_plain_form(op: OpOverload) -> Callable[..., Any]:
-    """`op` that writes into a plain tensor: what that held may differ between ranks, so that each
-    rank computes all of it."""
-    on_whole = fallback_form(op)
+    """`op` that writes into a plain tensor: ranks may hold different values there, so each computes
+    all of it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if policy.current().moves != "auto":
-            given: list[Any] = list(tensors_in(args, kwargs))
-            specs = [tensor._spec for tensor in given if isinstance(tensor, Wrapper)]
-            whole = [s.with_placements(default_placements(s.topology)) for s in specs]
-            policy.on_moves(op, describe_moves(list(enumerate(whole)), specs))
-        return on_whole(*args, **kwargs)
+        return run_whole(op, args, kwargs, lambda tensor, written: gather_plain(op, tensor))
 
     return run
 
@@ -140,12 +126,10 @@ def wrapped(
     made: Any, mesh: Topology, like: DTensorSpec | None, same: dict[int, torch.Tensor]
 ) -> Any:
     """Results as DTensors; `same` are the operands that were returned, by the id of their value."""
-    if isinstance(made, Wrapper):
-        return made
     if isinstance(made, torch.Tensor):
-        found = same.get(id(made))
-        if made.layout is not torch.strided:
+        if isinstance(made, Wrapper) or made.layout is not torch.strided:
             return made  # a sparse tensor is never on a mesh
+        found = same.get(id(made))
         return laid_out(made, mesh, like) if found is None else found
     if isinstance(made, (list, tuple)):
         values = [wrapped(value, mesh, like, same) for value in made]

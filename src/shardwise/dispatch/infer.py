@@ -6,7 +6,7 @@ devices are right: the tables here say so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from math import nan
 from typing import Any
@@ -42,8 +42,8 @@ def infer(
     """
     on_cpu = bool(specs) and specs[0].topology.device_type == "cpu"
     metas = tuple([spec.meta for spec in specs])
-    given = (_hashable(args), _hashable(kwargs.values()), *kwargs)
-    key = (op, on_cpu, torch.get_default_dtype(), metas, given)
+    given = _hashable((*args, *kwargs.values()))
+    key = (op, on_cpu, torch.get_default_dtype(), metas, given, *kwargs)
     found = _known.get(key)
     if found is None:
         found = _infer(op, args, kwargs, metas, on_cpu)
@@ -51,19 +51,14 @@ def infer(
     return found
 
 
-def _hashable(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Arguments as part of a key: of tensors only that they are there."""
-    return tuple(
-        [
-            torch.Tensor
-            if isinstance(value, torch.Tensor)
-            else _hashable(value)
-            if isinstance(value, (list, tuple))
-            # 1, 1.0 and True are equal, but not the same; no NaN is equal to another
-            else (type(value), value if value == value else nan)
-            for value in values
-        ]
-    )
+def _hashable(value: Any) -> Any:
+    """An argument as part of a key: of tensors only that they are there."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    # 1, 1.0 and True are equal, but not the same; no NaN is equal to another
+    return type(value), value if value == value else nan
 
 
 def _infer(
@@ -77,10 +72,7 @@ def _infer(
     by_values = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
     if by_values and name not in _CORRECTED:
         raise Unknown
-    tensors = [
-        torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        for shape, stride, dtype in metas
-    ]
+    tensors = [torch.empty_strided(*meta[:2], dtype=meta.dtype, device="meta") for meta in metas]
     given, named = filled(args, kwargs, iter(tensors))
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
@@ -112,7 +104,7 @@ def _spare_the_meta_kernel(name: str, op: Any, given: list[Any]) -> None:
 
 
 def _by_integers(op: Any, args: Sequence[Any]) -> bool:
-    """Whether this is indexing without a mask: only masks give shapes that depend on values."""
+    """True for indexing without a mask: only masks give shapes that depend on values."""
     return op._schema.name == "aten::index" and not any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
@@ -227,8 +219,7 @@ def _grouped_mm(
 
 
 def _convolution(op: Any) -> Any:
-    """Convolution: a kernel may choose its results' order of dims if an operand's is not the usual
-    one."""
+    """Convolution: a kernel may choose the order of dims of its results."""
 
     def shapes(*args: Any) -> Any:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
@@ -236,12 +227,10 @@ def _convolution(op: Any) -> Any:
             return op(*args)
         with fake_tensors():
             fakes = [
-                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-                if isinstance(value, torch.Tensor)
-                else value
-                for value in args
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+                for t in tensors
             ]
-            made = op(*fakes)
+            made = op(*filled(args, {}, iter(fakes))[0])
         if isinstance(made, tuple) and not args[1].numel():  # gradients of no images are like these
             of_x, of_weight, of_bias = made
             like = None if of_weight is None else torch.empty_like(args[2])
@@ -297,12 +286,6 @@ def _margin(op: Any, own: int) -> Any:
     return shapes
 
 
-def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(a.mT, memory_format=torch.contiguous_format).mT, a.new_empty(
-        (*a.shape[:-2], min(a.shape[-2:]))
-    )
-
-
 def _by_columns(op: Any, at: int) -> Any:
     """A decomposition whose result `at` has its matrices in column order."""
 
@@ -327,29 +310,6 @@ def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) 
     return out, weights if (args[10] if len(args) > 10 else need_weights) else None
 
 
-def _lstsq(
-    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
-) -> tuple[torch.Tensor, ...]:
-    rows, columns = a.shape[-2:]
-    chosen = driver or "gelsy"
-    by_values = chosen in ("gelsd", "gelss")
-    if by_values and rows > columns:
-        raise Unknown  # there are residuals if all matrices have full rank
-    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: -1 if is_vector else -2])
-    width = 1 if is_vector else b.shape[-1]
-    solution = a.new_empty((*batch, width, max(rows, columns))).mT[..., :columns, :]
-    real = a.dtype.to_real()
-    none = a.new_empty(0, dtype=real)
-    asked = rows > columns and chosen == "gels"
-    return (
-        solution[..., 0] if is_vector else solution,
-        a.new_empty((*batch, width), dtype=real) if asked else none,
-        a.new_empty(0 if chosen == "gels" else batch, dtype=torch.int64),
-        a.new_empty((*batch, min(rows, columns)), dtype=real) if by_values else none,
-    )
-
-
 def _like_second(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A gradient for which PyTorch has no meta kernel."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -359,12 +319,10 @@ _CORRECTED: dict[str, Any] = {
     "_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known
     "_ctc_loss_backward": _like_second,
     "fractional_max_pool3d_backward": _like_second,
-    "geqrf": _geqrf,
     "_linalg_svd": _by_columns(aten._linalg_svd.default, 2),
     "linalg_eig": _by_columns(aten.linalg_eig.default, 1),
     "native_batch_norm_backward": _batch_norm_backward,
     "_native_multi_head_attention": _multi_head_attention,
-    "linalg_lstsq": _lstsq,
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,
     "multi_margin_loss": _margin(aten.multi_margin_loss.default, 0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,23 +15,22 @@ from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
 from ..redistribute import run_all, run_between
-from ..rules import LEAST, MOST, Call, Operand, Rule
+from ..rules import Call, Operand
 from ..rules.pointwise import pointwise
 from ..storage import policy
 from ..storage.operands import (
     all_in_layout,
     announce_moves,
-    describe_moves,
     mark_written,
     mark_written_in_layout,
 )
-from ..storage.plain import adopt, bring_grads_back, check_plain, full_local
+from ..storage.plain import adopt_all, bring_number, check_plain
 from ..storage.wrapper import Locals, Plain, Wrapper, wrap
-from .cache import kept, plan_bytes
+from .cache import kept, number_key, plan_bytes
 from .decide import decide
 from .fallback import fallback_form
 from .infer import infer
-from .out_variants import functional_of, give_shape
+from .out_variants import out_form
 from .plans import Plan, tensors_in
 from .views import is_deferred, own_value, put_back
 
@@ -52,7 +51,7 @@ def register_list_form(name: str) -> Callable[[ListForm], ListForm]:
 
 
 def is_list_op(op: OpOverload) -> bool:
-    """Whether an operator takes lists of tensors and works on each element apart."""
+    """True if an operator takes lists of tensors and works on each element by itself."""
     name = op._schema.name.split("::")[-1]
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return False
@@ -60,8 +59,7 @@ def is_list_op(op: OpOverload) -> bool:
 
 
 class _Listing:
-    """Which operand stands where: a list argument has one per element, a single tensor serves
-    all."""
+    """Where the operands are: a list argument has one per element, a single tensor serves all."""
 
     __slots__ = ("length", "lists", "shared")
 
@@ -99,7 +97,7 @@ class _Listing:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         indices: Sequence[int],
-        local: dict[int, torch.Tensor] | None = None,
+        local: Mapping[int, Any] | None = None,
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with lists cut down to `indices`, tensors replaced by `local` if given."""
 
@@ -113,10 +111,20 @@ class _Listing:
                 return [value[i] for i in indices]
             return value
 
-        return (
-            [choose(index, value) for index, value in enumerate(args)],
-            {name: choose(name, value) for name, value in kwargs.items()},
-        )
+        given = [choose(index, value) for index, value in enumerate(args)]
+        return given, {name: choose(name, value) for name, value in kwargs.items()}
+
+    def element(
+        self, args: Sequence[Any], kwargs: dict[str, Any], index: int
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of one element, with its tensors replaced by symbols."""
+        symbols = {i: Operand(place) for place, i in enumerate(self.operands(index))}
+        given, named = self.chosen(args, kwargs, [index], symbols)
+
+        def alone(value: Any) -> Any:
+            return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+        return list(map(alone, given)), {name: alone(value) for name, value in named.items()}
 
 
 class ListPlan(Plan):
@@ -125,16 +133,7 @@ class ListPlan(Plan):
     `inputs` and `outputs` are the layouts of each element's operands and results.
     """
 
-    __slots__ = (
-        "_listing",
-        "_moves",
-        "_notice",
-        "_op",
-        "_outputs",
-        "_sites",
-        "_written",
-        "is_local",
-    )
+    __slots__ = ("_listing", "_moves", "_op", "_outputs", "_sites", "_written", "is_local")
 
     def __init__(
         self,
@@ -155,7 +154,6 @@ class ListPlan(Plan):
             list(zip(ids, own, strict=True)) for ids, own in zip(operands, inputs, strict=True)
         ]
         self._moves = [(i, dst) for own in pairs for i, dst in own if specs[i] is not dst]
-        self._notice = bool(describe_moves(self._moves, specs))
         self.is_local = not self._moves
         topology = specs[0].topology
         axes = [
@@ -174,13 +172,11 @@ class ListPlan(Plan):
             self._sites += [(indices, slots)] if indices else []
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._notice:
-            announce_moves(self._op, self._moves, operands)
+        announce_moves(self._op, self._moves, operands)
         local = [operand._locals for operand in operands]
-        if self._moves:
-            wanted = [(operands[i], spec, i in self._written) for i, spec in self._moves]
-            for (index, _), made in zip(self._moves, all_in_layout(wanted), strict=True):
-                local[index] = made
+        wanted = [(operands[i], spec, i in self._written) for i, spec in self._moves]
+        for (index, _), made in zip(self._moves, all_in_layout(wanted), strict=True):
+            local[index] = made
         results: list[list[Any]] = [[] for _ in self._outputs]
         for indices, slots in self._sites:
             here = {i: local[i][slot] for i, slot in slots}
@@ -203,11 +199,9 @@ class ListPlan(Plan):
         for index, ready in zip(moves, back, strict=True):
             for mine, new in zip(operands[index]._locals, ready(), strict=True):
                 mine.copy_(new)
-        for index in self._written:
-            if index in moves:
-                mark_written_in_layout(operands[index], moves[index], local[index])
-            else:
-                mark_written(operands[index])
+            mark_written_in_layout(operands[index], moves[index], local[index])
+        for index in self._written - moves.keys():
+            mark_written(operands[index])
 
 
 def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -222,10 +216,11 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Elements on different meshes apart, each mesh's with one plan."""
+    """Run a list operator, with one plan for the elements on each mesh."""
     op = entry.op
     if entry.outs:
-        return _into_out(op, args, kwargs)
+        out_form(op, entry.outs)(*args, **kwargs)
+        return None
     form = LIST_FORMS.get(op._schema.name.split("::")[-1])
     if form is not None:
         return form(op, *args, **kwargs)
@@ -280,33 +275,14 @@ def _at_home(op: OpOverload, value: Any, mesh: Topology | None) -> Any:
             f"{op}: {value._spec} serves elements that are not on its mesh. Give a 0-d tensor, or "
             "a call for each mesh."
         )
-    bring_grads_back(value)
-    return full_local(value)
+    return bring_number(value, mesh)
 
 
-def _into_out(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Compute without `out`, then write into its elements; they keep their layouts."""
-    named = dict(kwargs)
-    targets = named.pop("out")
-    functional = functional_of(op)
-    assert functional is not None
-    made = functional(*args, **named)
-    results = made[0] if len(functional._schema.returns) > 1 else made  # as PyTorch does
-    for target, value in zip(targets, results, strict=True):
-        give_shape(op, target, value)
-        target.copy_(value)
-
-
-def _overlap(tensors: Sequence[Any], listing: _Listing, writes: Sequence[int]) -> bool:
-    """True if an element writes into memory that another one writes into or reads."""
-    written = set(listing.written(writes))
+def _share_memory(tensors: Sequence[Any]) -> bool:
+    """True if two of the tensors may be the same memory."""
     cells = [getattr(tensor, "_cell", None) for tensor in tensors]
-    memory = [id(t if c is None else c) for t, c in zip(tensors, cells, strict=True)]
-    owner: dict[int, int] = {}
-    own = [listing.operands(index) for index in range(listing.length)]
-    mine = [(index, i) for index, ids in enumerate(own) for i in ids]
-    clash = [owner.setdefault(memory[i], at) != at for at, i in mine if i in written]
-    return any(clash) or any(owner.get(memory[i], at) != at for at, i in mine)
+    memory = {id(t if c is None else c) for t, c in zip(tensors, cells, strict=True)}
+    return len(memory) < len(tensors)
 
 
 def _one_by_one(
@@ -316,7 +292,7 @@ def _one_by_one(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> None:
-    """Write into lists that hold deferred views, which may be views of one another's bases."""
+    """Write element by element into lists whose elements may share memory."""
     for index in range(listing.length):
         given, named = listing.chosen(args, kwargs, [index])
         views = {n: given[n][0] for n in writes if n in listing.lists and is_deferred(given[n][0])}
@@ -328,16 +304,11 @@ def _one_by_one(
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument enters the key: of a number its type and sign, and its value if that is 0
-    or infinite, or may be so in single precision."""
+    """The part of an argument that a plan depends on."""
     if isinstance(value, (bool, torch.dtype)):
         return value
     if isinstance(value, (int, float, complex)):
-        if value != value:
-            return type(value), "nan"  # which is equal to no other, not even to itself
-        if not LEAST < abs(value) < MOST:
-            return type(value), value
-        return type(value), isinstance(value, complex) or value > 0
+        return number_key(value)
     if not isinstance(value, (list, tuple)):
         return type(value)
     if value and isinstance(value[0], torch.Tensor):  # their specs are in the key
@@ -353,10 +324,8 @@ def _run_on(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    operands = [t if isinstance(t, Wrapper) else adopt(t, mesh) for t in tensors]
+    operands = adopt_all(entry.op, tensors, mesh)
     plain = tuple(i for i, operand in enumerate(operands) if isinstance(operand, Plain))
-    for i in plain:
-        policy.on_plain(entry.op, tuple(tensors[i].shape))
     key = (
         tuple([operand._spec for operand in operands]),
         plain,
@@ -368,7 +337,8 @@ def _run_on(
     if found is None:
         found = _build(entry, mesh, listing, operands, args, kwargs)
         kept.put(entry.plans, key, found, plan_bytes(operands))
-    if entry.writes and not found.is_local and _overlap(tensors, listing, entry.writes):
+    several = entry.writes and listing.length > 1
+    if several and not found.is_local and _share_memory(tensors):
         return _one_by_one(entry.op, entry.writes, listing, args, kwargs)
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
         found.plain_checked = check_plain(entry.op, entry.write_only_args, operands, args, kwargs)
@@ -377,28 +347,6 @@ def _run_on(
     except BaseException as error:
         report(error, mesh)  # as of a single operator: it is this rank's alone
         raise
-
-
-def _element(
-    args: Sequence[Any], kwargs: dict[str, Any], listing: _Listing, index: int
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of one element, with its tensors replaced by symbols."""
-    symbols = map(Operand, range(len(listing.operands(index))))
-
-    def choose(name: Any, value: Any) -> Any:
-        if name in listing.lists or name in listing.shared:
-            return next(symbols)
-        numbers = isinstance(value, (list, tuple)) and len(value) == listing.length
-        return value[index] if numbers else value
-
-    given = [choose(place, value) for place, value in enumerate(args)]
-    return given, {name: choose(name, value) for name, value in kwargs.items()}
-
-
-def _sharing(rule: Rule, own: int) -> Rule:
-    """A rule in which operands after the first `own`, which serve all elements, are never
-    pending."""
-    return replace(rule, linear=tuple(group for group in rule.linear if max(group) < own))
 
 
 def _build(
@@ -422,9 +370,11 @@ def _build(
     for index in range(listing.length):
         own = [specs[i] for i in listing.operands(index)]
         result = metas[index] if returns else own[0].meta
-        call = Call(op, *_element(args, kwargs, listing, index), own, [result])
-        rule = _sharing(pointwise(call), len(listing.lists))
-        decision = decide(rule, call, None if returns else 0)
+        call = Call(op, *listing.element(args, kwargs, index), own, [result])
+        rule = pointwise(call)
+        # Operands that serve all elements are never Partial.
+        linear = [group for group in rule.linear if max(group) < len(listing.lists)]
+        decision = decide(replace(rule, linear=tuple(linear)), call, None if returns else 0)
         inputs.append(decision.inputs)
         outputs += decision.outputs if returns else ()
     return ListPlan(op, listing, specs, inputs, outputs, frozenset(written))

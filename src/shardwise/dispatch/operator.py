@@ -17,7 +17,7 @@ from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper
 from .lists import is_list_op
 from .plans import CallPlan, FormPlan, Plan, tensors_in
-from .views import defer, is_deferred, undone, write_through
+from .views import defer, is_deferred, write_through
 
 Cost = Callable[[Call], Sequence[int] | None]
 
@@ -177,20 +177,11 @@ class Operator:
         # Some calls of these go another way: see `_run_special` in dispatch.py.
         self.special = self.is_list or self.composite or self.is_view
 
-    def run(
-        self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a plan of this operator, by the shortest way that serves the operands."""
-        if plan.quick is not None and (type(operands[0]) is Wrapper.public or not self.has_views):
-            return plan.quick(operands, args, kwargs)
-        if self.has_views:
-            return self.run_view(plan, operands, args, kwargs)
-        return plan.run(operands, args, kwargs)
-
     def run_view(
         self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """A view of a deferred view is deferred; a write into one goes through to its base."""
+        """Run a plan. A view of a deferred view is deferred; a write into one goes through to its
+        base."""
         first = operands[0]
         if self.written is not None:
             if not self.reshapes and any(
@@ -198,9 +189,7 @@ class Operator:
             ):
                 made = write_through(self.op, self.family, self.writes, args, kwargs)
                 return made if self.op._schema.returns else None
-        elif self.copies and (made := undone(self.op, first)) is not None:
-            return made
-        elif plan.deferred or (is_deferred(first) and isinstance(plan, CallPlan)):
+        elif plan.deferred or (self.is_view and is_deferred(first) and isinstance(plan, CallPlan)):
             if self.form is not None and self.op is torch.ops.aten.as_strided.default:
                 # The local tensors of a deferred view are copies, with other strides.
                 plan = FormPlan(self.op, self.form.run)
@@ -209,7 +198,7 @@ class Operator:
 
 
 def _by_type(argument: Any, user: Registered | None) -> bool | None:
-    """Whether a number enters the key by its type alone, as a plan passes it on as it comes.
+    """True if a number enters the key by its type and sign alone, False if by its value.
 
     None if the schema says the type of the argument, which is no tensor.
     """

@@ -67,12 +67,14 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
         if op._schema.name == "aten::normal":  # numbers are drawn in the dtype of `out`
             args = tuple(v.to(given[0].dtype) if isinstance(v, torch.Tensor) else v for v in args)
         made = functional(*args, **chosen, **kwargs)
-        results = [made] if isinstance(made, torch.Tensor) else list(made)
+        results: list[Any] = [made] if isinstance(made, torch.Tensor) else list(made)
         several = isinstance(given[0], (list, tuple))  # `unbind_copy` writes into a list
+        if several and len(functional._schema.returns) > 1:
+            results = made[0]  # `_fused_adam` writes the parameters, as PyTorch does
         targets = given[0] if several else given
         for target, result in zip(targets, results, strict=True):
             give_shape(op, target, result)
-            if not torch.can_cast(result.dtype, target.dtype):
+            if not several and not torch.can_cast(result.dtype, target.dtype):
                 raise RuntimeError(
                     f"result type {result.dtype} can't be cast to the desired output type "
                     f"{target.dtype}"

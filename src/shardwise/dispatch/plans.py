@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import getitem, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def with_operands(
 
 def quick_call(
     call: Callable[..., Any],
-    operand_positions: tuple[int, ...] | None,
+    operand_positions: tuple[int, ...],
     operands_only: bool,
     tail: tuple[Any, ...] | None,
     specs: Sequence[DTensorSpec],
@@ -110,14 +111,12 @@ def quick_call(
 ) -> Callable[..., Any]:
     """One local call as a function of its operands, which stand at `operand_positions`.
 
-    With None they are the list that is the first argument. `operands_only` says that there are no
-    other arguments; `tail` stands for those after the operands. `several` is the type in which
-    several results are returned.
+    With `operands_only` there are no other arguments; `tail` replaces those after the operands.
+    `several` is the type in which several results are returned.
     """
     public = Wrapper.public
-    results = tuple([(spec, *spec.meta) for spec in specs])
-    first, shape, stride, dtype = results[0]
-    count = 0 if operand_positions is None else len(operand_positions)
+    first, (shape, stride, dtype) = specs[0], specs[0].meta
+    count = len(operand_positions)
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         base = operands[0]
@@ -131,8 +130,6 @@ def quick_call(
         elif operand_positions == (0,):
             rest = args[1:] if tail is None else tail
             local = call(base._locals[0], *rest, **kwargs)
-        elif operand_positions is None:
-            local = call([operand._locals[0] for operand in operands], *args[1:], **kwargs)
         else:
             given = args if tail is None else (*args[:count], *tail)
             local = call(*with_operands(operand_positions, operands, given), **kwargs)
@@ -144,17 +141,8 @@ def quick_call(
             if aliases:
                 made._cell = cell
             return made
-        every: list[Any] = []
-        for (spec, size, step, kind), value in zip(results, local, strict=True):
-            if value is None:
-                every.append(None)
-                continue
-            made = make_wrapper(public, size, step, kind, device)
-            made._spec = spec
-            made._locals = (value,)
-            if aliases:
-                made._cell = cell
-            every.append(made)
+        pairs = zip(specs, local, strict=True)
+        every = [None if part is None else wrap(spec, (part,), cell) for spec, part in pairs]
         return several(every)
 
     return run
@@ -191,6 +179,7 @@ class CallPlan(Plan):
         "_calls",
         "_local",
         "_moves",
+        "_next_quick",
         "_notice",
         "_op",
         "_operand_positions",
@@ -227,7 +216,6 @@ class CallPlan(Plan):
         tail: Callable[[Site], tuple[Any, ...]] | None = None,
         windows: Windows | None = None,
         device: torch.device | None = None,
-        is_list: bool = False,
         operands_only: bool = False,
     ) -> None:
         super().__init__()
@@ -267,55 +255,20 @@ class CallPlan(Plan):
         self._rewrites = None if shape_arg is None else (shape_arg, shapes)
         self._tails = None if tail is None else tuple(map(tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
-        # Whether local results are brought into memory order: None until some have been seen.
+        # True if local results are brought into memory order; None until some have been seen.
         settled = self._aliases or written is not None or structure is None
         self._orders: bool | None = False if settled else None
-        if device is not None and len(coords) == 1 and self.is_local:
+        self._next_quick: Callable[..., Any] | None = None
+        if device is not None and len(coords) == 1 and self.is_local and not self._pending:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
-            quick = self._quick(device, is_list, operands_only)
-            if quick is not None:
-                self.quick = self._looking(self._first(quick) if self._orders is None else quick)
+            self._next_quick = self._quick(device, operands_only)
+        self.quick = self._next_quick if settled else None
 
-    def _looking(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, after a look for cached reductions if there are operands to look at."""
-        return partial(self._cached_first, run) if self._pending else run
-
-    def _cached_first(
-        self,
-        passing: Callable[..., Any],
-        operands: Sequence[Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The call with cached reductions in place of Partials; as it is if none is cached."""
-        found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
-        if not any(found.values()):
-            return passing(operands, args, kwargs)
-        values: list[Any] = list(tensors_in(args, kwargs))
-        for index, value in found.items():
-            if value is not None:
-                values[index] = wrap(*value)
-        given, named = filled(args, kwargs, iter(values))
-        return self._op(*given, **named)
-
-    def _first(self, quick: Callable[..., Any]) -> Callable[..., Any]:
-        """The first call of a plan. A kernel may order the dims of a local result otherwise than
-        those of the global one: then the next calls order theirs too."""
-
-        def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            made = self._run(operands, args, kwargs)
-            self.quick = self._looking(self._run if self._orders else quick)
-            return made
-
-        return run
-
-    def _quick(
-        self, device: torch.device, is_list: bool, operands_only: bool
-    ) -> Callable[..., Any] | None:
+    def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
-        operand_positions = None if is_list else self._operand_positions
-        if operand_positions is None and not is_list:
+        operand_positions = self._operand_positions
+        if not operand_positions:
             return None
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
@@ -324,8 +277,7 @@ class CallPlan(Plan):
                 return None
             tail = (self._rewrites[1][0],)
         if self._written is not None:
-            alone = operand_positions is not None and not (self._written or self._target)
-            if operand_positions is None or not alone or tail is not None or not _returns(self._op):
+            if self._written or self._target or tail is not None or not _returns(self._op):
                 return None
             return quick_write(self._call, operand_positions, operands_only)
         several = None
@@ -339,9 +291,10 @@ class CallPlan(Plan):
         )
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._looking(self._run)(operands, args, kwargs)
-
-    def _run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._pending:
+            found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
+            if any(found.values()):
+                return self._on_reduced(found, args, kwargs)
         if self._notice:
             announce_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
@@ -352,29 +305,41 @@ class CallPlan(Plan):
             local[index] = operands[index]._locals
         for index, spec, tables in self._windows:
             local[index] = fetch_parts(self._op, spec, local[index], tables)
-        calls = [
-            [tensors[slot] for tensors, slot in zip(local, slots, strict=True)]
-            for slots in self._calls
-        ]
-        results = [self._one(index, own, args, kwargs) for index, own in enumerate(calls)]
+        results = []
+        for index in range(len(self._calls)):
+            results.append(self._one(index, local, args, kwargs))
         if written is not None:
             self._write_back(operands[written], local[written])
             return args[self._target] if _returns(self._op) else None
-        if self._orders is not False:
-            results = self._ordered(results)
         return self._wrapped(results, operands)
 
-    def _one(
-        self, index: int, own: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    def _on_reduced(
+        self,
+        found: dict[int, tuple[DTensorSpec, Locals] | None],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> Any:
+        """The call with cached reductions in place of Partials."""
+        values: list[Any] = list(tensors_in(args, kwargs))
+        for index, value in found.items():
+            if value is not None:
+                values[index] = wrap(*value)
+        given, named = filled(args, kwargs, iter(values))
+        return self._op(*given, **named)
+
+    def _one(
+        self, index: int, local: list[Locals], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The local call at one of the coordinates held here."""
+        own = map(getitem, local, self._calls[index])
         if self._operand_positions is not None:
             given = list(args)
             for spot, tensor in zip(self._operand_positions, own, strict=True):
                 given[spot] = tensor
         else:
-            given, kwargs = filled(args, kwargs, iter(own))
+            given, kwargs = filled(args, kwargs, own)
         if self._tails is not None:
-            given[len(own) :] = self._tails[index]
+            given[len(local) :] = self._tails[index]
         if self._rewrites is not None:
             given[self._rewrites[0]] = self._rewrites[1][index]
         if self._local is not None:
@@ -393,45 +358,41 @@ class CallPlan(Plan):
                 return
         mark_written(target)
 
-    def _ordered(self, results: list[Any]) -> list[Any]:
-        """The results of local calls in memory order; says for the next calls if some were not."""
-        alone = isinstance(self._shape, int)
-        places = (self._shape,) if isinstance(self._shape, int) else self._shape or ()
-        each = [(made,) if alone else made for made in results]
-        specs = [self.outs[at] if isinstance(at, int) else None for at in places]
-        new = [
-            tuple(
-                local if spec is None or local is None else in_memory_order(spec, local)
-                for spec, local in zip(specs, made, strict=True)
-            )
-            for made in each
-        ]
-        if self._orders is None:
-            pairs = [
-                pair for both in zip(each, new, strict=True) for pair in zip(*both, strict=True)
-            ]
-            self._orders = any(before is not after for before, after in pairs)
-        return [made[0] for made in new] if alone else new
-
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
-        cell = share_cell(operands[0]) if self._aliases else None
+        """The results of the local calls as DTensors."""
         shape = self._shape
-        if isinstance(shape, int):
-            picks = self._picks[0]
-            return wrap(self.outs[0], tuple([results[i] for i in picks]), cell)
         if shape is None:
             return None
-        wrapped: list[Any] = []
-        for place in shape:
-            if not isinstance(place, int):
-                wrapped.append(place.value if isinstance(place, Fixed) else None)
-                continue
-            spec = self.outs[place]
-            at = len(wrapped)
-            local = tuple(results[i][at] for i in self._picks[place])
-            # A kernel may leave out a result that its meta kernel has: an LSTM without gradients.
-            wrapped.append(None if local and local[0] is None else wrap(spec, local, cell))
-        return _returned_type(self._op)(wrapped)
+        cell = share_cell(operands[0]) if self._aliases else None
+        if isinstance(shape, int):
+            made = wrap(self.outs[0], self._collected(0, results), cell)
+        else:
+            wrapped: list[Any] = []
+            for at, place in enumerate(shape):
+                # A kernel may leave out a result of its meta kernel: an LSTM without gradients.
+                if not isinstance(place, int) or (results and results[0][at] is None):
+                    wrapped.append(place.value if isinstance(place, Fixed) else None)
+                else:
+                    local = self._collected(place, [each[at] for each in results])
+                    wrapped.append(wrap(self.outs[place], local, cell))
+            made = _returned_type(self._op)(wrapped)
+        if self._orders is None:
+            self._orders, self.quick = False, self._next_quick
+        return made
+
+    def _collected(self, place: int, results: list[torch.Tensor]) -> Locals:
+        """The local tensors of one result, from the results of all calls.
+
+        A kernel may order the dims of a local result otherwise than those of the global one. If
+        none did in the first call of the plan, later calls do not look.
+        """
+        local = tuple(map(results.__getitem__, self._picks[place]))
+        if self._orders is False:
+            return local
+        new = tuple(in_memory_order(self.outs[place], part) for part in local)
+        if any(map(is_not, local, new)):
+            self._orders = True
+        return new
 
 
 def _returned_type(op: Any) -> type:

@@ -26,17 +26,9 @@ from ..storage.wrapper import Cell, Locals, Wrapper, share_cell, wrap
 from .plans import Plan
 
 _SAME_ORDER = frozenset(
-    [
-        "aten::view",
-        "aten::_unsafe_view",
-        "aten::reshape",
-        "aten::squeeze",
-        "aten::unsqueeze",
-        "aten::detach",
-        "aten::alias",
-        "aten::flatten",
-    ]
-)
+    f"aten::{name}"
+    for name in ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten")
+) | {"aten::detach", "aten::alias"}
 """Views with the elements of their base in the order of their base."""
 _CONJ, _NEG = "aten::_conj", "aten::_neg_view"
 _OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
@@ -95,26 +87,24 @@ def defer(
     """A view of `base` that is made real when it is read."""
     held = bare(base)
     rest = tuple([bare(value) if isinstance(value, Wrapper) else value for value in args[1:]])
-    outs = plan.outs
-    if not outs:  # the layout is known only when the value is
-        value = plan.run((base,), args, kwargs)
-        made = _view(value._spec, held._cell)
-        made._read.seen, made._read.value = version_stamp(root_of(held)), value._locals
-        made._of, made._how = held, (op, plan, rest, kwargs, None)
-        return made
-    views = []
-    several = isinstance(plan._shape, tuple)  # type: ignore[attr-defined]
-    for place, spec in enumerate(outs):
+
+    def view(spec: DTensorSpec, place: int | None = None) -> Any:
         made = _view(spec, held._cell)
-        made._of = held
-        made._how = (op, plan, rest, kwargs, place if several else None)
-        views.append(made)
-    return views if several else views[0]
+        made._of, made._how = held, (op, plan, rest, kwargs, place)
+        return made
+
+    if not plan.outs:  # the layout is known only when the value is
+        value = plan.run((base,), args, kwargs)
+        made = view(value._spec)
+        made._read.seen, made._read.value = version_stamp(root_of(held)), value._locals
+        return made
+    if isinstance(plan._shape, tuple):  # type: ignore[attr-defined]
+        return [view(spec, place) for place, spec in enumerate(plan.outs)]
+    return view(plan.outs[0])
 
 
 def bare(tensor: Any) -> Any:
-    """The memory of a tensor as another one: without its history, which a view would hold, and
-    without what becomes of the tensor in place."""
+    """Another tensor with the memory of a tensor, without its history."""
     if tensor._spec.sums and tensor._memo is None:  # what is reduced for one serves both
         tensor._memo = {}
     if isinstance(tensor, DeferredView):
@@ -171,15 +161,6 @@ def is_conjugate(view: Any) -> bool:
     return view.is_complex() and _count(view, _CONJ) % 2 == 1
 
 
-def undone(op: OpOverload, view: Any) -> Any:
-    """The conjugates of conjugates, or negatives of negatives: a view of the tensor itself; None
-    if the call is another."""
-    name = op._schema.name
-    if name not in (_CONJ, _NEG) or not is_deferred(view) or _made_by(view) != name:
-        return None
-    return torch.ops.aten.alias.default(view._of)
-
-
 def _check_writable(op: OpOverload, view: Any) -> None:
     """An error if a view is one of conjugates or negatives, which are copies here."""
     if _count(view, _CONJ) or _count(view, _NEG):
@@ -217,15 +198,13 @@ def write_through(
             op(base, *[_as_base(value, first, base) for value in args[1:]], **kwargs)
             return first
     given = list(args)
-    views = {}
-    for place in writes:
-        if place < len(args) and is_deferred(args[place]):
-            given[place] = own_value(op, args[place])
-            views[id(given[place])] = args[place]
+    places = [place for place in writes if place < len(args) and is_deferred(args[place])]
+    for place in places:
+        given[place] = own_value(op, args[place])
     made = op(*given, **kwargs)
-    for place in writes:
-        if place < len(args) and is_deferred(args[place]):
-            put_back(args[place], given[place])
+    for place in places:
+        put_back(args[place], given[place])
+    views = {id(given[place]): args[place] for place in places}
     if isinstance(made, (list, tuple)):
         return type(made)([views.get(id(value), value) for value in made])
     return views.get(id(made), made)
@@ -247,10 +226,10 @@ def own_value(op: OpOverload, view: Any) -> Any:
 
 
 def _as_base(value: Any, view: Any, base: Any) -> Any:
-    """An operand that broadcasts into the view, shaped so that it goes with the base.
+    """An operand that broadcasts into the view, in the shape of the base.
 
-    If the operand is a view of a tensor in that shape, that tensor serves: so the last part of
-    `x[3] += 1`, which copies `x[3]` onto itself, moves nothing.
+    If it is a view of a tensor in that shape, that tensor serves: `x[3] += 1` moves nothing when
+    it copies `x[3]` onto itself.
     """
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
@@ -265,8 +244,8 @@ def _as_base(value: Any, view: Any, base: Any) -> Any:
 
 
 def put_back(view: Any, value: Any) -> None:
-    """Let a view have the elements of a tensor that `own_value` made, which were written since:
-    every rank writes those in its box."""
+    """Write the elements of a tensor that `own_value` made into the root of a view: every rank
+    writes those in its box."""
     root = root_of(view)
     spec = root._spec.fine or root._spec
     shape = spec.meta.shape
@@ -335,8 +314,6 @@ def _addresses(view: Any, root: Any) -> torch.Tensor:
     device = root._spec.topology.device_type
     address = torch.full(tuple(meta.shape), meta.storage_offset(), device=device)
     for dim, (size, step) in enumerate(zip(meta.shape, meta.stride(), strict=True)):
-        ones = [1] * meta.ndim
-        ones[dim] = size
-        address = address + (torch.arange(size, device=device) * step).view(ones)
-    first_bytes: torch.Tensor = address * meta.dtype.itemsize
-    return first_bytes
+        steps = torch.arange(size, device=device) * step
+        address = address + steps.view([size] + [1] * (meta.ndim - dim - 1))
+    return address * meta.dtype.itemsize  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from .execute import (
 )
 from .explain import Explanation, explain_redistribute
 from .layout import DimMap, Layout
-from .prepare import ordered, steps_between
+from .prepare import once, ordered, steps_between
 from .routes import move
 from .step import Step
 
@@ -27,6 +27,7 @@ __all__ = [
     "explain_redistribute",
     "in_order",
     "move",
+    "once",
     "ordered",
     "redistribute_locals",
     "run_all",

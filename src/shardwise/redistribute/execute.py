@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from .step import Step
 
 Ready = Callable[[], tuple[torch.Tensor, ...]]
 """Gives the local tensors of a redistribution, after a wait if it is still under way."""
+Take = Callable[[], list[torch.Tensor]]
+"""Gives the results of a collective for one tensor, after a wait."""
 
 
 class Run(NamedTuple):
@@ -78,8 +81,8 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
     All ranks must give the same runs in the same order. As many go out together as fit into the
     buffer.
     """
-    if len(runs) == 1:
-        return [_started(runs[0])]
+    if len(runs) == 1 and (quick := runs[0].move.run) and not runs[0].async_op:
+        return [_made(quick(runs[0].local, runs[0].fresh))]
     batches: list[list[Run]] = [[]]
     total = 0
     for run in runs:
@@ -95,12 +98,6 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
     return ready + _run_at_once(batches[-1])
 
 
-def _started(run: Run) -> Ready:
-    if run.move.run is not None and not run.async_op:
-        return _made(run.move.run(run.local, run.fresh))
-    return _run_at_once([run])[0]
-
-
 def _made(local: tuple[torch.Tensor, ...]) -> Ready:
     return lambda: local
 
@@ -114,9 +111,8 @@ def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
         for members in groups.values():
             steps = [state.left.pop(0) for state in members]
             jobs = [state.job(step) for state, step in zip(members, steps, strict=True)]
-            landing = _start(steps, jobs)
-            for index, state in enumerate(members):
-                state.arrive(landing, index)
+            for state, take in zip(members, _start(steps, jobs), strict=True):
+                state.arrive(take)
     return [state.result() for state in states]
 
 
@@ -131,14 +127,13 @@ def run_together(
         for step, local, order in tensors
         if local and not step.is_local
     ]
-    landing = _start([step for step in steps if not step.is_local], jobs) if jobs else None
-    found, index = [], 0
+    takes = iter(_start([step for step in steps if not step.is_local], jobs) if jobs else ())
+    found = []
     for step, local, order in tensors:
         if step.is_local:
             found.append(finished(sliced(step, local), order, False))
         else:
-            found.append(tuple(landing.take(index)) if landing and local else ())
-            index += 1
+            found.append(tuple(next(takes)()) if local else ())
     return found
 
 
@@ -154,15 +149,16 @@ def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
     )
 
 
-def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> _Landing:
-    """Start one collective for the steps of several tensors."""
+def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Take]:
+    """Start one collective for the steps of several tensors. The functions give their results."""
     where = steps[0].src.topology
     if is_heard():
         kinds = {step.kind for step in steps}
         axes = tuple(sorted({axis for step in steps for axis in step.axes}))
         received = bytes_received(steps, [job.dtype.itemsize for job in jobs])
         record(steps[0].kind if len(kinds) == 1 else "exchange", where, axes, received)
-    return _Landing(engine_of(where).start(jobs))
+    landing = _Landing(engine_of(where).start(jobs))
+    return [partial(landing.take, index) for index in range(len(jobs))]
 
 
 class _Landing:
@@ -187,15 +183,14 @@ class _Landing:
 class _State:
     """A run on its way: the collectives that are left, the local tensors, what must still land."""
 
-    __slots__ = ("_index", "_landing", "_local_steps", "_now", "_owned", "_run", "left")
+    __slots__ = ("_local_steps", "_now", "_owned", "_run", "_take", "left")
 
     def __init__(self, run: Run) -> None:
         self._run = run
         enter = run.move.enter
         self._now: tuple[torch.Tensor, ...] = run.local if enter is None else enter(run.local)
         self._owned: tuple[torch.Tensor, ...] = ()  # what this run has made and nobody else has
-        self._landing: _Landing | None = None
-        self._index = 0
+        self._take: Take | None = None  # gives what is under way
         self._local_steps: list[Step] = []
         self.left = list(run.move.steps)
         self._take_local_steps()
@@ -217,14 +212,14 @@ class _State:
         device = given[0].device if given else torch.device(step.dst.topology.device_type)
         return Job(step, local, step.order, self._run.dtype, device, self._run.async_op)
 
-    def arrive(self, landing: _Landing, index: int) -> None:
-        self._landing, self._index = landing, index
+    def arrive(self, take: Take) -> None:
+        self._take = take
         self._take_local_steps()
 
     def _settle(self) -> tuple[torch.Tensor, ...]:
         """The local tensors now: what is under way has landed, local steps are done."""
-        if self._landing is not None:
-            made, self._landing = tuple(self._landing.take(self._index)), None
+        if self._take is not None:
+            made, self._take = tuple(self._take()), None
             self._becomes(made)
         for step in self._local_steps:
             if step.kind == "slice":
@@ -244,7 +239,7 @@ class _State:
 
     def result(self) -> Ready:
         """A function that gives the result; if nothing is under way the result is made now."""
-        return self.ready if self._landing is not None else _made(self.ready())
+        return self.ready if self._take is not None else _made(self.ready())
 
     def ready(self) -> tuple[torch.Tensor, ...]:
         """The result."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,14 +64,9 @@ class Explanation:
             rows.append((step.kind, ",".join(step.axes), sent, received, held))
         if not self.steps:
             rows.append(("nothing", "", "0", "0", "0"))
-        wide = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                [f"{row[0]:<{wide[0]}}", f"{row[1]:<{wide[1]}}"]
-                + [f"{row[column]:>{wide[column]}}" for column in (2, 3, 4)]
-            ).rstrip()
-            for row in rows
-        ]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        line = "  ".join(f"{{:{side}{size}}}" for side, size in zip("<<>>>", wide, strict=True))
+        lines = [line.format(*row).rstrip() for row in rows]
         same = self.src.topology is self.dst.topology
         to = f"{self.dst.layout_text()}" + ("" if same else f" on {self.dst.topology}")
         return "\n".join([f"{self.src} -> {to}, bytes per rank", *lines])
@@ -79,10 +75,9 @@ class Explanation:
 
 
 def _most(steps: list[dict[int, int]]) -> int:
-    total: dict[int, int] = {}
+    total: Counter[int] = Counter()
     for each in steps:
-        for rank, nbytes in each.items():
-            total[rank] = total.get(rank, 0) + nbytes
+        total.update(each)
     return max(total.values(), default=0)
 
 

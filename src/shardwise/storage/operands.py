@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import Ready, Run, redistribute_locals, run_all, run_between, steps_between
+from ..redistribute import (
+    Ready,
+    Run,
+    once,
+    redistribute_locals,
+    run_all,
+    run_between,
+    steps_between,
+)
 from . import policy
 from .wrapper import Locals
 
@@ -17,10 +25,9 @@ Move = tuple[int, DTensorSpec]
 
 
 def version_stamp(tensor: Any) -> object:
-    """A value that changes when the tensor is written, through the dispatcher or through its local
-    tensors; that of a deferred view changes with the tensor at the bottom.
+    """A value that changes when the tensor, or the base of a deferred view, is written.
 
-    Of inference tensors that a user gave no two stamps are equal: writes into these are not
+    No two stamps of inference tensors that a user holds are equal: writes into them are not
     counted.
     """
     while tensor._of is not None:
@@ -55,14 +62,6 @@ def mark_written_in_layout(tensor: Any, spec: DTensorSpec, value: Locals) -> Non
         cache_reduction(tensor, spec, value)
 
 
-def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """One place of each dim along which a tensor repeats itself: PyTorch refuses most writes into
-    all of them."""
-    for dim in meta.repeated:
-        part = part.narrow(dim, 0, min(1, part.shape[dim]))
-    return part
-
-
 def own_copy(whole: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """A copy to write into. Elements that are one memory in the tensor are one in the copy."""
     if not meta.overlaps:
@@ -81,17 +80,13 @@ def in_layout(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         return tuple(own_copy(t, spec.meta) for t in tensor._locals) if fresh else tensor._locals
     if not src.sums:
         return redistribute_locals(src, spec, tensor._locals, fresh=fresh)
-    if fresh:  # it is about to be written: nothing is kept of it
-        base, local = _source(tensor, spec)
-        return redistribute_locals(base, spec, local, fresh=True)
-    memo, now = tensor._memo, version_stamp(tensor)
-    if memo is None:
-        memo = tensor._memo = {}
-    found = memo.get(spec)
-    if found is None or found[0] != now:
-        base, local = _source(tensor, spec)
-        found = memo[spec] = (now, redistribute_locals(base, spec, local))
-    made: Locals = found[1]
+    found = None if fresh or not tensor._memo else tensor._memo.get(spec)
+    if found is not None and found[0] == version_stamp(tensor):
+        return found[1]  # type: ignore[no-any-return]
+    base, local = _source(tensor, spec)
+    made = redistribute_locals(base, spec, local, fresh=fresh)
+    if not fresh:  # a fresh one is about to be written
+        cache_reduction(tensor, spec, made)
     return made
 
 
@@ -148,9 +143,9 @@ def cache_reduction(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
     memo[spec] = (version_stamp(tensor), value)
 
 
-def _run(tensor: Any, spec: DTensorSpec, fresh: bool) -> Run:
+def _run(tensor: Any, spec: DTensorSpec, fresh: bool, async_op: bool = False) -> Run:
     base, local = _source(tensor, spec)
-    return run_between(base, spec, local, fresh=fresh)
+    return run_between(base, spec, local, fresh=fresh, async_op=async_op)
 
 
 def start_moves(
@@ -161,55 +156,41 @@ def start_moves(
     The last collective of each may still be under way. With `async_op` the tensors may be written
     before the results are asked for.
     """
-    runs = []
-    for tensor, spec in zip(tensors, specs, strict=True):
-        base, local = _source(tensor, spec)
-        runs.append(run_between(base, spec, local, fresh=True, async_op=async_op))
-    return run_all(runs)
+    pairs = zip(tensors, specs, strict=True)
+    return run_all([_run(tensor, spec, True, async_op) for tensor, spec in pairs])
 
 
 def all_in_layout(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals]:
-    """As `in_layout`, for many tensors, targets and whether to be fresh, in few collectives."""
-    found: dict[int, Locals] = {}
-    same: dict[tuple[int, DTensorSpec], int] = {}
-    runs: list[tuple[int, Run]] = []
-    for index, (tensor, spec, fresh) in enumerate(moves):
-        memo = tensor._memo
+    """As `in_layout` for many tensors, targets and values of `fresh`, in few collectives."""
+    found: dict[tuple[Any, ...], Locals] = {}
+    runs: dict[tuple[Any, ...], tuple[Any, DTensorSpec, bool]] = {}
+    keys = [(id(t), spec, index if fresh else -1) for index, (t, spec, fresh) in enumerate(moves)]
+    for key, (tensor, spec, fresh) in zip(keys, moves, strict=True):
+        cached = tensor._memo.get(spec) if tensor._memo and not fresh else None
         if tensor._spec is spec:
-            found[index] = in_layout(tensor, spec, fresh=fresh)
-        elif not fresh and (id(tensor), spec) in same:
-            continue
-        elif not fresh and memo and spec in memo and memo[spec][0] == version_stamp(tensor):
-            found[index] = memo[spec][1]
+            found[key] = in_layout(tensor, spec, fresh=fresh)
+        elif cached is not None and cached[0] == version_stamp(tensor):
+            found[key] = cached[1]
         else:
-            if not fresh:
-                same[id(tensor), spec] = index
-            runs.append((index, _run(tensor, spec, fresh)))
-    made = run_all([run for _, run in runs])
-    for (index, _), ready in zip(runs, made, strict=True):
-        tensor, spec, fresh = moves[index]
-        found[index] = ready()
+            runs[key] = (tensor, spec, fresh)
+    made = run_all([_run(*run) for run in runs.values()])
+    for (key, (tensor, spec, fresh)), ready in zip(runs.items(), made, strict=True):
+        found[key] = ready()
         if not fresh and tensor._spec.sums:
-            cache_reduction(tensor, spec, found[index])
-    return [
-        found[index if index in found else same[id(tensor), spec]]
-        for index, (tensor, spec, _) in enumerate(moves)
-    ]
-
-
-def is_available(tensor: Any, spec: DTensorSpec) -> bool:
-    """Whether a tensor is in a layout already, or in one of which that is a part, because it was
-    reduced before."""
-    base, _ = _source(tensor, spec)
-    return all(step.is_local for step in steps_between(base, spec))
+            cache_reduction(tensor, spec, found[key])
+    return [found[key] for key in keys]
 
 
 def announce_moves(op: Any, moves: Sequence[Move], operands: Sequence[Any]) -> None:
-    """Announce the moves that a call is about to make, as the policy says."""
+    """Announce the moves that a call is about to make, as the policy says.
+
+    A Partial that was reduced before does not move again.
+    """
     if policy.current().silent:
         return
-    needed = [(index, spec) for index, spec in moves if not is_available(operands[index], spec)]
-    if texts := describe_moves(needed, [operand._spec for operand in operands]):
+    sources = {index: _source(operands[index], spec)[0] for index, spec in moves}
+    specs = [sources.get(index, operand._spec) for index, operand in enumerate(operands)]
+    if texts := describe_moves(moves, specs):
         policy.on_moves(op, texts)
 
 
@@ -218,13 +199,12 @@ def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[
     texts = []
     for operand, dst in moves:
         src = specs[operand]
-        steps = [step for step in steps_between(src, dst) if not step.is_local]
-        if steps:
-            kinds = ", ".join(
-                f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
-                for step in steps
-            )
-            texts.append(
-                f"operand {operand} from {src.layout_text()} to {dst.layout_text()} ({kinds})"
-            )
+        kinds = [
+            f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
+            for step in steps_between(src, dst)
+            if not step.is_local
+        ]
+        if kinds:
+            way = f"from {src.layout_text()} to {dst.layout_text()}"
+            texts.append(f"operand {operand} {way} ({', '.join(kinds)})")
     return texts

@@ -42,8 +42,7 @@ class Part(NamedTuple):
         return dims if self.fits(dims) else memory_order(self.stride)
 
     def fits(self, order: tuple[int, ...]) -> bool:
-        """Whether the dims lie in memory in this order. Dims of one element, and expanded ones, lie
-        in any."""
+        """True if the dims lie in memory in this order. Dims of size 1 or stride 0 fit any."""
         if not prod(self.shape):
             return True
         strides = [self.stride[dim] for dim in order if self.shape[dim] > 1 and self.stride[dim]]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.hooks import unserializable_hook
@@ -46,8 +46,7 @@ def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
 
 
 def _has_hook(value: Any, hook: object) -> bool:
-    """Whether a tensor has a hook like this one: an attribute would say so of its copies too, which
-    have attributes but no hooks."""
+    """True if a tensor has a hook equal to this one."""
     return any(each == hook for each in (value._backward_hooks or {}).values())
 
 
@@ -58,11 +57,25 @@ def _plain_grad(grad: Any) -> Any:
     return whole.full_tensor() if isinstance(grad, Wrapper) else grad
 
 
-def bring_grads_back(number: Any) -> None:
-    """The gradient of a number that was used on another mesh comes back to its own."""
+def adopt_all(op: OpOverload, operands: Sequence[Any], mesh: Topology) -> list[Any]:
+    """The operands of a call, the plain ones among them adopted, if the policy allows any."""
+    for value in operands:
+        if not isinstance(value, Wrapper):
+            policy.on_plain(op, tuple(value.shape))
+    return [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
+
+
+def bring_number(number: Any, mesh: Topology | None) -> Any:
+    """A number (0-d tensor) of another mesh as a plain tensor, which may be used on `mesh`.
+
+    Every rank that made a number knows it. Its gradient goes back to its own mesh.
+    """
+    if not isinstance(number, Wrapper) or number._spec.topology is mesh:
+        return number
     hook = _ToMesh(number._spec.topology)
     if number.requires_grad and not _has_hook(number, hook):
         number.register_hook(hook)
+    return full_local(number)
 
 
 @dataclass(frozen=True)
@@ -124,20 +137,16 @@ def _read(
             yield from found
 
 
-class _Checked:
-    """How often the plain operands of a call were found equal, by a digest of the call that all
-    ranks have alike.
+_checked: dict[bytes, int] = {}
+"""How often the plain operands of a call were found equal, by a digest of the call.
 
-    Whether a rank compares must not depend on which plans it still has, so this is no part of the
-    plan cache, and nothing is evicted: 16 bytes a call. It goes with the process group.
-    """
-
-    calls: ClassVar[dict[bytes, int]] = {}
+All ranks must have the same entries, so they are no part of the plan cache and none is evicted.
+"""
 
 
 @at_end
 def _forget_checked(_: World) -> None:
-    _Checked.calls = {}
+    _checked.clear()
 
 
 def check_plain(
@@ -147,7 +156,7 @@ def check_plain(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> bool:
-    """An error, on every rank, if a plain operand is not equal on all ranks. Returns whether the
+    """An error, on every rank, if a plain operand is not equal on all ranks. Returns True if the
     operands of such calls need not be compared again.
 
     Arguments named in `own` are only written, or nothing but themselves is made of what they held.
@@ -160,7 +169,7 @@ def check_plain(
     if mode not in ("check", "check_always"):
         return False
     call = sha256(f"{op} {[_described(operand) for operand in operands]}".encode()).digest()[:16]
-    times = _Checked.calls.get(call, 0)
+    times = _checked.get(call, 0)
     if times and mode == "check":
         return True
     mesh = found[0]._spec.topology
@@ -169,7 +178,7 @@ def check_plain(
         all_arrive(what, mesh, f"{call.hex()} {times}")
     for operand in found:
         _check_equal(op, operand)
-    _Checked.calls[call] = times + 1
+    _checked[call] = times + 1
     return True
 
 

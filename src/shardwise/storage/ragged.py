@@ -1,13 +1,13 @@
 """Results whose size depends on values: pieces of unknown size, and how all ranks learn the sizes.
 
-Each rank finds its own piece. An exchange of counts makes the pieces one tensor with ragged cuts;
-by default it is then replicated, because a user who asks for `x[mask]` expects what one device
-gives and nothing that other operands have to be cut alike.
+Each rank finds its own piece. An exchange of counts makes the pieces one tensor with ragged cuts.
+By default that is then replicated, so that it goes with any other operand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .wrapper import Wrapper, wrap
 
 
 def is_requested() -> bool:
-    """Whether the user asked for results with ragged cuts."""
+    """True if the user asked for results with ragged cuts."""
     return current().ragged
 
 
@@ -49,12 +49,10 @@ def reduce_partial(op: object, x: Any) -> Any:
 
 def gather_plain(op: object, x: Any) -> torch.Tensor:
     """A tensor as a plain one, the same on every rank."""
-    if not isinstance(x, Wrapper):
-        return x  # type: ignore[no-any-return]
-    spec = x._spec
-    made = move_to(op, x, spec.with_placements(default_placements(spec.topology)))
-    local: torch.Tensor = made._locals[0]
-    return local
+    if isinstance(x, Wrapper):
+        spec: Any = x._spec
+        x = move_to(op, x, spec.with_placements(default_placements(spec.topology)))._locals[0]
+    return x  # type: ignore[no-any-return]
 
 
 def as_dtensor(value: Any, topology: Topology) -> Any:
@@ -67,13 +65,10 @@ def as_dtensor(value: Any, topology: Topology) -> Any:
 
 def counted(op: object, topology: Topology, axes: Sequence[int], counts: Sequence[int]) -> Cuts:
     """How many elements every shard over `axes` has; `counts` are those of the shards held here."""
-    total = 1
-    for axis in axes:
-        total *= topology.shape[axis]
+    total = prod([topology.shape[axis] for axis in axes])
     places = [Shard(0) if axis in axes else Replicate() for axis in range(topology.ndim)]
     spec = DTensorSpec(topology, places, TensorMeta((total,), (1,), torch.int64))
-    device = topology.device_type
-    local = tuple(torch.tensor([count], device=device) for count in counts)
+    local = tuple(torch.tensor([count], device=topology.device_type) for count in counts)
     return tuple(gather_plain(op, wrap(spec, local)).tolist())
 
 

@@ -50,19 +50,13 @@ class Wrapper(torch.Tensor):
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
     """A DTensor of these local tensors."""
     shape, stride, dtype = spec.meta
-    made = make_wrapper(
-        Wrapper.public, shape, strides=stride, dtype=dtype, device=device_of(spec, local)
-    )
+    device = local[0].device if local else torch.device(spec.topology.device_type)
+    made = make_wrapper(Wrapper.public, shape, stride, dtype, device)
     made._spec = spec  # type: ignore[attr-defined]
     made._locals = local  # type: ignore[attr-defined]
     if cell is not None:
         made._cell = cell  # type: ignore[attr-defined]
     return made
-
-
-def device_of(spec: DTensorSpec, local: Locals) -> torch.device:
-    """The device of the local tensors; of the mesh if this rank holds none."""
-    return local[0].device if local else torch.device(spec.topology.device_type)
 
 
 class Plain:

@@ -60,11 +60,10 @@ class Redistribute(torch.autograd.Function):
         for value, spec in pairs:
             if value._spec is spec:
                 made.append(wrap(spec, value._locals, share_cell(value)))
-            else:
+            elif async_op:
                 made.append(pending(spec, next(ready)))
-        if not async_op:
-            for each in made:
-                each._locals  # noqa: B018  # waits
+            else:
+                made.append(wrap(spec, next(ready)()))
         return tuple(made)
 
     @staticmethod
