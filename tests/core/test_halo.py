@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.storage.halo import fetch
+from shardwise.storage.halo import fetch_parts
 
 SHARD0, SHARD1, WHOLE = sw.Shard(0), sw.Shard(1), sw.Replicate()
 
@@ -24,7 +24,7 @@ def test_every_shard_gets_its_window(rows, reach, placements):
         (max(0, start - reach[0]), max(0, start - reach[0], min(rows, stop + reach[1])))
         for start, stop in spec._intervals[0]
     ]
-    parts = fetch("test", x, {0: table})
+    parts = fetch_parts("test", x._spec, x._locals, {0: table})
     for coord, part in zip(spec.slots, parts, strict=True):
         (start, stop), (left, right) = spec.box(coord)
         start, stop = table[spec._intervals[0].index((start, stop))]
@@ -34,5 +34,5 @@ def test_every_shard_gets_its_window(rows, reach, placements):
 def test_only_what_is_lacking_moves():
     x = sw.distribute_tensor(torch.ones(8, 4), sw.init_device_mesh("cpu", (4,)), [SHARD0])
     with sw.CommDebugMode() as comm:
-        fetch("test", x, {0: [(0, 3), (1, 5), (3, 7), (5, 8)]})
+        fetch_parts("test", x._spec, x._locals, {0: [(0, 3), (1, 5), (3, 7), (5, 8)]})
     assert sum(comm.bytes.values()) == 2 * 4 * 4  # a row from each side

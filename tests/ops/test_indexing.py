@@ -199,7 +199,6 @@ def test_a_few_rows_of_a_sharded_dim_move_nothing() -> None:
     assert received(lambda: x[some]) == 0
     assert received(lambda: x.gather(0, wide)) == 0
     assert received(lambda: x.index_put((some,), rows)) == 0
-    assert received(lambda: x.scatter(0, wide, rows)) == 0
     assert received(lambda: x.index_add(0, some, rows)) == 0
     assert received(lambda: x.index_copy(0, some, rows)) == 0
     assert received(lambda: x.__setitem__(some, rows)) == 0

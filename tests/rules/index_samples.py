@@ -33,9 +33,6 @@ def _reads() -> Iterator[Sample]:
     yield call(aten.index.Tensor, x(5, 3), [torch.tensor(2), torch.tensor(-1)])
     yield call(aten.index.Tensor, x(5, 3, dtype=BOOL), [index(0, below=1)])
     yield call(aten.index.Tensor, x(6, 4).t(), [index(3, 2, below=4).int()])
-    for shape in ((5, 3), (7,), ()):
-        yield call(aten.take.default, x(*shape), index(4, 2, below=max(x(*shape).numel(), 1)))
-    yield call(aten.take.default, x(5, 3).t(), index(4, below=15) - 15)
 
 
 def _scatters() -> Iterator[Sample]:
@@ -99,10 +96,6 @@ def _puts() -> Iterator[Sample]:
     yield call(aten.index_put.default, x(4, 5, 3), [None, some], x(4, 4, 3), True)
     yield call(aten.index_put.default, x(5, 3, dtype=BOOL), [once], x(3, 3, dtype=BOOL, shift=1))
     yield call(aten.index_put.default, x(5, 3), [torch.tensor(2), torch.tensor(-1)], x(1).sum())
-    yield call(aten.put.default, x(5, 3), torch.tensor([[3, 0], [-1, 7]]), x(2, 2, shift=1))
-    yield call(aten.put.default, x(3, 5).t(), index(4, below=15), x(4, shift=1), True)
-    yield call(aten.put_.default, x(3, 5).t(), index(4, below=15), x(4, shift=1), True)
-    yield call(aten.put.default, x(5, 3), index(4, below=15), x(2, 2), True)
 
 
 def _masks() -> Iterator[Sample]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .samples import C128, F32, F64, Sample, aten, call, x
+from .samples import C128, F64, Sample, aten, call, x
 
 _BATCHES: tuple[tuple[int, ...], ...] = ((5,), (3, 2), (), (0,), (1,))
 
@@ -40,20 +40,12 @@ def _of_one() -> Iterator[Sample]:
             factor = torch.linalg.cholesky_ex(spd, upper=upper).L
             yield call(aten.cholesky_inverse.default, factor, upper)
             yield call(aten._linalg_eigh.default, spd, "U" if upper else "L", upper)
-        yield call(aten.linalg_ldl_factor_ex.default, spd, hermitian=dtype is C128)
         for a in (square, tall, tall.mT):
             yield call(aten.linalg_lu_factor_ex.default, a)
-            yield call(aten.linalg_lu.default, a)
-            lu, pivots, _ = aten.linalg_lu_factor_ex.default(a)
-            for data, places in ((True, True), (False, True), (True, False)):
-                yield call(aten.lu_unpack.default, lu, pivots, data, places)
             for mode in ("reduced", "complete", "r"):
                 yield call(aten.linalg_qr.default, a, mode)
             for full, vectors in ((False, True), (True, True), (False, False)):
                 yield call(aten._linalg_svd.default, a, full, vectors)
-        if batch != (0,):
-            yield call(aten.linalg_pinv.atol_rtol_tensor, tall, atol=x(*batch).abs(), rtol=None)
-            yield call(aten.linalg_pinv.atol_rtol_tensor, tall, rtol=x().abs())
 
 
 def _of_factors(batch: tuple[int, ...], other: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -61,7 +53,6 @@ def _of_factors(batch: tuple[int, ...], other: tuple[int, ...], dtype: torch.dty
     square = matrix(*batch, 3, 3, dtype=dtype)
     spd = definite(*batch, 3, 3, dtype=dtype)
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(square)
-    ld, places, _ = aten.linalg_ldl_factor_ex.default(spd)
     for left in (True, False):
         b = matrix(*other, 3, 2, dtype=dtype, seed=2)
         b = b if left else b.mT.contiguous()
@@ -70,11 +61,7 @@ def _of_factors(batch: tuple[int, ...], other: tuple[int, ...], dtype: torch.dty
         yield call(aten.linalg_solve_triangular.default, square, b, upper=True, left=left)
     b = matrix(*other, 3, 2, dtype=dtype, seed=2)
     yield call(aten.linalg_lu_solve.default, lu, pivots, b, adjoint=True)
-    if batch == other:  # PyTorch reads beyond the pivots where the batches broadcast
-        yield call(aten.linalg_ldl_solve.default, ld, places, b)
     yield call(aten.cholesky_solve.default, b, torch.linalg.cholesky_ex(spd).L)
-    yield call(aten.triangular_solve.default, b, square)
-    yield call(aten.triangular_solve.default, b, square, False, True, True)
 
 
 def _of_two() -> Iterator[Sample]:
@@ -83,13 +70,6 @@ def _of_two() -> Iterator[Sample]:
     yield from _of_factors((3,), (3,), C128)
     for vectors in (matrix(3), matrix(5, 3)):
         yield call(aten._linalg_solve_ex.default, matrix(5, 3, 3), vectors)
-    for batch, dtype in product(_BATCHES, (F64, F32)):
-        reflectors, tau = torch.geqrf(matrix(*batch, 4, 3, dtype=dtype))
-        yield call(aten.linalg_householder_product.default, reflectors, tau)
-        other = matrix(*batch, 4, 2, dtype=dtype, seed=3)
-        for transposed in (False, True):
-            yield call(aten.ormqr.default, reflectors, tau, other, True, transposed)
-            yield call(aten.ormqr.default, reflectors, tau, other.mT, False, transposed)
 
 
 def _products() -> Iterator[Sample]:

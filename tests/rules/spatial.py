@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .samples import I64, Sample, call, index, positive, x
+from .samples import I64, Sample, call, index, x
 
 aten = torch.ops.aten
 
@@ -62,6 +62,7 @@ def _pooling() -> Iterator[Sample]:
         (x(2, 3, 7, 4), ([3, 2], [2, 1], [1, 1], True, False, None)),
         (x(2, 3, 7, 4), ([3, 2], [1, 2], [1, 0], True, True, None)),
         (x(3, 5, 4), ([2, 2], [3, 2], [0, 0], False, True, 3)),
+        (x(2, 3, 7, 4), ([3, 2], [1, 2], [0, 0], False, False, None)),
         (x(2, 2, 3, 4, 3), ([2] * 3, [2] * 3, [1] * 3, False, True, None)),
     ):
         spatial = len(average[0])
@@ -90,14 +91,6 @@ def _planes() -> Iterator[Sample]:
         yield call(largest, value, size)
         _, where = largest(value, size)
         yield call(getattr(aten, f"adaptive_max_pool{dims}_backward").default, grad, value, where)
-        lead = (*[1] * (len(size) + 2 - value.ndim), *value.shape)[:2]
-        draws = positive(*lead, len(size))
-        options = ([1] * len(size), [2, 2, 1][: len(size)])
-        fraction = getattr(aten, f"fractional_max_pool{dims}").default
-        yield call(fraction, value, *options, draws)
-        grad, where = fraction(value, *options, draws)
-        back = getattr(aten, f"fractional_max_pool{dims}_backward").default
-        yield call(back, grad * 2, value, *options, where)
     small = index(2, 3, 2, 2, below=20)
     yield call(aten.max_unpool2d.default, x(2, 3, 2, 2), small, [4, 5])
     small = index(2, 3, 2, 2, 1, below=24)

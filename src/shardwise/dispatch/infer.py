@@ -196,6 +196,8 @@ def _in_order_of_devices(op: Any, given: Sequence[Any], made: Any) -> Any:
         return reduce(torch.add, tensors[1:], tensors[0] + 0).to(made.dtype)
     if name in _LIKE and made.ndim:
         return torch.empty_like(given[_LIKE[name]])
+    if name == "threshold_backward.default":
+        return made.to(torch.result_type(given[0], given[1]))
     return made
 
 
@@ -284,6 +286,30 @@ def _margin(op: Any, own: int) -> Any:
     return shapes
 
 
+def _by_columns(op: Any, at: int) -> Any:
+    """A decomposition whose result `at` has its matrices in column order."""
+
+    def shapes(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        made = list(op(*args, **kwargs))
+        if made[at].ndim > 1:
+            made[at] = made[at].mT.contiguous().mT
+        return tuple(made)
+
+    return shapes
+
+
+def _batch_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    """PyTorch's meta kernel makes the gradient of the input even if nobody asks for it."""
+    made = aten.native_batch_norm_backward.default(*args)
+    return tuple(value if asked else None for value, asked in zip(made, args[-1], strict=True))
+
+
+def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
+    """PyTorch's meta kernel returns weights that nobody asked for."""
+    out, weights = aten._native_multi_head_attention.default(*args, **kwargs)
+    return out, weights if (args[10] if len(args) > 10 else need_weights) else None
+
+
 def _like_second(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A gradient for which PyTorch has no meta kernel."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -293,6 +319,10 @@ _CORRECTED: dict[str, Any] = {
     "_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known
     "_ctc_loss_backward": _like_second,
     "fractional_max_pool3d_backward": _like_second,
+    "_linalg_svd": _by_columns(aten._linalg_svd.default, 2),
+    "linalg_eig": _by_columns(aten.linalg_eig.default, 1),
+    "native_batch_norm_backward": _batch_norm_backward,
+    "_native_multi_head_attention": _multi_head_attention,
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,
     "multi_margin_loss": _margin(aten.multi_margin_loss.default, 0),

@@ -1,8 +1,11 @@
-"""Rules for reading by index: gather, index_select, x[i], take, embedding, searchsorted.
+"""Rules for reading and writing by index.
 
-Dims that are not indexed may be sharded, and so may the dims of the index. If an indexed dim is
-sharded, each rank picks the elements that it owns and gives zeros elsewhere: the result is
-Partial("sum"), exact in any dtype, because each element comes from one rank.
+Dims that are not indexed may be sharded, and so may the dims of the index.
+
+- Reading: if an indexed dim is sharded, each rank picks the elements that it owns and gives zeros
+  elsewhere. The result is Partial("sum"), exact in any dtype, as each element comes from one rank.
+- Writing: if an indexed dim is sharded, each rank writes the elements that it owns. If the index is
+  sharded, a result that is added up is Partial("sum").
 """
 
 from __future__ import annotations
@@ -16,26 +19,25 @@ import torch
 from .._torch import check_when_run, is_tracing
 from ..errors import OutOfRangeError
 from ..layout.geometry import Interval
-from .language import Call, Dims, Local, Operand, Rule, Site, along, has_fractions
-
-_CANNOT_FILL = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and str(dtype).startswith(("torch.float8", "torch.uint"))
+from .language import (
+    Call,
+    Local,
+    Operand,
+    Rule,
+    Site,
+    along,
+    has_fractions,
+    replicated,
+    together,
 )
-"""dtypes for which PyTorch has indexing, but no masked_fill."""
+from .notation import notation
+from .pointwise import base_name
+
 Names = list[str | None]
-Located = tuple[list[Any], torch.Tensor | None]
-"""The arguments of a local call, and a mask of the elements that it finds (None: all)."""
 
 
 def within(
-    index: torch.Tensor,
-    piece: Interval,
-    size: int,
-    *,
-    wraps: bool = False,
-    dim: int = 0,
+    index: torch.Tensor, piece: Interval, size: int, *, wraps: bool = False, dim: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An index of a dim of `size`, counted from the start of `piece`, and a mask of what is in it.
 
@@ -57,68 +59,88 @@ def within(
     return index - piece[0], (index >= piece[0]) & (index < piece[1])
 
 
-def indexed_whole(dims: Sequence[int], operand: int = 0) -> Callable[[Site], bool]:
-    """A test if a rank holds the indexed dims whole, so that the operator's own call is right."""
+def _indexed_whole(dims: Sequence[int]) -> Callable[[Site], bool]:
+    """A test if a rank holds the indexed dims whole, so that the operator's own call is right. On
+    an empty shard some kernels do not check the indices, or raise another error."""
 
     def whole(site: Site) -> bool:
-        box, shape = site.box(operand), site.inputs[operand].meta.shape
-        return all(box[dim] == (0, shape[dim]) for dim in dims)
+        spec, box = site.inputs[0], site.box(0)
+        if 0 in spec.local_shape(site.coord) and 0 not in spec.meta.shape:
+            return False
+        return all(box[dim] == (0, spec.meta.shape[dim]) for dim in dims)
 
     return whole
 
 
-def _holds_rows(dims: Sequence[int]) -> Callable[[Site], bool]:
-    """A test if the operator's own call is right, its errors too: on an empty shard some kernels
-    do not check the indices, or raise another error."""
-    whole = indexed_whole(dims)
-
-    def holds(site: Site) -> bool:
-        spec = site.inputs[0]
-        return whole(site) and (0 in spec.meta.shape or 0 not in spec.local_shape(site.coord))
-
-    return holds
-
-
-def _picking(locate: Callable[[tuple[Any, ...], Site], Located]) -> Local:
-    """A local call that picks the elements in the box, and gives zeros elsewhere."""
-
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        given, here = locate(args, site)
-        if here is None:
-            return op(*args, **kwargs)
-        if not args[0].numel():
-            return args[0].new_zeros(site.out_shapes[0])
-        found = op(*given, **kwargs)
-        if found.dtype in _CANNOT_FILL:
-            return torch.where(here, found, found.new_zeros(()))
-        return found.masked_fill_(~here, 0)
-
-    return local
-
-
-def _pick_rule(
-    call: Call, inputs: Sequence[Names], out: Names, dims: Sequence[int], local: Local
-) -> Rule:
-    """The rule of a call that picks from its first operand along `dims`."""
-    if _picks_all(call, inputs[0], out):
-        inputs = [[name if name in out else None for name in inputs[0]], *inputs[1:]]
-    sizes = {
+def _sizes(call: Call, inputs: Sequence[Names]) -> dict[str, int]:
+    """The sizes of the factors of all operands."""
+    return {
         name: size
         for names, spec in zip(inputs, call.specs, strict=True)
         for name, size in zip(names, spec.meta.shape, strict=True)
         if name is not None
     }
+
+
+def _placed(names: Names, dims: Sequence[int]) -> frozenset[str]:
+    """The factors of the indexed dims."""
+    return frozenset(name for dim in dims if (name := names[dim]) is not None)
+
+
+def _all_whole(call: Call) -> list[Names]:
+    return [[None] * spec.ndim for spec in call.specs]
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def _picking(at: int, used: Sequence[int], behind: int) -> Local:
+    """A local call that picks the elements in the box, and gives zeros elsewhere.
+
+    Argument `at` is the index of the only dim of `used`, or a list that has one for each dim.
+    `behind` dims of the result follow those of the index.
+    """
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        several = isinstance(args[at], (list, tuple))
+        indices = dict(enumerate(args[at])) if several else dict.fromkeys(used, args[at])
+        here = None
+        for dim in used:
+            piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
+            if piece == (0, size) and args[0].numel():
+                continue
+            place, mine = within(indices[dim], piece, size, wraps=several, dim=dim)
+            indices[dim] = place.masked_fill_(~mine, 0)
+            here = mine if here is None else here & mine
+        if here is None:
+            return op(*args, **kwargs)
+        if not args[0].numel():
+            return args[0].new_zeros(site.out_shapes[0])
+        given = list(indices.values()) if several else indices[used[0]]
+        found = op(*args[:at], given, *args[at + 1 :], **kwargs)
+        here = here.reshape((*here.shape, *[1] * behind))
+        return torch.where(here, found, found.new_zeros(()))
+
+    return local
+
+
+def _pick_rule(
+    call: Call, inputs: Sequence[Names], out: Names, dims: Sequence[int], local: Local | None = None
+) -> Rule:
+    """The rule of a call that picks from its first operand along `dims`."""
+    if _picks_all(call, inputs[0], out):
+        inputs = [[name if name in out else None for name in inputs[0]], *inputs[1:]]
     dtype = call.specs[0].dtype
     return Rule(
         tuple(map(along, inputs)),
         (along(out),),
-        sizes,
+        _sizes(call, inputs),
         reduce=None if dtype is torch.uint64 else "sum",  # which PyTorch cannot add
         linear=((0,),),
         averages=has_fractions(dtype),
         local=local,
-        unless=_holds_rows(dims),
-        placed=frozenset(name for dim in dims if (name := inputs[0][dim]) is not None),
+        unless=None if local is None else _indexed_whole(dims),
+        placed=_placed(inputs[0], dims),
     )
 
 
@@ -140,48 +162,41 @@ def gather(call: Call) -> Rule:
     """`"... v ..., ... n ... -> ... n ..."`"""
     shape, lead = call.shape(0), call.shape(1)
     if not lead or len(lead) != len(shape):
-        whole: list[Names] = [[None] * len(shape), [None] * len(lead)]
-        return _pick_rule(call, whole, whole[1], (), _gather_local)
+        return _pick_rule(call, _all_whole(call), [None] * len(lead), ())
     dim = call.get("dim") % len(shape)
     free: Names = [f"i{d}" if shape[d] == lead[d] else None for d in range(len(shape))]
     inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
-    along_index: Names = [*free[:dim], "n", *free[dim + 1 :]]
-    return _pick_rule(call, [inside, along_index], along_index, (dim,), _gather_local)
-
-
-def _gather(args: tuple[Any, ...], site: Site) -> Located:
-    x, dim, index = args[:3]
-    dim %= x.ndim
-    piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
-    place, here = within(index, piece, size, dim=dim)
-    return [x, dim, place.masked_fill_(~here, 0)], here
-
-
-_gather_local = _picking(_gather)
+    out: Names = [*free[:dim], "n", *free[dim + 1 :]]
+    return _pick_rule(call, [inside, out], out, (dim,), _picking(2, (dim,), 0))
 
 
 def index_select(call: Call) -> Rule:
     """`"... v ..., n -> ... n ..."`"""
     shape, lead = call.shape(0), call.shape(1)
     if not shape or len(lead) != 1:  # a number, or PyTorch's error
-        names: Names = [None] * len(shape)
-        return _pick_rule(call, [names, [None] * len(lead)], names, (), _index_select_local)
+        return _pick_rule(call, _all_whole(call), [None] * len(shape), ())
     dim = call.get("dim") % len(shape)
     free: Names = [f"i{d}" for d in range(len(shape))]
     out: Names = [*free[:dim], "n", *free[dim + 1 :]]
     inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
-    return _pick_rule(call, [inside, ["n"]], out, (dim,), _index_select_local)
+    local = _picking(2, (dim,), len(shape) - dim - 1)
+    return _pick_rule(call, [inside, ["n"]], out, (dim,), local)
 
 
-def _index_select(args: tuple[Any, ...], site: Site) -> Located:
-    x, dim, index = args[:3]
-    dim %= x.ndim
-    place, here = within(index, site.box(0)[dim], site.inputs[0].meta.shape[dim], dim=dim)
-    behind = (1,) * (x.ndim - dim - 1)
-    return [x, dim, place.masked_fill_(~here, 0)], here.view(-1, *behind)
+def embedding(call: Call) -> Rule:
+    """`"v h, ... -> ... h"`"""
+    names: Names = [f"i{dim}" for dim in range(len(call.shape(1)))]
+    local = _picking(1, (0,), 1)
+    return _pick_rule(call, [["v", "h"], names], [*names, "h"], (0,), local)
 
 
-_index_select_local = _picking(_index_select)
+_ADDED_ROWS = notation("... h, ... -> _ h", linear=((0,),))
+_WEIGHTED_ROWS = notation("...! h, ...! -> _ h", linear=((0,),))
+
+
+def embedding_backward(call: Call) -> Rule:
+    """Rows of the gradient, added up by index."""
+    return (_WEIGHTED_ROWS if call.get("scale_grad_by_freq") else _ADDED_ROWS)(call)
 
 
 # --- advanced indexing -----------------------------------------------------------------------
@@ -221,99 +236,9 @@ def index_dims(call: Call) -> tuple[list[Names], Names, tuple[int, ...]]:
 def index(call: Call) -> Rule:
     """x[i, :, j] with tensors of integers; a form replaces masks by integers."""
     inputs, out, used = index_dims(call)
-    behind = len(out) - len(out[: _last_lead(out)])
-    return _pick_rule(call, inputs, out, used, _picking(_Index(behind)))
-
-
-def _last_lead(names: Names) -> int:
-    """Where the dims of the indices end among those of the result."""
-    own = [at for at, name in enumerate(names) if name is not None and name.startswith("b")]
-    return own[-1] + 1 if own else 0
-
-
-class _Index:
-    """Locates the elements in the box; `behind` dims of the result follow those of the indices."""
-
-    def __init__(self, behind: int) -> None:
-        self.behind = behind
-
-    def __call__(self, args: tuple[Any, ...], site: Site) -> Located:
-        x, given = args[0], list(args[1])
-        here = None
-        for dim, each in enumerate(given):
-            piece, size = site.box(0)[dim], site.inputs[0].meta.shape[dim]
-            if each is None or (piece == (0, size) and x.numel()):
-                continue
-            place, mine = within(each, piece, size, wraps=True, dim=dim)
-            given[dim] = place.masked_fill_(~mine, 0)
-            here = mine if here is None else here & mine
-        if here is not None:
-            here = here.view((*here.shape, *[1] * self.behind))
-        return [x, given], here
-
-
-# --- by flat index -----------------------------------------------------------------------------
-
-
-def take(call: Call) -> Rule:
-    """`"v0 v1 ..., ... -> ..."`"""
-    shape, lead = call.shape(0), call.shape(1)
-    inside: Names = [f"v{d}" for d in range(len(shape))]
-    names: Names = [f"b{d}" for d in range(len(lead))]
-    return _pick_rule(call, [inside, names], names, range(len(shape)), _picking(_take))
-
-
-def _take(args: tuple[Any, ...], site: Site) -> Located:
-    x, place = args[:2]
-    address, here = local_address(place, site)
-    return [x, address.masked_fill_(~here, 0)], here
-
-
-def local_address(place: torch.Tensor, site: Site) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat indices of the whole tensor as flat indices of the box of the first operand, and a mask
-    of those in it."""
-    shape, box = site.inputs[0].meta.shape, site.box(0)
-    rest, here = within(place, (0, prod(shape)), prod(shape), wraps=True)
-    address, step = torch.zeros_like(rest), 1
-    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
-        at = rest % size
-        rest = rest // size
-        here = here & (at >= start) & (at < stop)
-        address += (at - start) * step
-        step *= stop - start
-    return address, here
-
-
-# --- embedding -------------------------------------------------------------------------------
-
-
-def embedding(call: Call) -> Rule:
-    """`"v h, ... -> ... h"`"""
-    names: Names = [f"i{dim}" for dim in range(len(call.shape(1)))]
-    return _pick_rule(call, [["v", "h"], names], [*names, "h"], (0,), _picking(_embedding))
-
-
-def _embedding(args: tuple[Any, ...], site: Site) -> Located:
-    weight, place, *rest = args
-    place, here = within(place, site.box(0)[0], site.inputs[0].meta.shape[0])
-    return [weight, place.masked_fill_(~here, 0), *rest], here.unsqueeze(-1)
-
-
-def embedding_backward(call: Call) -> Rule:
-    """`"... h, ... -> v! h"`: rows of the gradient added up by index."""
-    shape = call.shape(1)
-    if call.get("scale_grad_by_freq"):
-        names: Names = [None] * len(shape)
-    else:
-        names = [f"i{dim}" for dim in range(len(shape))]
-    sizes = {f"i{dim}": size for dim, size in enumerate(shape) if names[dim] is not None}
-    out: Dims = along([None, "h"])
-    return Rule(
-        (along([*names, "h"]), along(names)),
-        (out,),
-        {**sizes, "h": call.results[0].shape[1]},
-        linear=((0,),),
-    )
+    ends = [at for at, name in enumerate(out, 1) if str(name).startswith("b")]
+    behind = len(out) - max(ends, default=0)
+    return _pick_rule(call, inputs, out, used, _picking(1, used, behind))
 
 
 def bag_backward(call: Call) -> Rule:
@@ -329,18 +254,173 @@ def bag_backward(call: Call) -> Rule:
 
 # --- searching -------------------------------------------------------------------------------
 
+_OF_ONE = notation("_, ..., _ -> ...", reduce=None)
+_OF_EACH = notation("... _, ... n, ... _ -> ... n", reduce=None)
+
 
 def searchsorted(call: Call) -> Rule:
-    """`"... s!, ... n -> ... n"`; a sequence of one dim serves values of any shape."""
-    sequence, values = call.shape(0), call.get("self")
-    batch = [f"i{d}" for d in range(len(sequence) - 1)]
-    inputs: list[Names] = [[*batch, None]]
-    out: list[str] = []
-    if isinstance(values, Operand):
-        shape = call.shape(values)
-        out = [*batch, "n"] if batch else [f"i{d}" for d in range(len(shape))]
-        inputs.append(list(out))
-    if isinstance(call.get("sorter"), Operand):
-        inputs.append([*batch, None])
-    sizes = dict(zip(out, shape, strict=True)) if out else dict(zip(batch, sequence, strict=False))
-    return Rule(tuple(map(along, inputs)), (along(out),), sizes, reduce=None)
+    """A sequence of one dim serves values of any shape; others serve the values of their row."""
+    if not isinstance(call.get("self"), Operand):
+        return replicated(call)
+    return (_OF_ONE if len(call.shape(0)) == 1 else _OF_EACH)(call)
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def _traits(call: Call, values: Sequence[int]) -> dict[str, Any]:
+    """Which reductions may be Partial in the tensor and in what is written into it."""
+    dtype, how, alpha = call.specs[0].dtype, call.get("reduce"), call.get("alpha", 1)
+    both = (0, *values)
+    traits: dict[str, Any] = {"reduce": None, "averages": has_fractions(dtype)}
+    adds = base_name(call) in ("scatter_add", "index_add") or call.get("accumulate")
+    if adds or how in ("add", "sum"):
+        if call.get("include_self", True) and dtype is not torch.uint64:  # which cannot be added
+            traits |= {"reduce": "sum", "added": frozenset([0])}
+        if values and dtype is not torch.bool and alpha - alpha == 0:
+            traits["linear"] = (both,)
+    elif how is None and values:
+        traits |= together(call, both)
+    elif how is None and call.get("value") == 0:
+        traits["linear"] = (both,)
+    return traits
+
+
+def _write_rule(
+    call: Call,
+    inputs: Sequence[Names],
+    dims: Sequence[int],
+    local: Local | None,
+    values: Sequence[int],
+) -> Rule:
+    """The rule of a call that writes `values` into its first operand along `dims`."""
+    return Rule(
+        tuple(map(along, inputs)),
+        (along(inputs[0]),),
+        _sizes(call, inputs),
+        local=local,
+        unless=_indexed_whole(dims) if local else None,
+        placed=_placed(inputs[0], dims),
+        **_traits(call, values),
+    )
+
+
+def _writing(locate: Callable[[tuple[Any, ...], Site], list[Any] | None]) -> Local:
+    """A local call that writes only the elements in the box."""
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        given = locate(args, site)
+        if given is not None:
+            return op(*given, **kwargs)
+        return args[0] if op._schema.is_mutable else args[0].clone()
+
+    return local
+
+
+def scatter(call: Call) -> Rule:
+    """`"... v! ..., ... n ..., ... n ... -> ... v! ..."`; dims in which the index is smaller than
+    the tensor or the source are needed whole."""
+    shape, at = call.shape(0), call.get("index")
+    lead = call.shape(at)
+    values = [index for index in range(1, len(call.specs)) if index != at]
+    if not lead or len(lead) != len(shape):
+        return _write_rule(call, _all_whole(call), (), None, values)
+    dim = call.get("dim") % len(shape)
+    shapes = [lead, *(call.shape(value) for value in values)]
+    free: Names = [
+        f"i{d}" if all(shape[d] == each[d] for each in shapes) else None for d in range(len(shape))
+    ]
+    same = all(each[dim] == lead[dim] for each in shapes)
+    inside: Names = [*free[:dim], None, *free[dim + 1 :]]
+    outside: Names = [*free[:dim], "n" if same else None, *free[dim + 1 :]]
+    return _write_rule(call, [inside, *[outside] * (len(call.specs) - 1)], (), None, values)
+
+
+# --- rows by index -----------------------------------------------------------------------------
+
+
+def index_write(call: Call) -> Rule:
+    """`"... v ..., n, ... n ... -> ... v ..."`: index_add, index_copy, index_fill, index_reduce."""
+    shape, lead = call.shape(0), call.shape(1)
+    values = list(range(2, len(call.specs)))
+    rows = isinstance(call.get("source"), Operand)
+    odd = rows and call.specs[2].ndim != len(shape)
+    if not shape or not lead or odd:
+        return _write_rule(call, _all_whole(call), (), None, values)
+    dim = call.get("dim") % len(shape)
+    free: Names = [f"i{d}" for d in range(len(shape))]
+    inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
+    inputs: list[Names] = [inside, ["n"]]
+    if rows:
+        inputs.append([*free[:dim], "n", *free[dim + 1 :]])
+    elif values:
+        inputs.append([])
+    return _write_rule(call, inputs, (dim,), _index_write_local, values)
+
+
+def _index_write(args: tuple[Any, ...], site: Site) -> list[Any] | None:
+    x, dim, index, *rest = args
+    dim %= x.ndim
+    shape = site.inputs[0].meta.shape
+    fills = not rest or not isinstance(rest[0], torch.Tensor) or not rest[0].ndim
+    place, here = within(index, site.box(0)[dim], shape[dim], wraps=fills, dim=dim)
+    kept = here.nonzero().view(-1)
+    if not kept.numel():
+        return None
+    if not fills:
+        rest[0] = rest[0].index_select(dim, kept)
+    return [x, dim, place[kept], *rest]
+
+
+_index_write_local = _writing(_index_write)
+
+
+# --- index_put ---------------------------------------------------------------------------------
+
+
+def index_put(call: Call) -> Rule:
+    """x[i, :, j] = values, with tensors of integers; a form replaces masks by integers."""
+    values = call.get("values")
+    if has_mask(call):
+        return _write_rule(call, _all_whole(call), (), None, [values])
+    inputs, out, used = index_dims(call)
+    known = {f"i{d}": size for d, size in enumerate(call.shape(0))}
+    lead = [call.shape(call.get("indices")[dim]) for dim in used]
+    wide = torch.broadcast_shapes(*lead)
+    known |= {f"b{at}": size for at, size in enumerate(wide)}
+    shape = call.shape(values)
+    behind = out[len(out) - len(shape) :]
+    inputs.append(
+        [n if n and known[n] == size else None for n, size in zip(behind, shape, strict=True)]
+    )
+    local = _writing(_IndexPut(used))
+    return _write_rule(call, inputs, used, local, [values])
+
+
+class _IndexPut:
+    """Locates the elements in the box, by indices of the dims `used`."""
+
+    def __init__(self, used: tuple[int, ...]) -> None:
+        self.used = used
+
+    def __call__(self, args: tuple[Any, ...], site: Site) -> list[Any] | None:
+        x, given, values, *rest = args
+        shape, box = site.inputs[0].meta.shape, site.box(0)
+        wide = torch.broadcast_shapes(*(given[dim].shape for dim in self.used))
+        here = torch.ones(wide, dtype=torch.bool, device=x.device)
+        places = {}
+        for dim in self.used:
+            place, mine = within(given[dim], box[dim], shape[dim], wraps=True, dim=dim)
+            places[dim] = place.expand(wide)
+            here &= mine
+        if not here.any():
+            return None
+        # Where the dims of the indices stand among those that are written.
+        at = self.used[0] if self.used[-1] - self.used[0] == len(self.used) - 1 else 0
+        free = [size for dim, size in enumerate(x.shape) if dim not in self.used]
+        full = values.expand((*free[:at], *wide, *free[at:]))
+        order = [*range(at, at + len(wide)), *range(at), *range(at + len(wide), full.ndim)]
+        # One dim of indices is left, which stands where the others stood.
+        kept = full.permute(order)[here].movedim(0, at)
+        indices = [places[dim][here] if dim in self.used else None for dim in range(len(given))]
+        return [x, indices, kept, *rest]

@@ -109,18 +109,8 @@ interval for each shard. They may overlap the pieces of other ranks."""
 Local = Callable[[Any, tuple[Any, ...], dict[str, Any], Site], Any]
 """A local call that depends on where it runs: `local(op, args, kwargs, site)`."""
 
-_ANYWHERE = "_anywhere"
-
-
-def anywhere(local: Local) -> Local:
-    """Mark a local call that does not depend on which part of a tensor its rank holds."""
-    setattr(local, _ANYWHERE, True)
-    return local
-
-
-def is_anywhere(local: Local | None) -> bool:
-    """True if a local call does not depend on which part of a tensor its rank holds."""
-    return local is None or hasattr(local, _ANYWHERE)
+NOWHERE: frozenset[str] = frozenset()
+"""The `placed` of rules whose local call does not depend on the interval that a rank holds."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +127,8 @@ class Rule:
     - `shape_arg`: the argument to be replaced by the local shape of the first result.
     - `tail`: gives all arguments after the operands for the place where a call runs.
     - `local`: replaces the local call, `unless` the operator's own is right at every place.
-    - `placed`: the factors of which `tail` and `local` read the interval that a rank holds (None:
-      all, or none if `local` works `anywhere`).
+    - `placed`: the factors of which `tail` and `local` read the interval that a rank holds; None
+      for all.
     - `windows`: what the local call reads of its neighbours' pieces.
     - `ignores`: the call does not read its operands, so they never move.
     - `apart`: the dims of the rule are those of operands and results split like this.
@@ -322,18 +312,7 @@ class Call:
         self.specs = tuple([spec.consecutive for spec in specs])
         self.results = tuple(results)
         self.structure = structure
-        self.values = self._bound()
-
-    def _bound(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for index, argument in enumerate(self.op._schema.arguments):
-            if index < len(self.args):
-                values[argument.name] = self.args[index]
-            elif argument.name in self.kwargs:
-                values[argument.name] = self.kwargs[argument.name]
-            else:
-                values[argument.name] = argument.default_value
-        return values
+        self.values = named(op, self.args, kwargs)
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by name, with the operator's default if it was not given."""
@@ -414,11 +393,10 @@ def unless_empty(call: Call, operand: int = 0) -> dict[str, Any]:
             return True
         return not prod(spec.meta.shape) and all(map(prod, site.out_shapes))
 
-    @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         return op(*args, **kwargs) if unless(site) else zeros_at(call, site, _first(args))
 
-    return {"local": local, "unless": unless}
+    return {"local": local, "unless": unless, "placed": NOWHERE}
 
 
 def _first(args: Sequence[Any]) -> torch.Tensor:
@@ -472,7 +450,7 @@ def _fixed(rule: Rule) -> frozenset[str]:
     linked = frozenset(at.factor for at in every if at.link is not None)
     if rule.placed is not None:
         return linked | rule.placed
-    return linked if rule.tail is None and is_anywhere(rule.local) else frozenset(rule.sizes)
+    return linked if rule.tail is None and rule.local is None else frozenset(rule.sizes)
 
 
 def _sizes(factor: str, rule: Rule, parts: Parts) -> Iterable[tuple[str, int]]:

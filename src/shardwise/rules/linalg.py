@@ -13,12 +13,9 @@ from .language import (
     Along,
     Call,
     Dims,
-    Family,
-    Local,
     Rule,
     Scaled,
     Site,
-    anywhere,
     named,
     replicated,
     unless_empty,
@@ -29,35 +26,27 @@ from .reductions import dimwise
 # --- batches of matrices -------------------------------------------------------------------------
 
 
-def matrices(text: str, *, alike: tuple[int, ...] = (), local: Local | None = None) -> Family:
-    """An operator on batches of matrices: dims in `...` are apart, the matrices whole.
-
-    `alike` are results of one operand: if that has no batch, every rank makes them whole.
-    """
-    return notation(text, reduce=None, alike=alike, local=local)
-
-
-@anywhere
 def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The local call: PyTorch takes a right side of fewer dims for vectors if the sizes fit."""
     a, b = args[:2]
     return op(a, b.unsqueeze(0) if b.ndim == a.ndim - 1 else b, *args[2:], **kwargs)
 
 
-def _solver(rest: str, alike: tuple[int, ...]) -> Family:
+# If the matrix has no batch, every rank makes its factors.
+_OF_MATRICES = notation(
+    "... _ _, ... _ _ -> ... _ _, ... _ _, ... _, ...",
+    reduce=None,
+    alike=(1, 2, 3),
+    local=_as_matrices,
+)
+_OF_VECTORS = notation("... _ _, ... _ -> ... _, ... _ _, ... _, ...", reduce=None, alike=(1, 2, 3))
+
+
+def solve(call: Call) -> Rule:
     """A linear system for each matrix: the right side is a matrix or a vector."""
-    of_matrices = matrices(f"... _ _, ... _ _ -> ... _ _, {rest}", alike=alike, local=_as_matrices)
-    of_vectors = matrices(f"... _ _, ... _ -> ... _, {rest}", alike=alike)
-
-    def family(call: Call) -> Rule:
-        a, b = call.shape(0), call.shape(1)
-        has_vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-        return of_vectors(call) if has_vectors else of_matrices(call)
-
-    return family
-
-
-solve = _solver("... _ _, ... _, ...", (1, 2, 3))
+    a, b = call.shape(0), call.shape(1)
+    has_vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
+    return _OF_VECTORS(call) if has_vectors else _OF_MATRICES(call)
 
 
 def fourier(call: Call) -> Rule:
@@ -70,7 +59,6 @@ def fourier(call: Call) -> Rule:
 # --- products ------------------------------------------------------------------------------------
 
 
-@anywhere
 def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """With an empty matrix PyTorch does not broadcast the first operand."""
     return op(args[0].expand(site.out_shapes[0]), *args[1:], **kwargs)

@@ -12,7 +12,7 @@ import torch
 
 from .._torch import check_when_run, is_tracing
 from ..errors import LayoutError
-from .language import Call, Dims, Operand, Rule, Site, along, anywhere
+from .language import NOWHERE, Call, Dims, Operand, Rule, Site, along, zeros_at
 from .pointwise import broadcast_dims, pointwise
 from .reductions import wide
 
@@ -29,29 +29,13 @@ def _reducing(call: Call, kind: int, args: Sequence[Any], kwargs: dict[str, Any]
     return call.op(*args, **{**kwargs, "reduction": kind})
 
 
-def _share_of_mean(call: Call, count: int) -> Any:
-    """A local call that sums and divides by the number of all elements: the mean's part of a
-    shard."""
+def _mean_over(call: Call, count: int) -> Any:
+    """A local call that gives a shard's part of the mean over `count` elements, or its gradient."""
 
-    @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         dtype = site.outputs[0].dtype
-        if wide(dtype) is dtype:
-            return _reducing(call, _SUM, args, kwargs) / count
-        each = _reducing(call, _NONE, args, kwargs)
-        return (each.sum(dtype=wide(dtype)) / count).to(dtype)
-
-    return local
-
-
-def _gradient_of_mean(call: Call, count: int) -> Any:
-    """A local call that gives the gradient of a sum over the number of all elements."""
-
-    @anywhere
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        dtype = site.outputs[0].dtype
-        widened = [v.to(wide(dtype)) if isinstance(v, torch.Tensor) else v for v in args]
-        return (_reducing(call, _SUM, widened, kwargs) / count).to(dtype)
+        given = [v.to(wide(dtype)) if isinstance(v, torch.Tensor) else v for v in args]
+        return (_reducing(call, _SUM, given, kwargs) / count).to(dtype)
 
     return local
 
@@ -69,7 +53,7 @@ def loss(call: Call) -> Rule:
     )
     if reduction == _SUM:
         return rule
-    return replace(rule, local=_share_of_mean(call, prod(shape)))
+    return replace(rule, local=_mean_over(call, prod(shape)), placed=NOWHERE)
 
 
 def loss_backward(call: Call) -> Rule:
@@ -85,7 +69,7 @@ def loss_backward(call: Call) -> Rule:
     )
     if call.get("reduction") != _MEAN:
         return rule
-    return replace(rule, local=_gradient_of_mean(call, prod(shape)))
+    return replace(rule, local=_mean_over(call, prod(shape)), placed=NOWHERE)
 
 
 # --- classes -----------------------------------------------------------------------------------
@@ -122,10 +106,7 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
         here = counts & (target >= start) & (target < stop)
         given[places[0]], given[places[1]] = torch.where(here, target - start, -1), -1
         if start == stop:  # no class is here, and PyTorch's kernels want one
-            zeros = [
-                target.new_zeros(s.local_shape(site.coord), dtype=s.dtype) for s in site.outputs
-            ]
-            return zeros[0] if len(zeros) == 1 else tuple(zeros)
+            return zeros_at(call, site, target)
         return op(*given, **kwargs)
 
     return {

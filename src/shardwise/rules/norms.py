@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .language import Along, Call, Dims, Operand, Rule, Scaled, Site, along, anywhere, zeros_at
+from .language import NOWHERE, Along, Call, Dims, Operand, Rule, Scaled, Site, along, zeros_at
 from .notation import notation
 
 
@@ -43,7 +43,6 @@ def _of_groups(call: Call, operand: int) -> dict[str, Any]:
     width = call.shape(operand)[1] // call.get("group")
     places = [call.position(name) for name in ("N", "C", "group")]
 
-    @anywhere
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         batch, channels = site.inputs[operand].local_shape(site.coord)[:2]
         given = list(args)
@@ -55,7 +54,7 @@ def _of_groups(call: Call, operand: int) -> dict[str, Any]:
         spec = site.inputs[operand]
         return spec.local_shape(site.coord) == spec.meta.shape
 
-    return {"local": local, "unless": unless}
+    return {"local": local, "unless": unless, "placed": NOWHERE}
 
 
 def group_norm(call: Call) -> Rule:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..errors import RuleError
 from .language import (
+    NOWHERE,
     Along,
     Call,
     Dims,
@@ -150,7 +151,7 @@ def notation(
         whole = {name for p in patterns for dim in p if dim.whole for name in dim.factors}
         made = [_expand(pattern, rank) for pattern in _returned(call, outputs)]
         unasked = [i for i, r in enumerate(call.results) if r.shape == (0,) and len(made[i]) != 1]
-        return Rule(
+        rule = Rule(
             inputs=tuple(
                 _dims(pattern, call.shape(operand), sizes, whole)
                 for operand, pattern in enumerate(patterns)
@@ -169,8 +170,10 @@ def notation(
                 if (kept := tuple(given.index(index) for index in each if index in given))
             ),
             averages=all(has_fractions(spec.dtype) for spec in call.specs),
-            **({"local": local} if refuses_empty is None else unless_empty(call, refuses_empty)),
+            local=local,
+            placed=None if local is None else NOWHERE,
         )
+        return rule if refuses_empty is None else replace(rule, **unless_empty(call, refuses_empty))
 
     return family
 

@@ -11,13 +11,13 @@ import torch
 
 from ..comm.dtypes import identity
 from .language import (
+    NOWHERE,
     Call,
     Dims,
     Family,
     Rule,
     Site,
     along,
-    anywhere,
     has_fractions,
     keeps_sums,
     unless_empty,
@@ -63,6 +63,7 @@ def reduction(kind: str, *, linear: bool = False, local: Any = None, unless: Any
             averages=has_fractions(src),
             local=local,
             unless=unless,
+            placed=NOWHERE,
         )
 
     return family
@@ -77,7 +78,6 @@ def _is_whole(site: Site) -> bool:
     return not site.outputs[0].sums
 
 
-@anywhere
 def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """amax and its like: PyTorch refuses an empty dim, but an empty shard has an identity
     element."""
@@ -93,7 +93,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-@anywhere
 def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The part of the mean that this shard gives: its sum over the number of all elements."""
     dims = args[1] if len(args) > 1 else None

@@ -12,7 +12,7 @@ import torch
 
 from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals
 from .language import Along, Call, Dims, Rule, Site, along, together
-from .views import each_dim, form_of, reordered, sizes_of
+from .views import copied, each_dim, form_of, of_shape, reordered, sizes_of, without
 
 aten = torch.ops.aten
 
@@ -81,18 +81,24 @@ def _window(call: Call, size: int) -> Window:
     return Window(first, max(first, last), call.get("step", 1))
 
 
-def slice_tensor(call: Call) -> Rule:
-    """A slice: on a sharded dim each rank keeps what it has of it, in place."""
+def _sliced(call: Call) -> tuple[int, Window, dict[str, Any]]:
+    """The dim of a slice and its window, and the traits of a rule whose local call slices."""
     shape = call.shape(0)
     dim = call.get("dim", 0) % len(shape)
     window = _window(call, shape[dim])
-    rule = reordered(call, each_dim(len(shape)))
 
     def tail(site: Site) -> tuple[int, ...]:
         return (dim, *window.local(site.box(0)[dim]), window.step)
 
-    placed = frozenset([f"i{dim}"])
-    return replace(rule, outputs=(_linked(shape, dim, window),), tail=tail, placed=placed)
+    return dim, window, {"tail": tail, "placed": frozenset([f"i{dim}"])}
+
+
+def slice_tensor(call: Call) -> Rule:
+    """A slice: on a sharded dim each rank keeps what it has of it, in place."""
+    shape = call.shape(0)
+    dim, window, traits = _sliced(call)
+    rule = reordered(call, each_dim(len(shape)))
+    return replace(rule, outputs=(_linked(shape, dim, window),), **traits)
 
 
 def _linked(shape: Sequence[int], dim: int, link: Window | Spread) -> Dims:
@@ -125,22 +131,10 @@ def split(call: Call) -> Rule:
 def slice_scatter(call: Call) -> Rule:
     """A copy with a slice replaced; the source is cut as the slice is."""
     shape = call.shape(0)
-    dim = call.get("dim", 0) % len(shape)
-    window = _window(call, shape[dim])
-
-    def tail(site: Site) -> tuple[int, ...]:
-        return (dim, *window.local(site.box(0)[dim]), window.step)
-
+    dim, window, traits = _sliced(call)
     whole = along(each_dim(len(shape)))
-    return Rule(
-        (whole, _linked(shape, dim, window)),
-        (whole,),
-        sizes_of(shape),
-        reduce=None,
-        **together(call),
-        tail=tail,
-        placed=frozenset([f"i{dim}"]),
-    )
+    inputs = (whole, _linked(shape, dim, window))
+    return Rule(inputs, (whole,), sizes_of(shape), reduce=None, **together(call), **traits)
 
 
 def slice_backward(call: Call) -> Rule:
@@ -153,92 +147,34 @@ def slice_backward(call: Call) -> Rule:
     def tail(site: Site) -> tuple[Any, ...]:
         return (site.out_shapes[0], dim, *window.local(site.out_boxes[0][dim]), window.step)
 
-    return Rule(
-        (along(each_dim(len(shape))),),
-        (_linked(shape, dim, Spread(window, sizes[dim])),),
-        sizes_of(shape),
-        reduce=None,
-        linear=((0,),),
-        copies=True,
-        tail=tail,
-        placed=frozenset([f"i{dim}"]),
-    )
+    rule = reordered(call, each_dim(len(shape)))
+    outputs = (_linked(shape, dim, Spread(window, sizes[dim])),)
+    return replace(rule, outputs=outputs, tail=tail, placed=frozenset([f"i{dim}"]))
 
 
 def select(call: Call) -> Rule:
-    """One place of a dim that must be whole, without the dim."""
-    shape = call.shape(0)
-    dim = call.get("dim") % len(shape)
-    return _dropped(call, dim)
+    """One place of a dim that must be whole, without the dim; `unbind` gives every place."""
+    names = each_dim(len(call.shape(0)))
+    dim = call.get("dim", 0) % len(names)
+    return copied(call, without(names, [dim]), _dropped(names, dim))
 
 
-def unbind(call: Call) -> Rule:
-    """Every place of a dim that must be whole."""
-    return _dropped(call, call.get("dim", 0) % len(call.shape(0)))
-
-
-def _dropped(call: Call, dim: int) -> Rule:
-    shape = call.shape(0)
-    names = each_dim(len(shape))
-    names[dim] = None
-    return Rule(
-        (along(names),),
-        (along(_without(names, dim)),) * len(call.results),
-        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
-        reduce=None,
-        linear=((0,),),
-        copies=True,
-    )
-
-
-def _without(names: Sequence[str | None], dim: int) -> list[str | None]:
-    return [name for d, name in enumerate(names) if d != dim]
+def _dropped(names: Sequence[str | None], dim: int) -> list[str | None]:
+    return [*names[:dim], *names[dim + 1 :]]
 
 
 def select_backward(call: Call) -> Rule:
     """Zeros with the gradient in one place of a dim that the result has whole."""
-    ndim = len(call.get("input_sizes"))
-    dim = call.get("dim") % ndim
-    names = each_dim(ndim)
-    names[dim] = None
-    shape = call.results[0].shape
-
-    def tail(site: Site) -> tuple[Any, ...]:
-        return (site.out_shapes[0], dim, call.get("index"))
-
-    return Rule(
-        (along(_without(names, dim)),),
-        (along(names),),
-        {f"i{d}": size for d, size in enumerate(shape) if d != dim},
-        reduce=None,
-        linear=((0,),),
-        copies=True,
-        tail=tail,
-        placed=frozenset(),
-    )
+    names = each_dim(len(call.get("input_sizes")))
+    dim = call.get("dim") % len(names)
+    return copied(call, _dropped(names, dim), without(names, [dim]), **of_shape(call))
 
 
 def select_scatter(call: Call) -> Rule:
-    """A copy with one place of a dim replaced; only the rank that holds the place changes it."""
-    shape = call.shape(0)
-    dim, index = call.get("dim") % len(shape), call.get("index") % max(shape[call.get("dim")], 1)
-
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        start, stop = site.box(0)[dim]
-        if not start <= index < stop:
-            return args[0].clone()
-        return op(args[0], args[1], dim, index - start)
-
-    names = each_dim(len(shape))
-    return Rule(
-        (along(names), along(_without(names, dim))),
-        (along(names),),
-        sizes_of(shape),
-        reduce=None,
-        **together(call),
-        local=local,
-        placed=frozenset([f"i{dim}"]),
-    )
+    """A copy with one place of a dim replaced; the dim must be whole."""
+    names = each_dim(len(call.shape(0)))
+    dim = call.get("dim") % len(names)
+    return _joined(call, [without(names, [dim]), _dropped(names, dim)], without(names, [dim]))
 
 
 # --- joining ---------------------------------------------------------------------------------
@@ -260,7 +196,7 @@ def stack(call: Call) -> Rule:
     dim = call.get("dim", 0) % ndim
     dims = each_dim(ndim)
     dims[dim] = None
-    return _joined(call, [_without(dims, dim)] * len(call.specs), dims)
+    return _joined(call, [_dropped(dims, dim)] * len(call.specs), dims)
 
 
 def _joined(call: Call, inputs: Sequence[list[str | None]], dims: list[str | None]) -> Rule:

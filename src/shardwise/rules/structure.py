@@ -2,67 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..layout.geometry import memory_order, stride_like
-from .language import Call, Dims, Rule, Site, along
+from .language import Call, Rule, Site, along
+from .views import copied, each_dim, reordered, sizes_of, without
 
 
-def _moved(ins: Sequence[Dims], out: Dims, sizes: dict[str, int], **more: Any) -> Rule:
-    """A rule of operators that copy elements, or put zeros."""
-    every = tuple(range(len(ins)))
-    return Rule(tuple(ins), (out,), sizes, reduce=None, linear=(every,), **more)
-
-
-def _sizes(shape: Sequence[int]) -> dict[str, int]:
-    return {f"i{dim}": size for dim, size in enumerate(shape)}
+def constant_pad(call: Call) -> Rule:
+    """A number around a tensor, or less of the tensor: dims that change are whole."""
+    names = each_dim(len(call.shape(0)))
+    pads = call.get("pad")
+    changed = [len(names) - 1 - at // 2 for at, count in enumerate(pads) if count]
+    names = without(names, changed)
+    rule = replace(copied(call, names, names), copies=False)
+    return rule if call.get("value") == 0 else replace(rule, linear=())
 
 
 def turned(call: Call) -> Rule:
     """flip and roll: the dims that turn are whole; roll without dims turns all of them."""
-    shape, dims = call.shape(0), call.get("dims")
+    ndim, dims = len(call.shape(0)), call.get("dims")
     every = not dims and call.op._schema.name == "aten::roll"
-    whole = set(range(len(shape))) if every else {d % len(shape) for d in dims if shape}
-    names = along([None if d in whole else f"i{d}" for d in range(len(shape))])
-    return _moved(
-        [names], names, {n: s for n, s in _sizes(shape).items() if int(n[1:]) not in whole}
-    )
+    whole = range(ndim) if every else [dim % ndim for dim in dims if ndim]
+    names = without(each_dim(ndim), whole)
+    return copied(call, names, names)
 
 
 def repeat(call: Call) -> Rule:
     """Dims that are repeated are whole, those that are not stay as they are."""
-    shape, times = call.shape(0), call.get("repeats")
-    lead = len(times) - len(shape)
-    names = [f"i{d}" if times[lead + d] == 1 else None for d in range(len(shape))]
-    sizes = {name: size for name, size in _sizes(shape).items() if name in names}
-    return _moved([along(names)], along([*[None] * lead, *names]), sizes)
-
-
-# --- matrices ----------------------------------------------------------------------------------
+    times = call.get("repeats")
+    names = without(each_dim(len(times)), [dim for dim, count in enumerate(times) if count != 1])
+    return copied(call, names[len(times) - len(call.shape(0)) :], names)
 
 
 def triangle(call: Call) -> Rule:
     """tril and triu: each rank counts the diagonals from where its box is."""
-    shape = call.shape(0)
-    names = along([f"i{dim}" for dim in range(len(shape))])
+    names = each_dim(len(call.shape(0)))
 
     def tail(site: Site) -> tuple[int, ...]:
         (top, _), (left, _) = site.box(0)[-2:]
         return (call.get("diagonal") + top - left,)
 
-    placed = frozenset(f"i{dim}" for dim in range(len(shape))[-2:])
-    return _moved([names], names, _sizes(shape), tail=tail, placed=placed)
+    rule = reordered(call, names)
+    return replace(rule, copies=False, tail=tail, placed=frozenset(map(str, names[-2:])))
 
 
 def diagonal(call: Call) -> Rule:
     """The two dims of the diagonal are whole."""
-    shape = call.shape(0)
-    whole = {call.get("dim1") % len(shape), call.get("dim2") % len(shape)}
-    free = [f"i{d}" for d in range(len(shape)) if d not in whole]
-    names = along([None if d in whole else f"i{d}" for d in range(len(shape))])
-    sizes = {name: size for name, size in _sizes(shape).items() if name in free}
-    return _moved([names], along([*free, None]), sizes)
+    ndim = len(call.shape(0))
+    names = without(each_dim(ndim), [call.get(name) % ndim for name in ("dim1", "dim2")])
+    return copied(call, names, [*(name for name in names if name), None])
 
 
 # --- factories -----------------------------------------------------------------------------------
@@ -71,9 +61,8 @@ def diagonal(call: Call) -> Rule:
 def like(call: Call) -> Rule:
     """A tensor of the example's shape, in its layout; Replicate where the example is partial."""
     shape = call.results[0].shape
-    dims = along([f"i{dim}" for dim in range(len(shape))])
-    sizes = {f"i{dim}": size for dim, size in enumerate(shape)}
-    return Rule((dims,), (dims,), sizes, reduce=None, ignores=True)
+    dims = along(each_dim(len(shape)))
+    return Rule((dims,), (dims,), sizes_of(shape), reduce=None, ignores=True)
 
 
 def new(call: Call) -> Rule:

@@ -22,7 +22,6 @@ from . import (
     losses,
     norms,
     resample,
-    scattering,
     slices,
     structure,
     views,
@@ -41,18 +40,15 @@ def _all(names: str, family: Family) -> dict[str, Family]:
     return dict.fromkeys(names.split(), family)
 
 
-def _planes(text: str, linear: bool = True) -> Family:
-    """Each plane of a batch and a channel apart; in `text` a digit is a plane of so many dims."""
-    for count in "123":
-        text = text.replace(count, f"[n] c{' _' * int(count)}")
-    return notation(text, reduce=None, linear=((0,),) if linear else (), refuses_empty=0)
+def _batches(text: str) -> Family:
+    """An operator on batches of matrices."""
+    return notation(text, reduce=None)
 
 
 _RESAMPLED = (
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
     "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
-    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d"
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 )
 
 IMAGES: dict[str, Family] = {
@@ -66,9 +62,16 @@ IMAGES: dict[str, Family] = {
     "max_pool3d_with_indices_backward": halo.max_pool_backward,
     **_all(_RESAMPLED, resample.resampled),
     **_all(_RESAMPLED.replace(" ", "_backward ") + "_backward", resample.resampled_backward),
-    "constant_pad_nd": halo.constant_pad,
-    "unfold": halo.unfold,
-    "unfold_backward": halo.unfold_backward,
+    **_all(
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward "
+        "_adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool3d "
+        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward max_unpool2d max_unpool3d "
+        "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward "
+        "reflection_pad2d_backward reflection_pad3d_backward replication_pad1d replication_pad2d "
+        "replication_pad3d replication_pad1d_backward replication_pad2d_backward "
+        "replication_pad3d_backward",
+        halo.whole_planes,
+    ),
     "im2col": notation("[n] _ _ _ -> [n] _ _", reduce=None, linear=((0,),)),
     "col2im": notation("[n] _ _ -> [n] _ _ _", reduce=None, linear=((0,),)),
     "grid_sampler_2d": notation("n c _ _, n p q _ -> n c p q", reduce=None, linear=((0,),)),
@@ -80,19 +83,6 @@ IMAGES: dict[str, Family] = {
         "n c p q r, n c _ _ _, n p q r _ -> n c _ _ _, n p q r _", linear=((0,),)
     ),
 }
-for _d in "23":
-    IMAGES |= {
-        f"adaptive_max_pool{_d}d": _planes(f"{_d} -> {_d}, {_d}", linear=False),
-        f"adaptive_max_pool{_d}d_backward": _planes(f"{_d}, {_d}, {_d} -> {_d}"),
-        f"fractional_max_pool{_d}d": _planes(f"{_d}, n c _ -> {_d}, {_d}", linear=False),
-        f"fractional_max_pool{_d}d_backward": _planes(f"{_d}, {_d}, {_d} -> {_d}"),
-        f"max_unpool{_d}d": _planes(f"{_d}, {_d} -> {_d}"),
-    }
-for _d in "123":
-    for _kind in ("reflection", "replication"):
-        IMAGES[f"{_kind}_pad{_d}d"] = _planes(f"{_d} -> {_d}")
-        IMAGES[f"{_kind}_pad{_d}d_backward"] = _planes(f"{_d}, {_d} -> {_d}")
-
 TABLE: dict[str, Family] = {
     # matrix products
     "mm": notation("m k, k n -> m n", linear=_each),
@@ -156,8 +146,9 @@ TABLE: dict[str, Family] = {
     "unsqueeze": views.unsqueeze,
     "squeeze": views.squeeze,
     "expand": views.expand,
-    "select": slices.select,
-    "unbind": slices.unbind,
+    "unfold": views.unfold,
+    "unfold_backward": views.unfold_backward,
+    **_all("select unbind", slices.select),
     "slice": slices.slice_tensor,
     "split": slices.split,
     "split_with_sizes": slices.split,
@@ -168,29 +159,19 @@ TABLE: dict[str, Family] = {
     "cat": slices.cat,
     "stack": slices.stack,
     # matrices: batches are apart
-    **_all("cholesky cholesky_inverse linalg_matrix_exp", linalg.matrices("... _ _ -> ... _ _")),
-    **_all("linalg_cholesky_ex linalg_inv_ex", linalg.matrices("... _ _ -> ... _ _, ...")),
-    **_all(
-        "linalg_ldl_factor_ex linalg_lu_factor_ex",
-        linalg.matrices("... _ _ -> ... _ _, ... _, ..."),
-    ),
-    "_linalg_det": linalg.matrices("... _ _ -> ..., ... _ _, ... _"),
-    "_linalg_slogdet": linalg.matrices("... _ _ -> ..., ..., ... _ _, ... _"),
-    **_all("linalg_eig _linalg_eigh", linalg.matrices("... _ _ -> ... _, ... _ _")),
-    "_linalg_eigvals": linalg.matrices("... _ _ -> ... _"),
-    "_linalg_svd": linalg.matrices("... _ _ -> ... _ _, ... _, ... _ _"),
-    "linalg_qr": linalg.matrices("... _ _ -> ... _ _, ... _ _"),
-    "linalg_lu": linalg.matrices("... _ _ -> ... _ _, ... _ _, ... _ _"),
-    "lu_unpack": linalg.matrices("... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
-    "linalg_householder_product": linalg.matrices("... _ _, ... _ -> ... _ _"),
-    "ormqr": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
-    "linalg_pinv.atol_rtol_tensor": linalg.matrices("... _ _, ..., ... -> ... _ _"),
+    **_all("cholesky cholesky_inverse linalg_matrix_exp", _batches("... _ _ -> ... _ _")),
+    **_all("linalg_cholesky_ex linalg_inv_ex", _batches("... _ _ -> ... _ _, ...")),
+    "linalg_lu_factor_ex": _batches("... _ _ -> ... _ _, ... _, ..."),
+    "_linalg_det": _batches("... _ _ -> ..., ... _ _, ... _"),
+    "_linalg_slogdet": _batches("... _ _ -> ..., ..., ... _ _, ... _"),
+    **_all("linalg_eig _linalg_eigh", _batches("... _ _ -> ... _, ... _ _")),
+    "_linalg_eigvals": _batches("... _ _ -> ... _"),
+    "_linalg_svd": _batches("... _ _ -> ... _ _, ... _, ... _ _"),
+    "linalg_qr": _batches("... _ _ -> ... _ _, ... _ _"),
     "_linalg_solve_ex": linalg.solve,
-    "linalg_solve_triangular": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
-    "linalg_lu_solve": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
-    "linalg_ldl_solve": linalg.matrices("... _ _, ... _, ... _ _ -> ... _ _"),
-    "cholesky_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _"),
-    "triangular_solve": linalg.matrices("... _ _, ... _ _ -> ... _ _, ... _ _", alike=(1,)),
+    "linalg_solve_triangular": _batches("... _ _, ... _ _ -> ... _ _"),
+    "linalg_lu_solve": _batches("... _ _, ... _, ... _ _ -> ... _ _"),
+    "cholesky_solve": _batches("... _ _, ... _ _ -> ... _ _"),
     "linalg__powsum": _count,
     **_all("_fft_c2c _fft_r2c _fft_c2r", linalg.fourier),
     # where elements go
@@ -198,6 +179,7 @@ TABLE: dict[str, Family] = {
     "repeat": structure.repeat,
     **_all("tril triu", structure.triangle),
     "diagonal": structure.diagonal,
+    "constant_pad_nd": structure.constant_pad,
     # factories by example
     **_all("empty_like zeros_like ones_like full_like", structure.like),
     **_all("new_empty new_zeros new_ones new_full new_empty_strided", structure.new),
@@ -236,13 +218,11 @@ TABLE: dict[str, Family] = {
     "gather": indexing.gather,
     "index_select": indexing.index_select,
     **_all("index.Tensor _unsafe_index.Tensor", indexing.index),
-    "take": indexing.take,
     "embedding": indexing.embedding,
     "embedding_dense_backward": indexing.embedding_backward,
-    **_all("scatter scatter_add scatter_reduce.two", scattering.scatter),
-    **_all("index_add index_copy index_fill index_reduce", scattering.index_write),
-    **_all("index_put _unsafe_index_put _index_put_impl", scattering.index_put),
-    "put": scattering.put,
+    **_all("scatter scatter_add scatter_reduce.two", indexing.scatter),
+    **_all("index_add index_copy index_fill index_reduce", indexing.index_write),
+    **_all("index_put _unsafe_index_put _index_put_impl", indexing.index_put),
     "_embedding_bag_dense_backward": indexing.bag_backward,
     "bucketize.Tensor": notation("..., _ -> ...", reduce=None),
     "searchsorted": indexing.searchsorted,

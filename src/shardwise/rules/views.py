@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from math import lcm, prod
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from ..layout.spec import Groups
 from ..layout.split_dims import common, trivial
-from .language import Along, Call, Dims, Rule, Scaled, Site, along
+from .language import NOWHERE, Along, Call, Dims, Rule, Scaled, Site, along
 
 aten = torch.ops.aten
 
@@ -52,21 +52,19 @@ def view_dtype(call: Call) -> Rule:
     names = each_dim(src.ndim)
     if src.dtype.itemsize != dst.dtype.itemsize:
         names[-1] = None
-    sizes = {name: size for name, size in sizes_of(src.meta.shape).items() if name in names}
-    return Rule((along(names),), (along(names),), sizes, reduce=None)
+    return replace(copied(call, names, names), linear=(), copies=False)
 
 
 def view_as_real(call: Call) -> Rule:
     """Complex numbers as pairs."""
     names = each_dim(len(call.shape(0)))
-    return replace(reordered(call, [*names, None]), copies=False)
+    return replace(copied(call, names, [*names, None]), copies=False)
 
 
 def view_as_complex(call: Call) -> Rule:
     """Pairs as complex numbers; the pairs are whole."""
     names = each_dim(len(call.shape(0)) - 1)
-    sizes = sizes_of(call.shape(0)[:-1])
-    return Rule((along([*names, None]),), (along(names),), sizes, reduce=None, linear=((0,),))
+    return replace(copied(call, [*names, None], names), copies=False)
 
 
 def regroup(
@@ -159,17 +157,28 @@ def _scaled(block: int) -> Scaled | None:
 # --- dims in another order, more or fewer of them ----------------------------------------------
 
 
-def reordered(call: Call, names: Sequence[str | None]) -> Rule:
-    """The dims of the first operand under `names`, each of which is one of them or new."""
-    shape = call.shape(0)
+def copied(call: Call, ins: Sequence[str | None], out: Sequence[str | None], **more: Any) -> Rule:
+    """An operator that copies elements of one operand; None for dims that are needed whole."""
+    sizes = {name: size for name, size in zip(ins, call.shape(0), strict=True) if name}
     return Rule(
-        (along(each_dim(len(shape))),),
-        (along(names),),
-        sizes_of(shape),
+        (along(ins),),
+        (along(out),) * len(call.results),
+        sizes,
         reduce=None,
         linear=((0,),),
         copies=True,
+        **more,
     )
+
+
+def reordered(call: Call, names: Sequence[str | None]) -> Rule:
+    """The dims of the first operand under `names`, each of which is one of them or new."""
+    return copied(call, each_dim(len(call.shape(0))), names)
+
+
+def without(names: Sequence[str | None], dims: Container[int]) -> list[str | None]:
+    """The names, with None for those of `dims`."""
+    return [None if dim in dims else name for dim, name in enumerate(names)]
 
 
 def permute(call: Call) -> Rule:
@@ -202,19 +211,13 @@ def squeeze(call: Call) -> Rule:
     dim = call.get("dim")
     named = range(len(shape)) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
     gone = {d % len(shape) for d in named if shape[d] == 1} if shape else set()
-    rule = reordered(call, [f"i{d}" for d in range(len(shape)) if d not in gone])
-    ins = tuple(None if d in gone else at for d, at in enumerate(rule.inputs[0]))
+    ins = without(each_dim(len(shape)), gone)
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         return form_of(op, aten.squeeze.dims, aten.squeeze_copy.dims)(args[0], list(gone))
 
-    return replace(
-        rule,
-        inputs=(ins,),
-        sizes={f"i{d}": n for d, n in enumerate(shape) if d not in gone},
-        local=local,
-        placed=frozenset(),
-    )
+    out = [name for name in ins if name]
+    return copied(call, ins, out, local=local, placed=frozenset())
 
 
 def form_of(op: Any, view: Any, copy: Any) -> Any:
@@ -228,7 +231,25 @@ def expand(call: Call) -> Rule:
     lead = len(out) - len(shape)
     names: list[str | None] = [None] * lead
     names += [f"i{dim}" if size == out[lead + dim] else None for dim, size in enumerate(shape)]
-    rule = reordered(call, names)
-    ins = along(names[lead:])
-    sizes = {name: size for name, size in sizes_of(shape).items() if name in names}
-    return replace(rule, inputs=(ins,), sizes=sizes, shape_arg=1)
+    return copied(call, names[lead:], names, shape_arg=1)
+
+
+def unfold(call: Call) -> Rule:
+    """`"... m! -> ... m! k"`: windows of one dim, each in a dim of its own."""
+    names = each_dim(len(call.shape(0)))
+    if names:
+        names[call.get("dimension")] = None
+    return copied(call, names, [*names, None])
+
+
+def unfold_backward(call: Call) -> Rule:
+    """The gradients of windows, added up where the windows overlap."""
+    names = each_dim(len(call.results[0].shape))
+    if names:
+        names[call.get("dim")] = None
+    return replace(copied(call, [*names, None], names, **of_shape(call)), copies=False)
+
+
+def of_shape(call: Call) -> dict[str, Any]:
+    """The traits of a gradient whose second argument is the shape of the result."""
+    return {"tail": lambda site: (site.out_shapes[0], *call.args[2:]), "placed": NOWHERE}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from ..layout.geometry import Interval
 from ..layout.spec import DTensorSpec
@@ -16,23 +15,16 @@ from ..redistribute import DimMap, Layout, Step, bytes_received, move, run_toget
 from . import policy
 from .wrapper import Locals
 
-Windows = tuple[tuple[int, DimMap], ...]
-
-
-def fetch(op: object, x: Any, tables: Mapping[int, Sequence[Interval]]) -> Locals:
-    """The local tensors of a DTensor, with the dims of `tables` widened or shifted to windows.
-
-    `tables[dim]` has an interval of the global dim for each shard of it, outer axis first; one in
-    all for a dim that is not sharded. The result is in the order of `x._spec.slots`. Partial stays
-    Partial.
-    """
-    return fetch_parts(op, x._spec, x._locals, tables)
-
 
 def fetch_parts(
     op: object, spec: DTensorSpec, local: Locals, tables: Mapping[int, Sequence[Interval]]
 ) -> Locals:
-    """As `fetch`, of local tensors in the layout `spec`."""
+    """Local tensors in the layout `spec`, with the dims of `tables` widened or shifted to windows.
+
+    `tables[dim]` has an interval of the global dim for each shard of it, outer axis first; one in
+    all for a dim that is not sharded. The result is in the order of `spec.slots`. Partial stays
+    Partial.
+    """
     dims = {dim: DimMap(spec.dim_axes[dim], tuple(table)) for dim, table in tables.items()}
     (made,) = fetch_all(op, [(spec, local, dims)])
     return made
@@ -46,7 +38,7 @@ def fetch_all(
     The windows of a dim may be on other axes than those that shard it now. The results are in the
     order of the slots of a tensor that has its dims on those axes.
     """
-    steps = [_plan(spec, _sorted(dims)) for spec, _, dims in wanted]
+    steps = [_plan(spec, tuple(sorted(dims.items()))) for spec, _, dims in wanted]
     moving = [(w, step) for w, step in zip(wanted, steps, strict=True) if step is not None]
     far = [(step, spec.dtype.itemsize) for (spec, _, _), step in moving if not step.is_local]
     if far and policy.current().moves != "auto":
@@ -66,12 +58,8 @@ def fetch_all(
     ]
 
 
-def _sorted(dims: Mapping[int, DimMap]) -> Windows:
-    return tuple(sorted(dims.items(), key=lambda item: item[0]))
-
-
 @lru_cache(maxsize=4096)
-def _plan(spec: DTensorSpec, windows: Windows) -> Step | None:
+def _plan(spec: DTensorSpec, windows: tuple[tuple[int, DimMap], ...]) -> Step | None:
     now = Layout.of(spec)
     dims = list(now.dims)
     for dim, window in windows:
