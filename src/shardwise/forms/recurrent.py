@@ -115,7 +115,8 @@ def _laid_out(op: Any, values: Sequence[Any], targets: Sequence[DTensorSpec]) ->
         return made
     if not policy.current().silent and (texts := describe_moves(moves, specs)):
         policy.on_moves(op, texts)
-    moved = Redistribute.apply(tuple(t for _, t in moves), False, *(made[i] for i, _ in moves))
+    goals = tuple(t for _, t in moves)
+    moved = Redistribute.apply(goals, False, None, *(made[i] for i, _ in moves))
     for (index, _), value in zip(moves, moved, strict=True):
         made[index] = value
     return made
