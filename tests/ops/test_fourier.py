@@ -55,3 +55,21 @@ def test_a_second_derivative(name: str) -> None:
         return first
 
     assert_same(twice, [x], [(Shard(0),)], eager(8), stride=False)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -2])
+def test_dims_among_others_that_are_few(dim: int) -> None:
+    shape = [2, 3, 1]
+    shape[dim] = 640
+    x, mesh = numbers(*shape), eager(8)
+    for call in (fft.rfft, fft.fft, lambda x, dim: fft.irfft(fft.rfft(x, dim=dim), 639, dim=dim)):
+        assert_same(lambda x, call=call: call(x, dim=dim), [x], [(Shard(dim % 3),)], mesh)
+    assert_same(lambda x: fft.rfftn(x), [x], [(Shard(dim % 3),)], mesh)
+
+
+def test_strides_of_dims_of_one_element() -> None:
+    for shape in ((5, 3, 1), (5, 1, 3), (5, 1, 3, 1), (2, 5, 1, 3)):
+        for dim in range(len(shape)):
+            assert_same(
+                lambda x, d=dim: fft.rfft(x, dim=d), [numbers(*shape)], [(Shard(0),)], eager(2)
+            )

@@ -310,12 +310,52 @@ def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) 
     return out, weights if (args[10] if len(args) > 10 else need_weights) else None
 
 
+def _others(ndim: int, dims: Sequence[int]) -> list[int]:
+    """The other dims as PyTorch's kernel comes upon them: it fills gaps from the end."""
+    rest = sorted({*range(ndim)} - {*dims})
+    return [rest.pop(0) if place not in dims else rest.pop() for place in range(len(rest))]
+
+
+def _transformed(
+    x: torch.Tensor, dims: Sequence[int], size: int | None = None, dtype: Any = None
+) -> torch.Tensor:
+    """The result of a Fourier transform: dense, with the dims in `dims` innermost, in their order.
+
+    `size` is that of the last one.
+    """
+    sizes = list(x.shape)
+    if size is not None:
+        sizes[dims[-1]] = size
+    batch = sorted(_others(x.ndim, dims), key=lambda dim: -x.stride()[dim])
+    order = [*batch, *dims]
+    made = torch.empty([sizes[dim] for dim in order], dtype=dtype or x.dtype, device="meta")
+    return made.permute([order.index(dim) for dim in range(x.ndim)])
+
+
+def _c2c(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
+    return _transformed(x, sorted(dim, key=lambda d: -x.stride()[d])) if dim else x.clone()
+
+
+def _r2c(x: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> torch.Tensor:
+    *others, last = dim
+    others.sort(key=lambda d: -x.stride()[d])
+    size = x.shape[last] // 2 + 1 if onesided else x.shape[last]
+    return _transformed(x, [*others, last], size, x.dtype.to_complex())
+
+
+def _c2r(x: torch.Tensor, dim: Sequence[int], normalization: int, size: int) -> torch.Tensor:
+    return _transformed(_c2c(x, dim[:-1], 0, False), [dim[-1]], size, x.dtype.to_real())
+
+
 def _like_second(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A gradient for which PyTorch has no meta kernel."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 _CORRECTED: dict[str, Any] = {
+    "_fft_c2c": _c2c,
+    "_fft_c2r": _c2r,
+    "_fft_r2c": _r2c,
     "_ctc_loss": aten._ctc_loss.default,  # the lengths are numbers, so the shapes are known
     "_ctc_loss_backward": _like_second,
     "fractional_max_pool3d_backward": _like_second,
