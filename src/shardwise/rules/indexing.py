@@ -59,13 +59,15 @@ def within(
     return index - piece[0], (index >= piece[0]) & (index < piece[1])
 
 
-def _indexed_whole(dims: Sequence[int]) -> Callable[[Site], bool]:
-    """A test if a rank holds the indexed dims whole, so that the operator's own call is right. On
-    an empty shard some kernels do not check the indices, or raise another error."""
+def _indexed_whole(dims: Sequence[int], reads: bool = False) -> Callable[[Site], bool]:
+    """A test if a rank holds the indexed dims whole, so that the operator's own call is right.
+
+    Kernels that read from an empty shard do not check the indices, or raise another error.
+    """
 
     def whole(site: Site) -> bool:
         spec, box = site.inputs[0], site.box(0)
-        if 0 in spec.local_shape(site.coord) and 0 not in spec.meta.shape:
+        if reads and 0 in spec.local_shape(site.coord) and 0 not in spec.meta.shape:
             return False
         return all(box[dim] == (0, spec.meta.shape[dim]) for dim in dims)
 
@@ -139,7 +141,7 @@ def _pick_rule(
         linear=((0,),),
         averages=has_fractions(dtype),
         local=local,
-        unless=None if local is None else _indexed_whole(dims),
+        unless=None if local is None else _indexed_whole(dims, reads=True),
         placed=_placed(inputs[0], dims),
     )
 
