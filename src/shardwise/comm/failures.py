@@ -198,8 +198,8 @@ def _explain(error: RuntimeError, ranks: Sequence[int]) -> NoReturn:
 
 
 def clear() -> None:
-    """Before a collective: go on after errors that the program has caught, if all ranks of the mesh
-    had them; otherwise raise."""
+    """Take back the note of errors that the program has caught, if all ranks of the mesh had them;
+    otherwise raise. Called before a collective."""
     world, own = known_world(), _State.own
     if not own.text or world is None:
         return

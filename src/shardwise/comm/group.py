@@ -1,4 +1,4 @@
-"""The ranks that talk in a collective, and the collectives that `torch.distributed` is asked for.
+"""The ranks that take part in a collective, and the calls of `torch.distributed`.
 
 Each of `all_reduce`, `broadcast`, `all_to_all`, `all_gather` and `reduce_scatter` starts a
 collective and returns the function that waits for it.
@@ -43,7 +43,7 @@ class Group:
 
 
 def group_of(tasks: Sequence[Task]) -> Group:
-    """The group for collectives that go out as one."""
+    """The group for tasks that are sent as one collective."""
     src, dst = tasks[0].src.topology, tasks[0].dst.topology
     return _group(src, dst, tuple(sorted({axis for task in tasks for axis in task.axes})))
 
@@ -97,7 +97,7 @@ def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 
 @lru_cache(maxsize=4096)
 def reduction_groups(topology: Topology, axes: tuple[int, ...]) -> list[dist.ProcessGroup]:
-    """Process groups that, one after another, reduce over `axes`: one if there is one."""
+    """The process groups that reduce over `axes` one after another; one if it spans them all."""
     own = tuple(axis for axis in axes if topology.shape[axis] > 1)
     assert not isinstance(topology.mesh, VirtualMesh)
     if len(own) > 1 and prod(topology.shape[axis] for axis in own) == dist.get_world_size():
@@ -129,7 +129,7 @@ def broadcast(group: dist.ProcessGroup, value: torch.Tensor, source: int) -> Wai
 
 
 def all_gather(group: Group, rows: torch.Tensor, row: torch.Tensor) -> Wait:
-    """Gather the members' `row` into `rows`."""
+    """Gather the `row` of each member into `rows`."""
     work = dist.all_gather_single(rows, row, group=group.process_group, async_op=True)
     return waiter(work, group.ranks, rows.device)
 

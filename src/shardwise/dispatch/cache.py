@@ -1,4 +1,4 @@
-"""Tables that share one bound in bytes."""
+"""The bound of the plan cache: tables that together stay below a number of bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..rules import LEAST, MOST
 
 
 class Bounded:
-    """Plain dicts whose entries together stay below a number of bytes, which are estimates.
+    """Plain dicts whose entries together stay below a number of bytes. Sizes are estimates.
 
-    The entries that were put first go first, whichever dict they are in. Looking one up is a lookup
-    in a dict: it writes nothing.
+    The oldest entries are dropped first, whichever dict they are in. A lookup is that of the dict:
+    it writes nothing.
 
     >>> cache, squares = Bounded(100), {}
     >>> for number in range(5):
@@ -31,7 +31,7 @@ class Bounded:
         self._lock = threading.Lock()
 
     def put(self, table: dict[Any, Any], key: Hashable, value: Any, nbytes: int) -> None:
-        """Put an entry into a dict, and take out those for which there is no room any more."""
+        """Put an entry into a dict, and drop the oldest entries until all fit."""
         with self._lock:
             if key not in table:
                 self._entries.append((table, key, nbytes))
@@ -52,11 +52,11 @@ class Bounded:
 
 
 kept = Bounded(256 << 20)
-"""The cache of calls: plans, and the shapes of results."""
+"""The plan cache: the plans of all operators, and the shapes of results."""
 
 
 def plan_bytes(operands: Sequence[Any]) -> int:
-    """About how many bytes a plan has: it holds something for each local tensor of an operand."""
+    """The estimated size of a plan: it holds something for each local tensor of an operand."""
     return 1500 + sum([250 + 170 * len(operand._spec.slots) for operand in operands])
 
 

@@ -62,8 +62,11 @@ def decide(rule: Rule, call: Call, written: int | None = None) -> Decision:
 
 
 def _taken_apart(rule: Rule, call: Call) -> tuple[Rule, tuple[DTensorSpec, ...], frozenset[int]]:
-    """The rule and the operands' layouts on split dims, of which every rank holds boxes. The last
-    are the operands that do not fit: they must move, and stand here as if they had."""
+    """The rule and the operands' layouts on split dims, where every rank holds one box.
+
+    The last result has the operands that cannot be split like this. They must move; their layouts
+    are given as they will be after the move.
+    """
     if rule.apart is None:
         if all(spec.groups is None for spec in call.laid):
             return rule, call.specs, frozenset()
@@ -205,8 +208,10 @@ class _Choice:
         return bool(pending) and sum(made) > 2 * sum(pending)
 
     def _makes_partial(self, row: Row) -> bool:
-        """True if an operand as large as a Partial one, so no bias, would be made Partial: the
-        Partial one is reduced into its layout instead."""
+        """True if the row would make an operand Partial that is as large as a Partial one.
+
+        The Partial operand is reduced into the layout of the other instead. A bias is smaller.
+        """
         held, sizes = self.held, self.counts[0]
         pending = [n for n, have in zip(sizes, held, strict=True) if have.is_partial()]
         return bool(pending) and any(
@@ -298,8 +303,10 @@ def spec_for(
     cuts: dict[str, tuple[Cuts, tuple[int, ...]]],
     groups: Groups | None = None,
 ) -> DTensorSpec:
-    """The spec of a tensor whose dims, taken apart as in `groups`, walk along factors that are cut
-    like this."""
+    """The spec of a tensor: its placements, and the cuts of the factors that its dims walk along.
+
+    With `groups` the dims are those of the tensor split like this.
+    """
     if groups is not None:
         fine = spec_for(topology, places, dims, fine_meta(meta, groups), cuts)
         return merge_dims(fine, groups, meta)

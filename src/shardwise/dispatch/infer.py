@@ -24,7 +24,8 @@ Structure = int | None | tuple[int | Fixed | None, ...]
 Results = tuple[tuple[TensorMeta, ...], Structure]
 
 _known: dict[tuple[Any, ...], Results] = {}
-"""What calls return depends on no layout: in another one nothing is asked again."""
+"""What calls return, by operator, metas and arguments. Layouts do not matter, so one entry serves
+all of them."""
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -52,7 +53,7 @@ def infer(
 
 
 def _hashable(value: Any) -> Any:
-    """An argument as part of a key: of tensors only that they are there."""
+    """An argument as part of a key. All tensors are alike there: their metas are in the key."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if isinstance(value, (list, tuple)):
@@ -93,9 +94,9 @@ def _infer(
 
 
 def _spare_the_meta_kernel(name: str, op: Any, given: list[Any]) -> None:
-    """Change arguments that a meta kernel stumbles over and that change nothing of the results."""
+    """Replace arguments that a meta kernel refuses or mistakes; the results have the same metas."""
     if name == "nansum" and len(given) > 1 and given[1] == []:
-        given[1] = None  # the meta kernel takes no dims for none; the others take all
+        given[1] = None  # the meta kernel reads [] as no dims, the device kernels as all
     reduces = name.endswith("_loss_backward") and op._schema.arguments[3].name == "reduction"
     if reduces and not given[1].numel():
         given[3] = 0  # means divide by the number of elements; the result is as large without
@@ -140,7 +141,7 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
 # --- where meta kernels and those of devices disagree ---------------------------------------------
 
 _STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
-"""Operators whose meta kernels refuse calls that the others take."""
+"""Operators whose meta kernels refuse calls that the device kernels take."""
 _CONTIGUOUS = frozenset(
     (
         "pow.Scalar",
@@ -311,7 +312,8 @@ def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) 
 
 
 def _others(ndim: int, dims: Sequence[int]) -> list[int]:
-    """The other dims as PyTorch's kernel comes upon them: it fills gaps from the end."""
+    """The dims that are not in `dims`, as PyTorch's kernel lists them before it sorts by stride:
+    where one of `dims` would come, the last of the others takes its place."""
     rest = sorted({*range(ndim)} - {*dims})
     return [rest.pop(0) if place not in dims else rest.pop() for place in range(len(rest))]
 
@@ -381,4 +383,4 @@ _CORRECTED: dict[str, Any] = {
         for name in ("_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional")
     },
 }
-"""By name: what is asked on a CPU instead of the meta kernel."""
+"""By operator name: the function that gives the results on a CPU, instead of the meta kernel."""

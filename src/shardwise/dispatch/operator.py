@@ -26,11 +26,15 @@ Cost = Callable[[Call], Sequence[int] | None]
 class Form:
     """A function of DTensors that runs instead of an operator.
 
-    With `always` it runs for every call. Otherwise it runs if no row fits the operands as they are
-    and moving them is dearer than the form: `cost` returns the bytes that a rank receives in each
-    collective of the form, () if the form has no price and is always preferred, or None where it
-    does not apply. With `first` it is preferred to a row that fits. With `blocks` it works for dims
-    sharded with `Shard(split=)`.
+    With `always` it runs for every call. Otherwise it competes with the rule of the operator. A row
+    that needs nothing but local slices wins, unless the form is `first`. Else `cost` decides. It
+    returns
+
+    - the bytes that a rank receives in each collective of the form: the cheaper of the two runs;
+    - () for a form that wins whatever the row costs;
+    - None for a call that the form does not serve.
+
+    With `blocks` it works for dims sharded with `Shard(split=)`.
     """
 
     run: Callable[..., Any]

@@ -1,4 +1,7 @@
-"""cat along a sharded dim: only the elements that change owner move."""
+"""cat along a sharded dim: only the elements that change owner move.
+
+Where the joined dim is whole, the rule `cat` in `rules/slices.py` serves the call.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def candidates(
 ) -> list[Any]:
     """What `local(part, box)` gives on every shard, gathered along `dim`.
 
-    `local` leaves of `dim` as many places as the shard has, but no more than `most`. A shard
-    without elements gives nothing, so no value has to stand for it.
+    The results of `local` have the size of the shard along `dim`, at most `most`. An empty shard
+    gives an empty result, so no value has to stand for it.
     """
     spec = x._spec
     kept = tuple(min(most, size) for size in spec.dim_cuts[dim])

@@ -105,10 +105,10 @@ def move_cost(src: Placement, dst: Placement, count: int, nbytes: int, link: Lin
 
 
 def debt(partial: bool, count: int, nbytes: int, link: Link = DEFAULT) -> int:
-    """What results that are left partial, or sharded, will cost whoever needs them whole.
+    """The price that results left Partial, or sharded, put off: that of making them whole later.
 
-    `nbytes` are those of all of them together. A pending sum is often added to others before it is
-    reduced, so it owes half a start.
+    `nbytes` are those of all of them together. A Partial sum is often added to others before it is
+    reduced, so it is charged half a start.
     """
     if not nbytes:
         return 0

@@ -151,8 +151,10 @@ class Partial(Placement):
 def block_groups(
     places: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[Placement, ...], tuple[tuple[int, ...], ...] | None]:
-    """The placements, and for each dim the sizes that it is the product of by the splits of the
-    placements; None if nothing is split. The placements of a dim of size 0 lose their split."""
+    """The placements, and for each dim the sizes into which their splits divide it, outer first.
+
+    The sizes are None if nothing is split. Placements of a dim of size 0 lose their split.
+    """
     if all(not isinstance(place, Shard) or place.split == 1 for place in places):
         return places, None
     places = tuple(
@@ -176,7 +178,8 @@ def block_groups(
 def split_placements(
     places: tuple[Placement, ...], groups: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
-    """Placements and shape of a tensor with its dims split into `groups`."""
+    """Placements and shape of the tensor whose dims are split into `groups`; no Shard has a split
+    there."""
     dims: dict[tuple[int, int], int] = {}
     for dim, group in enumerate(groups):
         before = 1

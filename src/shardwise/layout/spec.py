@@ -255,12 +255,12 @@ class DTensorSpec:
 
     @cached_property
     def sums(self) -> list[int]:
-        """The axes on which a reduction is pending."""
+        """The axes on which the tensor is Partial, with any reduction."""
         return [axis for axis, place in enumerate(self.placements) if place.is_partial()]
 
     @cached_property
     def reduced(self) -> DTensorSpec:
-        """The layout with nothing pending, and all else as it is."""
+        """The layout with Replicate on the axes that are Partial, and the others as they are."""
         places = [Replicate() if place.is_partial() else place for place in self.placements]
         return self.with_placements(places, self.cuts)
 

@@ -26,7 +26,7 @@ from ..layout.split_dims import common
 
 
 class Link(Protocol):
-    """How the cuts of a dim follow from the cuts of its factor."""
+    """How the cuts of a dim follow from the cuts of its factor (`layout.cost.Link` is another)."""
 
     def to_factor(self, cuts: Cuts) -> Cuts | None:
         """The factor's cuts that these cuts of the dim come from; None if there are none."""
@@ -117,12 +117,13 @@ NOWHERE: frozenset[str] = frozenset()
 class Rule:
     """What layouts a call may run in.
 
-    - `reduce`: the pending reduction of results that lack a sharded factor; None if not allowed.
+    - `reduce`: the reduction of results that lack a sharded factor, which are Partial; None if that
+      is not allowed.
     - `added`: operands that count once per result, so they are partial where the result is.
     - `alike`: results that every rank makes whole in rows whose factor they lack; `same`: pairs
       (result, factor) for which that holds.
-    - `linear`: sets of operands that may hold pending sums together; with `averages` also averages.
-    - `copies`: every element of a result is one of the first operand, so a pending maximum,
+    - `linear`: sets of operands that may be Partial sums together; with `averages` also averages.
+    - `copies`: every element of a result is one of the first operand, so a Partial maximum,
       minimum or product passes too.
     - `shape_arg`: the argument to be replaced by the local shape of the first result.
     - `tail`: gives all arguments after the operands for the place where a call runs.
@@ -251,7 +252,7 @@ def has_fractions(dtype: torch.dtype) -> bool:
 
 
 def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
-    """True if a sum may be pending while its terms are cast from `src` to `dst`.
+    """True if a tensor may stay a Partial sum while it is cast from `src` to `dst`.
 
     Booleans saturate. Integers wrap around, floats do not. A cast to integers drops fractions, and
     one to a narrower float may overflow where the sum does not.

@@ -2,7 +2,7 @@
 
 Operands are separated by commas, dims by spaces.
 
-- `m` is a factor; `k!` and `_` are dims that are needed whole.
+- `m` is a factor; `k!` is a dim that is needed whole, and `_` one without a name.
 - `(a b)` is a dim made of two factors, outer first.
 - `...` stands for any number of dims that broadcast; `...!` needs them whole.
 - `[m]` is a dim that may be missing or of size 1 (broadcast).
@@ -129,8 +129,9 @@ def notation(
 ) -> Family:
     """A family written in index notation; for the traits see `Rule`.
 
-    If the kernel refuses an empty shard of operand `refuses_empty`, such a rank makes zeros. A
-    result that is None, or of shape [0] where there should be more dims, was not asked for.
+    `refuses_empty` is an operand of which the kernel refuses empty shards: a rank that holds one
+    makes zeros. A result that is None, or of shape [0] where the rule has more dims, is one that
+    the caller did not ask for.
     """
     inputs, outputs = parse(text)
 

@@ -1,5 +1,5 @@
-"""Parts of a dim and dims made of parts: slices, places, their backwards, and joins. The cuts
-follow by arithmetic."""
+"""Slices, `select`, their backward operators, `cat` and `stack`: parts of a dim, and dims made of
+parts. The cuts of a result are computed from those of the operand."""
 
 from __future__ import annotations
 
@@ -181,7 +181,8 @@ def select_scatter(call: Call) -> Rule:
 
 
 def cat(call: Call) -> Rule:
-    """Tensors one after another along a dim that must be whole."""
+    """Tensors one after another along a dim that must be whole; `forms/join.py` serves a sharded
+    one."""
     ndim = len(call.results[0].shape)
     dims = each_dim(ndim)
     dims[call.get("dim", 0) % ndim] = None

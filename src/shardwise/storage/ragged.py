@@ -2,6 +2,9 @@
 
 Each rank finds its own piece. An exchange of counts makes the pieces one tensor with ragged cuts.
 By default that is then replicated, so that it goes with any other operand.
+
+`move_to`, `reduce_partial` and `gather_plain` are the moves of forms, random operators and the
+fallback. The policy on implicit communication decides whether they may happen.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ def move_to(op: object, x: Any, spec: DTensorSpec) -> Any:
 
 
 def reduce_partial(op: object, x: Any) -> Any:
-    """A DTensor with nothing pending."""
+    """A DTensor with Replicate on the axes on which it was Partial."""
     spec = x._spec
     if not spec.sums:
         return x
