@@ -151,7 +151,8 @@ class _Gradients:
 
     def _held(self, slide: Slide, piece: Interval, own: Interval) -> Interval:
         """The stops whose gradients are fetched: this rank's own, and the readers of its piece."""
-        filled = [each for each in (own, slide.readers(piece)) if each[0] < each[1]] or [own]
+        every = [own, slide.readers(piece)] if self.mask[0] else [own]
+        filled = [each for each in every if each[0] < each[1]] or [own]
         return min(start for start, _ in filled), max(stop for _, stop in filled)
 
     def windows(self, inputs: Any, outputs: Any) -> dict[int, Tables]:
@@ -197,5 +198,7 @@ class _Gradients:
                 piece, stops = site.box(1)[dim], site.box(0)[dim]
                 held = self._held(slide, piece, stops)
                 own = narrowed(own, dim, held, stops)
-                needed = narrowed(needed, dim, held, slide.readers(piece))
+                needed = narrowed(
+                    needed, dim, held, slide.readers(piece) if self.mask[0] else stops
+                )
         return own, needed
