@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import Replicate, Shard
+from shardwise import Placement, Replicate, Shard, distribute_tensor
 
-from ..compare import assert_same, eager, ints, numbers, spread
+from ..compare import assert_same, eager, ints, numbers, spread, virtual
 
 aten = torch.ops.aten
 R, S = Replicate(), Shard
@@ -117,3 +117,16 @@ def test_an_index_out_of_range_raises(bad: tuple[int, int]) -> None:
         ours = [spread(t, eager(4), [S(0)]) for t in (X, *wrong, *rest)]
         with pytest.raises(IndexError, match=f"index {value} is out of bounds for dimension {dim}"):
             call(*ours)
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("values", [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(4, 1).double()])
+def test_values_that_do_not_fit_a_mask_raise(values: torch.Tensor, place: Placement) -> None:
+    mask = torch.tensor([1, 0, 1, 1, 0, 0, 1]).bool()
+    x = distribute_tensor(torch.zeros(7, 1), virtual(2), [place])
+    for tensor in (torch.zeros(7, 1), x):
+        with pytest.raises(RuntimeError):
+            tensor.index_put_((mask,), values)
+        with pytest.raises(RuntimeError):
+            tensor.index_put((mask,), values)
+    assert not x.full_tensor().any()

@@ -288,3 +288,11 @@ def test_the_gradient_of_distances_of_one_batch_on_more_ranks() -> None:
     for here in ((Replicate(), Shard(2)), (Shard(1), Replicate()), (Shard(0), Shard(1))):
         for there in ((Shard(0), Replicate()), (Shard(0), Shard(0)), (Replicate(), Shard(0))):
             assert_same(torch.cdist, [x, y], [here, there], virtual(2, 2))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_integers_are_refused_along_a_sharded_dim(name: str) -> None:
+    x = distribute_tensor(torch.arange(4), virtual(2), [Shard(0)])
+    for tensor in (torch.arange(4), x):
+        with pytest.raises(NotImplementedError):
+            getattr(tensor, name)(0)

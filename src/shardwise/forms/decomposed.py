@@ -57,7 +57,9 @@ def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]])
         return tuple(made) if isinstance(made, tuple) else made  # some are named tuples
 
     def cost(call: Call) -> tuple[()] | None:
-        return _if_cut(call, like, dims(call))
+        kind = call.specs[like].dtype
+        floats = kind.is_floating_point or kind.is_complex  # kernels refuse integers
+        return _if_cut(call, like, dims(call)) if floats else None
 
     name = f"{op._schema.name.removeprefix('aten::')}.{op._overloadname or 'default'}"
     register_form(name, cost=cost, blocks=True)(run)

@@ -174,10 +174,17 @@ def index_put(
         behind = x.ndim - mask.ndim
         if values.ndim == behind + 1 and values.shape[0] == 1:
             values = values.squeeze(0)
-        if values.ndim <= behind:
+        castable = values.dtype is x.dtype or values.numel() == 1
+        if castable and values.ndim <= behind and _fits(values, x.shape[mask.ndim :]):
             wide = mask.to(torch.bool).view(*mask.shape, *[1] * behind)
             return torch.where(wide, x + values if accumulate else values, x)
     return op(x, _as_integers(x, indices), values, accumulate, *rest)
+
+
+def _fits(values: Any, shape: Sequence[int]) -> bool:
+    """True if `values` broadcast to `shape`."""
+    pairs = zip(reversed(values.shape), reversed(shape), strict=False)
+    return all(size in (1, whole) for size, whole in pairs)
 
 
 def _if_masked(call: Call) -> tuple[()] | None:

@@ -59,8 +59,6 @@ PRESETS = {
     "processes": Link(2e-4, 1e9),
 }
 """Rough figures by name: what a rank of a collective sees, not what a data sheet says."""
-LATENCY_BYTES = DEFAULT.start // DEFAULT.per_byte
-"""What starting a collective costs, as the bytes that could be moved in that time."""
 
 LinkLike = Link | str
 

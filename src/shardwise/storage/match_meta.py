@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..errors import RuleError
 from ..layout.geometry import memory_order
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import ordered
@@ -57,6 +58,11 @@ def _as(made: Any, metas: Iterator[TensorMeta]) -> Any:
         return made
     meta: Any = next(metas)
     spec: Any = made._spec
+    if spec.shape != meta.shape:
+        raise RuleError(
+            f"a form returned a result of shape {list(spec.shape)}, but PyTorch's has shape "
+            f"{list(meta.shape)}."
+        )
     if spec.dtype is not meta.dtype:
         made = torch.ops.aten._to_copy.default(made, dtype=meta.dtype)
     if tuple(made.stride()) == tuple(meta.stride):
