@@ -142,7 +142,6 @@ X40 = numbers(40, 6)
         (lambda x: x.flip(1), 0),
         (lambda x: x.roll(2, 1), 0),
         (lambda x: x.slice_scatter(x[1:], 0, 0, 39), share(4)),
-        (lambda x: x.select_scatter(x[3], 0, 25), 6 * 8),
         (lambda x: x.tril(), 0),
         (lambda x: x.triu_(2), 0),
         (lambda x: x.diagonal(-3), 0),
