@@ -275,14 +275,6 @@ FACTORIES: dict[str, Any] = {
         lambda: torch.full((5, 3), 0.5),
     ),
     "eye": (lambda **k: shardwise.eye(5, 3, **k), lambda: torch.eye(5, 3)),
-    "tril_indices": (
-        lambda **k: shardwise.tril_indices(3, 4, -1, **k),
-        lambda: torch.tril_indices(3, 4, -1),
-    ),
-    "triu_indices": (
-        lambda **k: shardwise.triu_indices(3, 4, **k),
-        lambda: torch.triu_indices(3, 4),
-    ),
     "rand": (lambda **k: shardwise.rand(5, 3, **k), lambda: torch.rand(5, 3)),
     "randn": (lambda **k: shardwise.randn(5, 3, **k), lambda: torch.randn(5, 3)),
     "randn double": (
@@ -313,13 +305,6 @@ def test_arange(args: tuple[Any, ...], place: Placement) -> None:
     assert x.dtype == torch.arange(*args).dtype and torch.equal(
         x.full_tensor(), torch.arange(*args)
     )
-
-
-@pytest.mark.parametrize("name", ["linspace", "logspace"])
-def test_spaces(name: str) -> None:
-    want = getattr(torch, name)(-1, 2, 7)
-    x = getattr(shardwise, name)(-1, 2, 7, device_mesh=virtual(4), placements=[Shard(0)])
-    assert x.dtype == want.dtype and torch.equal(x.full_tensor(), want)
 
 
 def test_empty_and_requires_grad() -> None:

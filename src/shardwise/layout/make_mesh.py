@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 
 from .._torch import root_mesh, shared_store
 from ..errors import MeshError
-from .cost import Link, LinkLike, links_of
-from .links import told_by_first
+from .cost import Link, Links, links_of
 from .mesh import (
     AnyMesh,
     Topology,
@@ -44,14 +43,14 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
-    links: LinkLike | Sequence[LinkLike] | None = None,
+    links: Links = None,
     lockstep: bool = False,
 ) -> AnyMesh:
     """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
 
-    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
-    one per axis, the same for as long as the mesh lives. Processes that are told nothing read what
-    `shardwise calibrate` has measured; all take what the mesh's first rank has. With `lockstep` the
+    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", one
+    of these per axis, or the `Path` of a file that `shardwise calibrate` has written. All processes
+    take what the mesh's first rank has, for as long as the mesh lives. With `lockstep` the
     ranks compare what they run before each collective, as in `shardwise.lockstep`, until the
     process group is destroyed.
 
@@ -99,7 +98,7 @@ class DeviceMesh(metaclass=_DeviceMeshMeta):
         mesh: torch.Tensor | Sequence[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
-        links: LinkLike | Sequence[LinkLike] | None = None,
+        links: Links = None,
     ) -> AnyMesh:
         if not distributed_is_on():
             return VirtualMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, links=links)
@@ -108,11 +107,9 @@ class DeviceMesh(metaclass=_DeviceMeshMeta):
         return _made(made, links)
 
 
-def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) -> TorchDeviceMesh:
+def _made(mesh: TorchDeviceMesh, links: Links) -> TorchDeviceMesh:
     """A mesh over processes, with its links and its flattened groups: every rank comes here."""
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    own = None if links is None else links_of(links, mesh.ndim)
-    agreed = told_by_first(mesh.device_type, tuple(mesh.shape), ranks, own)
+    agreed = _agreed_links(mesh, links)
     known = find(mesh)
     if known is not None and known.links != agreed:
         if links is not None:
@@ -127,6 +124,20 @@ def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) ->
     share_random_state(mesh)
     current_world().find_addresses(where.ranks)  # all have said so: they took part in the above
     return mesh
+
+
+def _agreed_links(mesh: TorchDeviceMesh, links: Links) -> tuple[Link, ...]:
+    """The links that the first rank of a new mesh has, on every rank of the world: ranks outside
+    the mesh price moves to it too."""
+    told: list[Any] = []
+    try:
+        told.append(links_of(links, mesh.ndim))
+    except MeshError as error:
+        told.append(error)
+    dist.broadcast_object_list(told, int(mesh.mesh.flatten()[0]))
+    if isinstance(told[0], MeshError):
+        raise told[0]
+    return told[0]  # type: ignore[no-any-return]
 
 
 def _flattened_groups(where: Topology) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from .._torch import entered_torch_mesh, root_mesh
 from ..config import current, enter_mesh, leave_mesh
 from ..errors import MeshError
-from .cost import Link, LinkLike, links_of
+from .cost import Link, Links, links_of
 from .geometry import all_coords
 from .placement import Placement
 from .world import World, at_end, current_world
@@ -42,7 +42,7 @@ class VirtualMesh:
         mesh: torch.Tensor | Sequence[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
-        links: LinkLike | Sequence[LinkLike] | None = None,
+        links: Links = None,
     ) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         if ranks.numel() == 0:

@@ -117,18 +117,6 @@ def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> D
     return _random("normal_", (), _sizes(size), generator, where)
 
 
-def normal(
-    mean: float,
-    std: float,
-    size: Sequence[int],
-    *,
-    generator: Generator = None,
-    **where: Unpack[_Where],
-) -> DTensor:
-    """Normal random numbers on a mesh, as `torch.normal(mean, std, size)` gives them."""
-    return _random("normal_", (mean, std), tuple(size), generator, where)
-
-
 def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Random integers on a mesh: `randint(high, size)` or `randint(low, high, size)`.
 
@@ -164,42 +152,7 @@ def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) 
     [0, 1, 2, 3, 4]
     """
     first, last = (0, start) if end is None else (start, end)
-    return _kept(where, torch.arange, first, last, step)
-
-
-def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTensor:
-    """Numbers at equal distances, on a mesh: those of `torch.linspace`.
-
-    >>> import shardwise
-    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> linspace(0, 1, 5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
-    [0.0, 0.25, 0.5, 0.75, 1.0]
-    """
-    return _kept(where, torch.linspace, start, end, steps)
-
-
-def logspace(
-    start: Any, end: Any, steps: int, base: float = 10.0, **where: Unpack[_Where]
-) -> DTensor:
-    """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
-    return _kept(where, torch.logspace, start, end, steps, base)
-
-
-def tril_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The indices of a lower triangle, on a mesh: those of `torch.tril_indices`."""
-    where["dtype"] = where.get("dtype") or torch.int64
-    return _kept(where, torch.tril_indices, row, col, offset)
-
-
-def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The indices of an upper triangle, on a mesh: those of `torch.triu_indices`."""
-    where["dtype"] = where.get("dtype") or torch.int64
-    return _kept(where, torch.triu_indices, row, col, offset)
-
-
-def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
-    """A tensor that every rank makes whole, of which it keeps its part."""
-    whole = make(*args, dtype=where.get("dtype"))
+    whole = torch.arange(first, last, step, dtype=where.get("dtype"))
     mesh, placements = where.get("device_mesh"), where.get("placements")
     made = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return made.requires_grad_(where.get("requires_grad", False))

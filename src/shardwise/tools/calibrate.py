@@ -1,12 +1,14 @@
-"""`shardwise calibrate`: measure the links of a mesh, and write them to a file that meshes read.
+"""`shardwise calibrate`: measure the links of a mesh and write them to a file.
 
     torchrun --nproc-per-node 4 -m shardwise calibrate --mesh 2,2
 
-Each axis is measured alone, all its groups at once, as they are when a program runs.
+The file is for `init_device_mesh(..., links=Path(file))`. Each axis is measured
+alone, all its groups at once, as they are when a program runs.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,6 @@ import torch.distributed as dist
 
 from ..errors import MeshError
 from ..layout.cost import DEFAULT, Link
-from ..layout.links import write_links
 from ..layout.make_mesh import init_device_mesh
 from ..layout.mesh import topology
 from ..layout.placement import Replicate, Shard
@@ -29,7 +30,7 @@ _TURNS = 9
 
 
 def calibrate(
-    device_type: str, mesh_shape: Sequence[int], *, large: int = 16 << 20, file: Path | None = None
+    device_type: str, mesh_shape: Sequence[int], file: Path, *, large: int = 16 << 20
 ) -> tuple[Link, ...]:
     """For each axis the time to start a collective, and the bytes that a rank receives per second.
 
@@ -43,7 +44,7 @@ def calibrate(
         )
     links = tuple(_link(mesh_shape, device_type, axis, large) for axis in range(where.ndim))
     if dist.get_rank() == 0:
-        write_links(device_type, mesh_shape, links, file)
+        file.write_text(json.dumps([[link.latency, link.bandwidth] for link in links]) + "\n")
     dist.barrier()
     return links
 
