@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from .._torch import root_mesh, shared_store
+from .._torch import shared_store
 from ..errors import MeshError
 from .cost import Link, Links, links_of
 from .mesh import (
@@ -261,13 +261,10 @@ def _part_of_known(
 ) -> Topology | None:
     """The sub-mesh of a known mesh over processes that has these axes and ranks."""
     for whole in list(topologies.values()):
-        if isinstance(whole.mesh, VirtualMesh) or whole.device_type != device_type:
+        axes = [axis for axis, name in enumerate(whole.names) if name in names]
+        if whole.coordinate is None or tuple(whole.names[axis] for axis in axes) != names:
             continue
-        axes = [whole.names.index(name) for name in names if name in whole.names]
-        root = root_mesh(whole.mesh) is whole.mesh and whole.coordinate is not None
-        if not root or len(axes) != len(names) or axes != sorted(axes):
-            continue
-        assert whole.coordinate is not None
-        if tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes))) == ranks:
+        found = tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes)))
+        if found == ranks and whole.device_type == device_type:
             return topology(whole.mesh[names])
     return None

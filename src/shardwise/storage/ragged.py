@@ -43,11 +43,7 @@ def move_to(op: object, x: Any, spec: DTensorSpec) -> Any:
 
 def reduce_partial(op: object, x: Any) -> Any:
     """A DTensor with Replicate on the axes on which it was Partial."""
-    spec = x._spec
-    if not spec.sums:
-        return x
-    places = [Replicate() if place.is_partial() else place for place in spec.placements]
-    return move_to(op, x, spec.with_placements(places, spec.cuts))
+    return move_to(op, x, x._spec.reduced)
 
 
 def gather_plain(op: object, x: Any) -> torch.Tensor:
