@@ -198,14 +198,6 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     return make_known
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
-    """True if a tensor stands for another one while PyTorch traces a program."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch.compiler.is_compiling()
-
-
 def is_recorded(tensor: torch.Tensor) -> bool:
     """True if `make_fx` records what this thread does with a tensor."""
     from torch.fx.experimental import proxy_tensor
