@@ -25,18 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--mesh", required=True, type=_shape, help="the shape, such as 2,4")
     command.add_argument("--device", default="cpu", help="the device type (cpu)")
     command.add_argument("--file", type=Path, default=Path("links.json"), help="(links.json)")
-    command.add_argument("--megabytes", type=int, default=16, help="size of the large shards (16)")
     given = parser.parse_args(arguments)
     try:
-        links = calibrate(given.device, given.mesh, given.file, large=given.megabytes << 20)
+        links = calibrate(given.device, given.mesh, given.file)
     except MeshError as error:
         parser.error(str(error))
     if dist.get_rank() == 0:
         for axis, link in enumerate(links):
-            print(
-                f"axis {axis}: {link.latency * 1e6:.1f} us, {link.bandwidth / 1e9:.3f} GB/s",
-                flush=True,
-            )
+            rate = f"{link.bandwidth / 1e9:.3f} GB/s"
+            print(f"axis {axis}: {link.latency * 1e6:.1f} us, {rate}", flush=True)
         print(f"written to {given.file}", flush=True)
     dist.destroy_process_group()
 

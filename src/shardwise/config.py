@@ -77,16 +77,9 @@ class Block(ContextDecorator):
         set_inherited(self._before.settings.pop())
 
 
-def enter_mesh(mesh: Any) -> None:
-    """Put a virtual mesh in force, as `with mesh:` does."""
-    before = current()
-    set_inherited(replace(before, meshes=(*before.meshes, mesh)))
-
-
-def leave_mesh() -> None:
-    """Take back the last mesh that was put in force."""
-    before = current()
-    set_inherited(replace(before, meshes=before.meshes[:-1]))
+def set_meshes(meshes: tuple[Any, ...]) -> None:
+    """Put virtual meshes in force, as `with mesh:` does."""
+    set_inherited(replace(current(), meshes=meshes))
 
 
 def _check(what: str, value: str, modes: Any, error: type[Exception] = CommunicationError) -> None:
