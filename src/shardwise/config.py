@@ -9,14 +9,11 @@ from __future__ import annotations
 import threading
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
-
-import torch
+from typing import Any, Literal, get_args
 
 from ._torch import inherited, set_inherited
 from .errors import CommunicationError, LayoutError
 
-Module = TypeVar("Module", bound=torch.nn.Module)
 Action = Literal["auto", "warn", "error"]
 PlainMode = Literal["check", "check_always", "trust", "error"]
 RandomMode = Literal["exact", "counter"]
@@ -87,12 +84,12 @@ def _check(what: str, value: str, modes: Any, error: type[Exception] = Communica
         raise error(f"{what}: {value!r} is none of {', '.join(map(repr, get_args(modes)))}.")
 
 
-class communication(Block):
+def communication(mode: Action, *, fallback: Action | None = None) -> Block:
     """Allow implicit communication ("auto"), or warn of it ("warn"), or forbid it ("error").
 
     `mode` is for operators that move operands, `fallback` for operators without a rule that run on
-    replicated inputs; without `fallback` that setting stays. Use it as a context manager, or give
-    it to a module for good: `communication("error").apply(module)`.
+    replicated inputs; without `fallback` that setting stays. Like all settings it is a context
+    manager, and a decorator: `module.forward = communication("error")(module.forward)`.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -104,21 +101,10 @@ class communication(Block):
     shardwise.errors.CommunicationError: aten.add.Tensor moves operand 1 from [S(1)] to [S(0)] \
 (exchange, 16 B received per rank), and communication("error") forbids implicit communication. ...
     """
-
-    def __init__(self, mode: Action, *, fallback: Action | None = None) -> None:
-        changes = {"moves": mode} if fallback is None else {"moves": mode, "fallback": fallback}
-        for value in changes.values():
-            _check("communication", value, Action)
-        super().__init__(**changes)
-
-    def apply(self, module: Module) -> Module:
-        """Put this in force whenever `module` runs forward; returns the module.
-
-        The backward runs later, under the policy in force where `backward()` is called.
-        """
-        module.register_forward_pre_hook(lambda *_: self.__enter__(), prepend=True)
-        module.register_forward_hook(lambda *_: self.__exit__(), always_call=True)
-        return module
+    changes = {"moves": mode} if fallback is None else {"moves": mode, "fallback": fallback}
+    for value in changes.values():
+        _check("communication", value, Action)
+    return Block(**changes)
 
 
 def plain_tensors(mode: PlainMode) -> Block:
