@@ -77,7 +77,7 @@ class Shard(Placement):
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
     >>> x = shardwise.distribute_tensor(torch.arange(8).view(2, 4), mesh, [Shard(1)])
     >>> x.view(8)
-    DTensor(int64[8] [S(0, split=2)] on (2), local=[[4], [4]])
+    DTensor([0, 1, 2, 3, 4, 5, 6, 7], int64[8@0(split=2)] on (2))
     >>> x.view(8).to_local().at((0,))
     tensor([0, 1, 4, 5])
     """
