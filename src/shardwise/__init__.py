@@ -18,7 +18,7 @@ from .layout.cost import Link
 from .layout.make_mesh import DeviceMesh, init_device_mesh
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
-from .parallel import distribute_module
+from .parallel import Plan, distribute_module, make_plan, shard_module
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
@@ -55,6 +55,7 @@ __all__ = [
     "Partial",
     "PerRank",
     "Placement",
+    "Plan",
     "Replicate",
     "Shard",
     "TensorMeta",
@@ -75,6 +76,7 @@ __all__ = [
     "linspace",
     "lockstep",
     "logspace",
+    "make_plan",
     "manual_seed",
     "normal",
     "ones",
@@ -90,6 +92,7 @@ __all__ = [
     "redistribute_all",
     "register",
     "register_rule",
+    "shard_module",
     "tril_indices",
     "triu_indices",
     "verify",

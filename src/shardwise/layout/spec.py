@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +20,9 @@ from .placement import Partial, Placement, Replicate, Shard, block_groups, split
 
 Groups = tuple[tuple[int, ...], ...]
 """For each dim the sizes it is the product of, outer first."""
+
+Placements: TypeAlias = Sequence[Placement] | Mapping[str, Placement]
+"""One placement per mesh axis, or placements by axis name: an axis that is not named replicates."""
 
 
 class TensorMeta(NamedTuple):
@@ -69,6 +72,8 @@ def checked_placements(
         )
     if placements is None:
         return default_placements(mesh)
+    if isinstance(placements, Mapping):
+        placements = _by_axis_name(what, mesh, placements)
     if not isinstance(placements, (list, tuple, Iterable)):
         raise LayoutError(f"{what}: placements must be a sequence, but got {placements!r}.")
     given = tuple(placements)
@@ -87,6 +92,20 @@ def checked_placements(
     if ndim is None:
         return given
     return tuple([_normal(what, entry, ndim) for entry in given])
+
+
+def _by_axis_name(what: str, mesh: Topology, given: Mapping[Any, Any]) -> list[Any]:
+    """One placement per axis, of those given by name."""
+    if mesh.mesh.mesh_dim_names is None:
+        raise LayoutError(
+            f"{what}: the placements {dict(given)} name axes, but those of mesh {mesh} have no "
+            "names. Give init_device_mesh(..., mesh_dim_names=), or one placement per axis."
+        )
+    for name in given:
+        if name not in mesh.names:
+            have = ", ".join(map(repr, mesh.names))
+            raise LayoutError(f"{what}: mesh {mesh} has no axis {name!r}. Its axes are {have}.")
+    return [given.get(name, Replicate()) for name in mesh.names]
 
 
 def _normal(what: str, placement: Placement, ndim: int) -> Placement:
