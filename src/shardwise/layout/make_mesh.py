@@ -82,16 +82,25 @@ def init_device_mesh(
     return made
 
 
-def _check_device(device_type: object) -> None:
+def _check_device(device_type: Any) -> None:
     """An error if tensors cannot be on a device of this type here."""
     try:
-        torch.empty(0, device=device_type)  # type: ignore[arg-type]
+        torch.empty(0, device=device_type)
     except (AssertionError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise MeshError(
             f"init_device_mesh: PyTorch cannot use the device type {device_type!r} here: {reason}. "
             'Use "cpu", or install PyTorch for that device.'
         ) from error
+
+
+def is_virtual(mesh: AnyMesh) -> bool:
+    """True if this process plays all ranks of a mesh.
+
+    >>> is_virtual(init_device_mesh("cpu", (2,)))
+    True
+    """
+    return topology(mesh).virtual
 
 
 class _DeviceMeshMeta(type):
