@@ -151,7 +151,7 @@ def from_local(
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
     >>> local = shardwise.per_rank(mesh, lambda coord: torch.ones(2 + coord[0]))
     >>> shardwise.DTensor.from_local(local, mesh, [shardwise.Shard(0)])
-    DTensor(float32[5] [S(0)] cuts(0)=[2, 3] on (2), local=[[2], [3]])
+    DTensor([1., 1., 1., 1., 1.], float32[5@0(2+3)] on (2))
     """
     local: Any = local_tensor
     mesh = topology(device_mesh)
@@ -329,8 +329,8 @@ def distribute_tensor(
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> shardwise.distribute_tensor(torch.zeros(5, 2), mesh, [shardwise.Shard(0)])
-    DTensor(float32[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    >>> shardwise.distribute_tensor(torch.arange(5), mesh, [shardwise.Shard(0)])
+    DTensor([0, 1, 2, 3, 4], int64[5@0] on (2))
     """
     if isinstance(tensor, Wrapper) or not isinstance(tensor, torch.Tensor):
         raise LayoutError(

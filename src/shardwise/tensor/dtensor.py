@@ -30,6 +30,7 @@ from .compiled import CompileProtocol
 from .conversion import distribute_tensor as distribute_tensor
 from .conversion import from_local, laid_out_like, to_local, whole_local
 from .inplace_views import as_strided, in_place
+from .printing import text_of
 from .saving import plain_attributes, saved
 
 
@@ -206,19 +207,8 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     @untraced
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The layout and the local part, without communication."""
-        text = f"DTensor({self._spec!r}"
-        if isinstance(self, DeferredView):
-            local = "a view not read yet"
-        elif isinstance(self, AsyncValue):
-            local = "still moving"
-        elif self._spec.topology.virtual:
-            shapes = [list(part.shape) for part in self._locals]
-            local = f"local={shapes}"
-        else:
-            local = f"local={self._locals[0]!r}" if self._locals else "not on this rank"
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"{text}, {local}{grad})"
+        """The values and the layout, without communication between processes."""
+        return text_of(self)
 
     # --- gradients of leaves -------------------------------------------------------------------
 
