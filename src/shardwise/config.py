@@ -6,7 +6,6 @@ thread in which PyTorch runs a backward has the settings of the thread that call
 
 from __future__ import annotations
 
-import threading
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -35,6 +34,8 @@ class Settings:
     lockstep: bool = False
     meshes: tuple[Any, ...] = ()
     """The virtual meshes of `with mesh:`, innermost last; PyTorch keeps those over processes."""
+    outer: Settings | None = None
+    """The settings outside of the innermost block."""
 
     @property
     def silent(self) -> bool:
@@ -51,27 +52,18 @@ def current() -> Settings:
     return found
 
 
-class _Before(threading.local):
-    """The settings before each time that this thread entered a block."""
-
-    def __init__(self) -> None:
-        self.settings: list[Settings] = []
-
-
 class Block(ContextDecorator):
     """A `with` block of other settings; it may be entered again, inside itself too."""
 
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
-        self._before = _Before()
 
     def __enter__(self) -> None:
         before = current()
-        self._before.settings.append(before)
-        set_inherited(replace(before, **self._changes))
+        set_inherited(replace(before, outer=before, **self._changes))
 
     def __exit__(self, *_: object) -> None:
-        set_inherited(self._before.settings.pop())
+        set_inherited(current().outer)
 
 
 def set_meshes(meshes: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from .._torch import is_alone, shared_store
+from .._torch import is_alone
 from ..errors import MeshError
 from .cost import Link, Links, links_of
 from .mesh import (
@@ -254,17 +254,11 @@ _LOAD_SECONDS = 60.0
 """How long a rank that loads a tensor waits for the others before it makes the mesh with them."""
 
 
-class _Made:
-    """How many meshes the ranks have made of files: every rank counts alike."""
-
-    times = 0
-
-
 def _wait_for_all(mesh: str) -> None:
     """Return when every rank is about to make a mesh; an error if some do not come."""
-    store, here = shared_store(), dist.get_rank()
-    name = f"shardwise/loading/{_Made.times}/{mesh}"
-    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+    world = current_world()
+    store, here = world.store, world.rank
+    keys = [world.key("loading", mesh, rank) for rank in range(world.size)]
     store.set(keys[here], "")
     try:
         store.wait(keys, timedelta(seconds=_LOAD_SECONDS))
@@ -276,7 +270,6 @@ def _wait_for_all(mesh: str) -> None:
             f"ranks must load the tensor, but within {_LOAD_SECONDS:g} s ranks {late} did not. "
             "Make the mesh with shardwise.init_device_mesh before the file is loaded."
         ) from None
-    _Made.times += 1
 
 
 def _part_of_known(
