@@ -334,6 +334,13 @@ def test_arange(args: tuple[Any, ...], place: Placement) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["linspace", "logspace"])
+def test_spaces(name: str) -> None:
+    want = getattr(torch, name)(-1, 2, 7)
+    x = getattr(shardwise, name)(-1, 2, 7, device_mesh=virtual(4), placements=[Shard(0)])
+    assert x.dtype == want.dtype and torch.equal(x.full_tensor(), want)
+
+
 def test_empty_and_requires_grad() -> None:
     x = shardwise.empty(5, 3, device_mesh=virtual(2), placements=[Shard(0)], requires_grad=True)
     assert x.shape == (5, 3) and x.is_leaf and x.requires_grad and x.dtype is torch.float32

@@ -308,6 +308,7 @@ def test_factories() -> None:
     for made, want in (
         (sw.arange(8, device_mesh=mesh, placements=blocks), torch.arange(8)),
         (sw.eye(8, device_mesh=mesh, placements=blocks), torch.eye(8)),
+        (sw.linspace(0, 1, 8, device_mesh=mesh, placements=blocks), torch.linspace(0, 1, 8)),
     ):
         assert made.placements == tuple(blocks)
         assert torch.equal(made.full_tensor(), want)

@@ -154,7 +154,30 @@ def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) 
     [0, 1, 2, 3, 4]
     """
     first, last = (0, start) if end is None else (start, end)
-    whole = torch.arange(first, last, step, dtype=where.get("dtype"))
+    return _kept(where, torch.arange, first, last, step)
+
+
+def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTensor:
+    """Numbers at equal distances, on a mesh: those of `torch.linspace`.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> linspace(0, 1, 5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    return _kept(where, torch.linspace, start, end, steps)
+
+
+def logspace(
+    start: Any, end: Any, steps: int, base: float = 10.0, **where: Unpack[_Where]
+) -> DTensor:
+    """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
+    return _kept(where, torch.logspace, start, end, steps, base)
+
+
+def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
+    """A tensor that every rank makes whole, of which it keeps its part."""
+    whole = make(*args, dtype=where.get("dtype"))
     mesh, placements = where.get("device_mesh"), where.get("placements")
     made = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return made.requires_grad_(where.get("requires_grad", False))
