@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -61,10 +61,14 @@ def test_gradients_are_those_of_one_device_and_not_partial(
     name: str, place: Placement, shape: tuple[int, ...]
 ) -> None:
     mesh, rest = sw.init_device_mesh("cpu", shape), [Replicate()] * (len(shape) - 1)
+    check(name, mesh, [place, *rest], [Shard(0), *rest])
+
+
+def check(name: str, mesh: Any, of_leaf: Sequence[Placement], of_rows: Sequence[Placement]) -> None:
+    """Compare a case with the same on plain tensors, with and without grad mode."""
     w, x = torch.randn(3, 2), torch.randn(7, 3)
-    mine = sw.distribute_tensor(w, mesh, [place, *rest])
-    rows = sw.distribute_tensor(x, mesh, [Shard(0), *rest])
-    replicated = place.is_replicate() and name not in ("vmap(grad)", "two leaves")
+    mine, rows = sw.distribute_tensor(w, mesh, of_leaf), sw.distribute_tensor(x, mesh, of_rows)
+    replicated = mine.placements[0].is_replicate() and name not in ("vmap(grad)", "two leaves")
     _compare(CASES[name](mine, rows), CASES[name](w, x), replicated)
     with torch.no_grad():
         _compare(CASES[name](mine, rows), CASES[name](w, x), replicated)
