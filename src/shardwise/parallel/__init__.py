@@ -1,5 +1,7 @@
 """Whole modules on a mesh."""
 
 from .module import distribute_module
+from .plan import Plan, make_plan
+from .shard import shard_module
 
-__all__ = ["distribute_module"]
+__all__ = ["Plan", "distribute_module", "make_plan", "shard_module"]
