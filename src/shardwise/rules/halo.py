@@ -8,7 +8,7 @@ its piece, calls the operator's backward on the span of those windows, and cuts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -82,26 +82,10 @@ class InProportion:
         return tuple(b - a for a, b in pairwise([*ends[:-1], self.other]))
 
 
-def in_proportion(factor: str, size: int, other: int) -> Along:
-    """A dim of size `other` that walks along a factor of size `size`."""
-    return Along(factor, None if size == other else InProportion(size, other))
-
-
 def clipped(piece: Interval, size: int) -> Interval:
     """The part of an interval that lies in a dim of this size."""
     start = min(max(piece[0], 0), size)
     return start, min(max(piece[1], start), size)
-
-
-def tables(
-    reader: DTensorSpec, read: DTensorSpec, reaches: Mapping[int, Callable[[Interval], Interval]]
-) -> Tables:
-    """The intervals of the sharded dims of `read` that the shards of `reader` reach."""
-    return {
-        dim: tuple(clipped(reach(piece), read.meta.shape[dim]) for piece in reader.pieces(dim))
-        for dim, reach in reaches.items()
-        if read.dim_axes[dim]
-    }
 
 
 def narrowed(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> torch.Tensor:
@@ -129,11 +113,12 @@ class Halo:
 
     def dims(self) -> tuple[Dims, Dims]:
         """The dims of what is read and of the result."""
-        lead = tuple(Along(f"i{dim}") for dim in range(self.first))
-        slides = list(enumerate(self.slides, self.first))
-        places = [Along(f"i{dim}") for dim, _ in slides]
-        stops = [in_proportion(f"i{dim}", slide.size, slide.stops) for dim, slide in slides]
-        return (*lead, *places), (*lead, *stops)
+        places = [Along(f"i{dim}") for dim in range(self.first + len(self.slides))]
+        stops = [
+            Along(at.factor, None if own.size == own.stops else InProportion(own.size, own.stops))
+            for at, own in zip(places[self.first :], self.slides, strict=True)
+        ]
+        return tuple(places), (*places[: self.first], *stops)
 
     def is_cut(self, spec: DTensorSpec) -> bool:
         """True if a dim with windows is sharded."""
@@ -141,13 +126,21 @@ class Halo:
 
     def reads(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
         """What the shards of `reader`, a result, read of `read`."""
-        reaches = {dim: slide.reads for dim, slide in enumerate(self.slides, self.first)}
-        return tables(reader, read, reaches)
+        return self._tables(reader, read, Slide.reads)
 
     def readers(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
         """The gradients `read` that the shards of `reader`, an image, take part in."""
-        reaches = {dim: slide.readers for dim, slide in enumerate(self.slides, self.first)}
-        return tables(reader, read, reaches)
+        return self._tables(reader, read, Slide.readers)
+
+    def _tables(
+        self, reader: DTensorSpec, read: DTensorSpec, reach: Callable[[Slide, Interval], Interval]
+    ) -> Tables:
+        """The intervals of the sharded dims of `read` that the shards of `reader` reach."""
+        return {
+            dim: tuple(clipped(reach(slide, p), read.meta.shape[dim]) for p in reader.pieces(dim))
+            for dim, slide in enumerate(self.slides, self.first)
+            if read.dim_axes[dim]
+        }
 
     def spans(self, box: Box) -> list[Interval]:
         """The elements, with padding, that the readers of a box read."""
