@@ -311,17 +311,6 @@ def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
     _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _DTENSORS)
 
 
-def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """As `take_composite`, for an operator with a gradient; returns the operator without kernel."""
-
-    def below(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_dtensors):
-            return op(*args, **kwargs)
-
-    take_composite(op, kernel)
-    return below
-
-
 def is_composite(op: Any) -> bool:
     """True if PyTorch decomposes an operator before it reaches autograd.
 

@@ -118,8 +118,7 @@ def ragged_results() -> Block:
     """Leave results whose size depends on values sharded; by default they are replicated.
 
     `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 stay where they
-    were found, with ragged cuts, and only the counts move. Of the results of `unique`,
-    `unique_consecutive` and `bincount` each rank keeps its share.
+    were found, with ragged cuts, and only the counts move.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))

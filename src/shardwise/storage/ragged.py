@@ -104,13 +104,3 @@ def joined(
     own_cuts = [cuts, *(rest_cuts if rest_cuts is not None else [None] * len(rest))]
     spec = DTensorSpec(topology, places, meta, cuts=own_cuts)
     return wrap(spec, tuple(parts))
-
-
-def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
-    """A result that was put together on all ranks as it is, or if the user asked for it in shards
-    over `axes`."""
-    if not current().ragged:
-        return x
-    spec = x._spec
-    places = [Shard(dim) if axis in axes else place for axis, place in enumerate(spec.placements)]
-    return move_to(op, x, spec.with_placements(places))
