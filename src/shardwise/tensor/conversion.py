@@ -37,15 +37,15 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     if tensor.requires_grad and torch.is_grad_enabled():
         if grad_placements is None and any(place.is_replicate() for place in spec.placements):
             _warn_of_equal_gradients()
-        if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
-            _refuse_slots("to_local", spec, grad_spec)
-        parts = ToLocal.apply(tensor, grad_spec)
+        axes = sorted({*spec.slot_axes, *grad_spec.slot_axes})
+        parts = ToLocal.apply(tensor, grad_spec, axes)
     else:
+        axes = spec.slot_axes
         parts = exposed_locals(tensor)
     if getattr(tensor, PARAMETER, False):
         parts = tuple(map(_as_parameter, parts))
     if spec.topology.virtual:
-        return PerRank(spec.topology, spec.slot_axes, parts)
+        return PerRank(spec.topology, axes, parts)
     # A rank that is not in the mesh holds nothing.
     return parts[0] if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
@@ -61,6 +61,10 @@ def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tenso
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
     if not whole._locals:
         raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
+    spec = whole._spec
+    grad_spec = _given_grads("full_tensor", spec, grad_placements)
+    if spec.topology.virtual and grad_spec.slot_axes:
+        _refuse_slots("full_tensor", spec, grad_spec)
     local = to_local(whole, grad_placements)
     part: torch.Tensor = local.parts[0] if isinstance(local, PerRank) else local
     return part.clone()
@@ -89,7 +93,7 @@ def _refuse_slots(what: str, spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
     raise LayoutError(
         f"{what}: grad_placements {list(grad_spec.placements)} of local tensors of {spec}: a "
         "virtual mesh keeps one local tensor for all replicas, which has one gradient. Partial "
-        "gradients need Shard or Partial tensors there, and those of Partial ones are Partial."
+        "gradients need Shard or Partial tensors there."
     )
 
 
