@@ -186,7 +186,7 @@ def _gradient_of(
             raise LayoutError(
                 f"local_map: argument {place} is {value._spec}, and on axis {mesh.names[axis]} "
                 "some results are replicated and some are not, so its gradient is neither "
-                "Replicate nor Partial. Return the results of each kind from a function of their own, or say "
+                "Replicate nor Partial. Return each kind from a function of its own, or say "
                 "what it is with in_grad_placements."
             )
         found.append(Partial() if False in whole else Replicate())
