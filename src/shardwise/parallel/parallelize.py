@@ -57,6 +57,8 @@ def parallelize_module(
         _check_style(parallelize_plan, "")
         pairs = [(module, parallelize_plan)]
     for part, style in pairs:
+        style._check(part)
+    for part, style in pairs:
         style.src_data_rank = src_data_rank
         style._apply(part, where.mesh)
     return module

@@ -38,6 +38,9 @@ class ParallelStyle(ABC):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         """Put a module on a mesh, in place."""
 
+    def _check(self, module: nn.Module) -> None:
+        """Raise if this style cannot be for a module: called before any module is changed."""
+
 
 class ColwiseParallel(ParallelStyle):
     """An `nn.Linear` whose output features, or an `nn.Embedding` whose columns, are sharded.
@@ -75,14 +78,17 @@ class ColwiseParallel(ParallelStyle):
         self.output_layouts = _tuple(name, "output_layouts", output_layouts or self._OUTPUT)
         self.use_local_output = use_local_output
 
-    def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
-        kind = next((each for each in self._PLACES if isinstance(module, each)), None)
-        if kind is None:
+    def _check(self, module: nn.Module) -> None:
+        if not isinstance(module, tuple(self._PLACES)):
             raise NotImplementedError(
                 f"{type(self).__name__} is for nn.Linear and nn.Embedding, but got a "
                 f"{type(module).__name__}. For other modules shardwise.shard_module takes the "
                 "placements of any parameter."
             )
+
+    def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
+        self._check(module)
+        kind = next(each for each in self._PLACES if isinstance(module, each))
         given, wanted = self.input_layouts[0], self._INPUT[kind]
         output, local = self.output_layouts[0], self.use_local_output
         # The weight says how large the sharded dim of a local input is: nobody has to ask.
