@@ -165,9 +165,9 @@ def test_local_tensors_among_the_arguments() -> None:
 
 def test_arguments_without_required_placements() -> None:
     x, w = placed(virtual(2), ROWS, WHOLE)
-    with pytest.raises(LayoutError, match="argument 1 is .* expects placements.*None for it"):
+    with pytest.raises(LayoutError, match=r"argument 1 is .* expects placements.*None for it"):
         local_map(product, ROWS, (ROWS, None))(x, w)
-    with pytest.raises(LayoutError, match="in_placements has 1 entries.* 2 arguments"):
+    with pytest.raises(LayoutError, match=r"in_placements has 1 entries.* 2 arguments"):
         local_map(product, ROWS, (ROWS,))(x, w)
     with pytest.raises(LayoutError, match="in_grad_placements has 3 entries"):
         local_map(product, ROWS, None, (ROWS, ROWS, ROWS))(x, w)
@@ -294,7 +294,7 @@ def test_results_of_both_kinds() -> None:
     function = local_map(both, (ROWS, WHOLE))
     torch.testing.assert_close(function(x, w)[1].full_tensor(), 2 * W)  # nothing is differentiated
     with pytest.raises(
-        LayoutError, match="argument 1 is .* say what it is with in_grad_placements"
+        LayoutError, match=r"argument 1 is .* say what it is with in_grad_placements"
     ):
         function(x, w.requires_grad_())
 

@@ -219,7 +219,9 @@ def test_plans_of_another_type(plan: Any) -> None:
 
 def test_a_module_that_a_style_is_not_for() -> None:
     for style in (ColwiseParallel(), RowwiseParallel()):
-        with pytest.raises(NotImplementedError, match="nn.Linear and nn.Embedding, but got a LSTM"):
+        with pytest.raises(
+            NotImplementedError, match=r"nn.Linear and nn.Embedding, but got a LSTM"
+        ):
             parallelize_module(nn.LSTM(4, 4), virtual(2), style)
     model = MLP()
     with pytest.raises(NotImplementedError):

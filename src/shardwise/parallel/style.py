@@ -38,7 +38,7 @@ class ParallelStyle(ABC):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         """Put a module on a mesh, in place."""
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, module: nn.Module) -> None:  # noqa: B027  # styles need not have it
         """Raise if this style cannot be for a module: called before any module is changed."""
 
 
