@@ -275,7 +275,7 @@ def test_the_table_of_modules(tmp_path: Path) -> None:
     comm.log_comm_debug_tracing_table_to_file(str(text))
     assert text.read_text() == table + "\n"
     comm.generate_json_dump(str(data))
-    assert json.loads(data.read_text())[3] == {
+    assert json.loads(data.read_text())[2] == {
         "fqn": "MLP.net1",
         "depth": 2,
         "parameters": {"weight": "[S(0)]", "bias": "[S(0)]"},

@@ -60,6 +60,8 @@ class RunningModule:
         return next((chain for _, start, chain in self._spans[first:] if start <= number), ())
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the graph that is made has no modules
         for handle in self._handles[1:]:
             handle.remove()
         del self._handles[1:]
