@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import LayoutError, MeshError
-from ..layout.mesh import AnyMesh, topology
+from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from ..tensor.per_rank import PerRank
@@ -94,12 +94,13 @@ class ColwiseParallel(ParallelStyle):
         # The weight says how large the sharded dim of a local input is: nobody has to ask.
         size = module.in_features if isinstance(module, nn.Linear) else None
         _place(self, module, device_mesh, self._PLACES[kind])
+        mesh = topology(device_mesh)
 
         def before(value: Any) -> Any:
-            return _bring(self, "its input", device_mesh, value, given, wanted, size=size)
+            return _bring(self, "its input", mesh, value, given, wanted, size=size)
 
         def after(module: nn.Module, _: Any, value: Any) -> Any:
-            return _bring(self, "its output", device_mesh, value, output, output, local=local)
+            return _bring(self, "its output", mesh, value, output, output, local=local)
 
         _change_first_input(module, before)
         module.register_forward_hook(after)
@@ -148,12 +149,13 @@ class SequenceParallel(ParallelStyle):
         (place,) = self.sequence_sharding
         local = self.use_local_output
         _place(self, module, device_mesh, {})
+        mesh = topology(device_mesh)
 
         def before(value: Any) -> Any:
-            return _bring(self, "its input", device_mesh, value, place, place)
+            return _bring(self, "its input", mesh, value, place, place)
 
         def after(module: nn.Module, _: Any, value: Any) -> Any:
-            return _bring(self, "its output", device_mesh, value, place, place, local=local)
+            return _bring(self, "its output", mesh, value, place, place, local=local)
 
         _change_first_input(module, before)
         module.register_forward_hook(after)
@@ -188,7 +190,7 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self._name = name = type(self).__name__
+        name = type(self).__name__
         self.input_layouts, self.desired_input_layouts = _pair(
             name, "input_layouts", input_layouts, desired_input_layouts
         )
@@ -203,23 +205,23 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
-        local = self.use_local_output
+        local, mesh = self.use_local_output, topology(device_mesh)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.input_layouts is not None:
-                args = self._prepared(args, device_mesh)
+                args = self._prepared(args, mesh)
             named = {}
             for name, value in kwargs.items():
                 given = self.input_kwarg_layouts.get(name)
                 wanted = self.desired_input_kwarg_layouts.get(name)
                 what = f"its input {name}"
-                named[name] = _bring(self, what, device_mesh, value, given, wanted, local=local)
+                named[name] = _bring(self, what, mesh, value, given, wanted, local=local)
             return args, named
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
 
-    def _prepared(self, args: tuple[Any, ...], mesh: AnyMesh) -> tuple[Any, ...]:
+    def _prepared(self, args: tuple[Any, ...], mesh: Topology) -> tuple[Any, ...]:
         assert self.input_layouts is not None and self.desired_input_layouts is not None
         return _bring_all(
             self,
@@ -265,12 +267,14 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
+        mesh = topology(device_mesh)
+
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             many = isinstance(output, tuple)
             made = _bring_all(
                 self,
                 "output",
-                device_mesh,
+                mesh,
                 output if many else (output,),
                 self.output_layouts,
                 self.desired_output_layouts,
@@ -336,13 +340,13 @@ def _place(
 ) -> None:
     """Convert the parameters and buffers of a module; those without a placement are replicated."""
     name = type(style).__name__
-    for key, tensor in module.named_parameters():
-        wanted = (places.get(key, Replicate()),)
-        if not isinstance(tensor, DTensor):
+    for key, wanted in places.items():
+        made: Any = module._parameters.get(key)
+        if not isinstance(made, DTensor):
             continue
-        if topology(tensor.device_mesh) is not topology(mesh) or tensor.placements != wanted:
+        if made._spec.topology is not topology(mesh) or made.placements != (wanted,):
             raise LayoutError(
-                f"{name}: {key} is {tensor._spec} already, and this style wants {list(wanted)} on "
+                f"{name}: {key} is {made._spec} already, and this style wants [{wanted}] on "
                 f"{topology(mesh)}. Give a module, and modules that share a parameter, styles that "
                 "agree."
             )
@@ -360,7 +364,7 @@ def _place(
 def _bring(
     style: ParallelStyle,
     what: str,
-    mesh: AnyMesh,
+    mesh: Topology,
     value: Any,
     given: Placement | None,
     wanted: Placement | None,
@@ -383,9 +387,9 @@ def _bring(
             f"{name}: {what} is a {type(value).__name__}, and only a tensor can be {given}. Give "
             "None as the layout of a value that is no tensor."
         )
-    if topology(value.device_mesh) is not topology(mesh):
+    if value._spec.topology is not mesh:
         raise MeshError(
-            f"{name}: {what} is {value._spec}, but the module is on mesh {topology(mesh)}. Give "
+            f"{name}: {what} is {value._spec}, but the module is on mesh {mesh}. Give "
             "it on that mesh: value.redistribute(mesh, placements)."
         )
     if wanted is not None and value.placements != (_in_front(wanted, value.ndim),):
@@ -394,23 +398,24 @@ def _bring(
 
 
 def _from_local(
-    what: str, mesh: AnyMesh, value: Any, given: Placement, size: int | None
+    what: str, mesh: Topology, value: Any, given: Placement, size: int | None
 ) -> DTensor:
     shape = None
     if isinstance(value, torch.Tensor) and size is not None and _is_last(given, value.ndim):
         shape = (*value.shape[:-1], size)
+    where: Any = mesh
     try:
-        return DTensor.from_local(value, mesh, [given], shape=shape)
+        return DTensor.from_local(value, where, [given], shape=shape)
     except LayoutError as error:
         raise LayoutError(
-            f"{what} is a local tensor, taken to be {given} on {topology(mesh)}. {error}"
+            f"{what} is a local tensor, taken to be {given} on {mesh}. {error}"
         ) from error
 
 
 def _bring_all(
     style: ParallelStyle,
     what: str,
-    mesh: AnyMesh,
+    mesh: Topology,
     values: tuple[Any, ...],
     given: Sequence[Placement | None],
     wanted: Sequence[Placement | None],

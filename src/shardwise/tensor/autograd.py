@@ -198,8 +198,8 @@ class FromLocal(torch.autograd.Function):
                     f"the gradient of local tensors that make up a {place!r} is not defined. "
                     "Reduce with redistribute before going on."
                 )
-        parts = [whole[back.slot(coord)] / scale for coord in spec.slots]
-        return None, None, *parts
+        parts = [whole[back.slot(coord)] for coord in spec.slots]
+        return None, None, *(parts if scale == 1 else [part / scale for part in parts])
 
 
 class Replaced(torch.autograd.Function):
