@@ -211,7 +211,7 @@ def test_an_axis_of_a_larger_mesh() -> None:
     train(plain, parallelize_module(deepcopy(plain), mesh["tp"], PLANS["pair"]), inputs(8, 10))
 
 
-@pytest.mark.parametrize("plan", ["net1", {"net1": "colwise"}, [ColwiseParallel()]], ids=str)
+@pytest.mark.parametrize("plan", ["net1", {"net1": "colwise"}, [ColwiseParallel()]])
 def test_plans_of_another_type(plan: Any) -> None:
     with pytest.raises(TypeError, match="ParallelStyle"):
         parallelize_module(MLP(), virtual(2), plan)
@@ -250,6 +250,9 @@ def test_a_style_of_the_users() -> None:
     train(plain, ours, inputs(8, 10))
     with pytest.raises(TypeError, match="abstract"):
         ParallelStyle()  # type: ignore[abstract]
+    assert repr(ColwiseParallel(output_layouts=R)) == (
+        "ColwiseParallel(input_layouts=(R,), output_layouts=(R,), use_local_output=True)"
+    )
 
 
 # --- columns and rows -----------------------------------------------------------------------------

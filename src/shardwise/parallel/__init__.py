@@ -1,9 +1,12 @@
 """Whole modules on a mesh."""
 
+from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .local_map import local_map
 from .loss import loss_parallel
 from .module import distribute_module
 from .parallelize import parallelize_module
+from .plan import Plan, make_plan
+from .shard import shard_module
 from .style import (
     ColwiseParallel,
     ParallelStyle,
@@ -16,14 +19,20 @@ from .style import (
 
 __all__ = [
     "ColwiseParallel",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
     "ParallelStyle",
+    "Plan",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
     "distribute_module",
+    "fully_shard",
     "local_map",
     "loss_parallel",
+    "make_plan",
     "parallelize_module",
+    "shard_module",
 ]

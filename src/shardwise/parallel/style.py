@@ -41,6 +41,10 @@ class ParallelStyle(ABC):
     def _check(self, module: nn.Module) -> None:  # noqa: B027  # styles need not have it
         """Raise if this style cannot be for a module: called before any module is changed."""
 
+    def __repr__(self) -> str:
+        given = {name: value for name, value in vars(self).items() if name != "src_data_rank"}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+
 
 class ColwiseParallel(ParallelStyle):
     """An `nn.Linear` whose output features, or an `nn.Embedding` whose columns, are sharded.
@@ -177,8 +181,9 @@ class PrepareModuleInput(ParallelStyle):
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
     >>> style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     >>> module = parallelize_module(torch.nn.Identity(), mesh, style)
-    >>> module(torch.ones(3, 4))
-    DTensor(float32[6, 4] [R] on (2), local=[[6, 4]])
+    >>> out = module(torch.ones(3, 4))  # each rank has three rows
+    >>> out.shape, out.placements
+    (torch.Size([6, 4]), (R,))
     """
 
     def __init__(
