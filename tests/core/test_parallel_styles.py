@@ -359,6 +359,8 @@ def test_the_input_by_name_and_as_a_dtensor() -> None:
     mesh, plain, x = virtual(2), nn.Linear(10, 6), inputs(4, 10)
     ours = parallelize_module(deepcopy(plain), mesh, ColwiseParallel(output_layouts=R))
     torch.testing.assert_close(ours(input=x), plain(x))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'input'"):
+        ours()
     for places in ([Shard(0)], [Shard(1)], [R], [Partial()]):
         torch.testing.assert_close(ours(distribute_tensor(x, mesh, places)), plain(x))
     other = distribute_tensor(x, virtual(3), [R])

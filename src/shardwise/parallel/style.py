@@ -8,7 +8,7 @@ and changes layouts before and after `forward`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,22 +93,11 @@ class ColwiseParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         self._check(module)
         kind = next(each for each in self._PLACES if isinstance(module, each))
-        given, wanted = self.input_layouts[0], self._INPUT[kind]
-        output, local = self.output_layouts[0], self.use_local_output
+        _place(self, module, device_mesh, self._PLACES[kind])
+        layouts = self.input_layouts[0], self._INPUT[kind], self.output_layouts[0]
         # The weight says how large the sharded dim of a local input is: nobody has to ask.
         size = module.in_features if isinstance(module, nn.Linear) else None
-        _place(self, module, device_mesh, self._PLACES[kind])
-        mesh = topology(device_mesh)
-
-        def before(value: Any) -> Any:
-            return _bring(self, "its input", mesh, value, given, wanted, size=size)
-
-        def after(module: nn.Module, _: Any, value: Any) -> Any:
-            return _bring(self, "its output", mesh, value, output, output, local=local)
-
-        _change_first_input(module, before)
-        module.register_forward_hook(after)
-        return module
+        return _surround(self, module, device_mesh, *layouts, self.use_local_output, size)
 
 
 class RowwiseParallel(ColwiseParallel):
@@ -151,19 +140,8 @@ class SequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         (place,) = self.sequence_sharding
-        local = self.use_local_output
         _place(self, module, device_mesh, {})
-        mesh = topology(device_mesh)
-
-        def before(value: Any) -> Any:
-            return _bring(self, "its input", mesh, value, place, place)
-
-        def after(module: nn.Module, _: Any, value: Any) -> Any:
-            return _bring(self, "its output", mesh, value, place, place, local=local)
-
-        _change_first_input(module, before)
-        module.register_forward_hook(after)
-        return module
+        return _surround(self, module, device_mesh, place, place, place, self.use_local_output)
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -214,7 +192,8 @@ class PrepareModuleInput(ParallelStyle):
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.input_layouts is not None:
-                args = self._prepared(args, mesh)
+                layouts = self.input_layouts, self.desired_input_layouts
+                args = _bring_all(self, "input", mesh, args, *layouts, local)
             named = {}
             for name, value in kwargs.items():
                 given = self.input_kwarg_layouts.get(name)
@@ -225,18 +204,6 @@ class PrepareModuleInput(ParallelStyle):
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
-
-    def _prepared(self, args: tuple[Any, ...], mesh: Topology) -> tuple[Any, ...]:
-        assert self.input_layouts is not None and self.desired_input_layouts is not None
-        return _bring_all(
-            self,
-            "input",
-            mesh,
-            args,
-            self.input_layouts,
-            self.desired_input_layouts,
-            self.use_local_output,
-        )
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -276,15 +243,9 @@ class PrepareModuleOutput(ParallelStyle):
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             many = isinstance(output, tuple)
-            made = _bring_all(
-                self,
-                "output",
-                mesh,
-                output if many else (output,),
-                self.output_layouts,
-                self.desired_output_layouts,
-                self.use_local_output,
-            )
+            values = output if many else (output,)
+            layouts = self.output_layouts, self.desired_output_layouts
+            made = _bring_all(self, "output", mesh, values, *layouts, self.use_local_output)
             return made if many else made[0]
 
         module.register_forward_hook(after)
@@ -364,6 +325,37 @@ def _place(
     )
     for part in converted:
         part.register_load_state_dict_pre_hook(keep_layouts)
+
+
+def _surround(
+    style: ParallelStyle,
+    module: nn.Module,
+    device_mesh: AnyMesh,
+    given: Placement | None,
+    wanted: Placement | None,
+    output: Placement | None,
+    local: bool,
+    size: int | None = None,
+) -> nn.Module:
+    """Change the layouts of the first input of a module, by position or by name, and of its
+    output."""
+    mesh = topology(device_mesh)
+
+    def first(value: Any) -> Any:
+        return _bring(style, "its input", mesh, value, given, wanted, size=size)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (first(args[0]), *args[1:]), kwargs
+        named = {name: first(value) for name, value in [*kwargs.items()][:1]}
+        return args, kwargs | named
+
+    def after(_: nn.Module, __: Any, value: Any) -> Any:
+        return _bring(style, "its output", mesh, value, output, output, local=local)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+    return module
 
 
 def _bring(
@@ -454,20 +446,6 @@ def _in_front(place: Placement, ndim: int) -> Placement:
     if isinstance(place, Shard) and place.dim < 0:
         return Shard(place.dim + ndim, split=place.split)
     return place
-
-
-def _change_first_input(module: nn.Module, change: Callable[[Any], Any]) -> None:
-    """Let `change` have the first input of a module, by position or by name."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, {
-            name: change(value) if place == 0 else value
-            for place, (name, value) in enumerate(kwargs.items())
-        }
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _tuple(name: str, what: str, layouts: Any) -> tuple[Placement | None, ...]:
