@@ -14,8 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+pytree = torch.utils._pytree
+"""Values in lists, tuples and dicts one by one, also in classes that users have registered."""
 
 OpOverload = torch._ops.OpOverload
 """The class of operators that `__torch_dispatch__` gets."""

@@ -8,8 +8,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..errors import LayoutError, MeshError
 from ..layout.geometry import all_coords
 from ..layout.mesh import AnyMesh, Topology, topology
