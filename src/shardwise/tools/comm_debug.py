@@ -68,18 +68,17 @@ class CommDebugMode:
 
     def __enter__(self) -> Self:
         self.__init__()  # type: ignore[misc]
-        listen(self)
+        listen(self._on_collective)
         self._modules.watch()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._modules.unwatch()
-        unlisten(self)
+        unlisten(self._on_collective)
 
-    def on_collective(
+    def _on_collective(
         self, kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int
     ) -> None:
-        """Called for every collective while this is entered."""
         if kind == "check":
             self.checks += 1
             return
