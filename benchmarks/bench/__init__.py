@@ -1,1 +1,1 @@
-"""Times beside PyTorch's own DTensor and plain tensors: `make bench`, or `python -m benchmarks.bench`."""
+"""Times beside PyTorch's own DTensor and plain tensors: `make bench`."""

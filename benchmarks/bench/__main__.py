@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 
 import torch
-from benchmarks.bench import steps
+from benchmarks.bench import first_calls, memory, operators, steps, virtual
 from benchmarks.bench.page import table
-from benchmarks.bench.sides import fake_world
 from benchmarks.bench.timing import Job, Row, Settings
 from tqdm import tqdm
 
-GROUPS = {"step": steps.jobs}
+GROUPS = {
+    "step": steps.jobs,
+    "list": operators.list_jobs,
+    "optimizer": operators.optimizer_jobs,
+    "operator": operators.operator_jobs,
+    "cold": first_calls.cold_jobs,
+    "shape": first_calls.shape_jobs,
+    "virtual": virtual.jobs,
+    "memory": memory.jobs,
+}
 
 
 def run(groups: list[str], settings: Settings) -> list[Row]:
@@ -21,8 +29,7 @@ def run(groups: list[str], settings: Settings) -> list[Row]:
     with tqdm(chosen, unit="case") as bar:
         for name, job in bar:
             bar.set_description(name)
-            with fake_world():
-                rows += job(settings)
+            rows += job(settings)
     return rows
 
 

@@ -8,15 +8,16 @@ from benchmarks.bench.timing import Row
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is slower than PyTorch's comes first; what PyTorch does not have comes last."""
+    """What is slower than PyTorch's comes first; what has no ratio comes last."""
     lines = [
-        "| | Shardwise | `torch.distributed.tensor` | plain | ratio |",
-        "|---|---:|---:|---:|---:|",
+        "| | | Shardwise | `torch.distributed.tensor` | plain | ratio |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for row in ordered(rows):
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        cells = [shown(value, row.unit) for value in (row.ours, row.torch, row.plain)]
-        lines.append(f"| {row.name} | " + " | ".join(cells) + f" | {ratio} |")
+        theirs = row.note or shown(row.torch, row.unit)
+        cells = [row.group, row.name, shown(row.ours, row.unit), theirs, shown(row.plain, row.unit)]
+        lines.append(f"| {' | '.join(cells)} | {ratio} |")
     return "\n".join(lines)
 
 
@@ -25,8 +26,10 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def shown(value: float | None, unit: str) -> str:
+    """A number with as many digits as tell something."""
     if value is None:
-        return "-"
+        return ""
     if unit == "us" and value >= 1e4:
         value, unit = value / 1e3, "ms"
-    return f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+    digits = 1 if abs(value) < 100 and value != int(value) else 0
+    return f"{value:,.{digits}f} {unit}".strip()

@@ -15,7 +15,7 @@ LAYERS, WIDTH, HEADS, LENGTH = 8, 64, 16, 16
 
 
 def mlp(side: Side) -> Callable[[], Any]:
-    """Eight linear layers with data parallelism: the batch is sharded, parameters are replicated."""
+    """Eight linear layers with data parallelism: a sharded batch, replicated parameters."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = side.module(nn.Sequential(*[m for layer in layers for m in (layer, nn.ReLU())]), {})
     x, target = side.put(torch.randn(32, WIDTH), 0), side.put(torch.randn(32, WIDTH), 0)
@@ -88,6 +88,6 @@ def training(side: Side, model: nn.Module, loss_of: Callable[[], Any]) -> Callab
 
 def jobs() -> dict[str, Job]:
     return {
-        "MLP step": timed("step", "MLP", mlp),
-        "GPT block step": timed("step", "GPT block", gpt_block),
+        "MLP step": timed("step", "MLP", mlp, seconds=8),
+        "GPT block step": timed("step", "GPT block", gpt_block, seconds=8),
     }

@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from benchmarks.bench.sides import Make, Side, check, timed_sides
+import torch
+
+from benchmarks.bench.sides import WORLD, Make, Side, check, fake_world, timed_sides
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one case costs each library, in one unit; None where a library has no such thing."""
+    """What one case costs each library; None where it was not measured.
+
+    `note` says why PyTorch's time is missing. Rows that are not `rated` have no ratio.
+    """
 
     group: str
     name: str
@@ -23,11 +28,13 @@ class Row:
     ours: float
     torch: float | None = None
     plain: float | None = None
+    note: str = ""
+    rated: bool = True
 
     @property
     def ratio(self) -> float | None:
-        """Ours beside PyTorch's; below 1 is cheaper."""
-        return self.ours / self.torch if self.torch else None
+        """Ours beside PyTorch's: below 1 is cheaper."""
+        return self.ours / self.torch if self.rated and self.torch else None
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,11 @@ class Settings:
 
     quick: bool = False
 
-    @property
-    def seconds(self) -> float:
-        """For each case, all libraries together."""
-        return 0.4 if self.quick else 3.0
-
     def pick(self, quick: int, full: int) -> int:
         return quick if self.quick else full
+
+    def seconds(self, full: float) -> float:
+        return full / 10 if self.quick else full
 
 
 Job = Callable[[Settings], list[Row]]
@@ -61,19 +66,19 @@ def parts(step: Callable[[], Any]) -> dict[str, float]:
     taken: dict[str, float] = {}
     begin = start = time.perf_counter()
     for name in step():
-        now = time.perf_counter()
-        taken[name] = (now - start) * 1e6
+        taken[name] = (time.perf_counter() - start) * 1e6
         start = time.perf_counter()
     taken["whole"] = (time.perf_counter() - begin) * 1e6
     return taken
 
 
 def interleaved(
-    calls: Sequence[Callable[[], Any]], seconds: float, number: int = 1
+    calls: Sequence[Callable[[], Any]], seconds: float, number: int = 1, turns: int = 5
 ) -> list[dict[str, float]]:
     """The least time of each call, taken in turns: other work on the machine is left out.
 
-    Each turn makes `number` calls. A generator is a step in parts, and each part has its minimum.
+    Each turn makes `number` calls, and there are at least `turns`. A generator is a step in parts,
+    and each part has a minimum of its own.
     """
     best: list[dict[str, float]] = [{} for _ in calls]
     in_parts = inspect.isgeneratorfunction(calls[0])
@@ -83,43 +88,49 @@ def interleaved(
     gc.collect()
     gc.disable()
     end = time.perf_counter() + seconds
-    turns = 0
-    while turns < 5 or time.perf_counter() < end:
+    done = 0
+    while done < turns or time.perf_counter() < end:
         for call, least in zip(calls, best, strict=True):
             taken = parts(call) if in_parts else {"": once(call, number)}
             for name, value in taken.items():
                 least[name] = min(least.get(name, inf), value)
-        turns += 1
+        done += 1
     gc.enable()
     return best
+
+
+def built(make: Make, side: Side) -> Callable[[], Any]:
+    """The call of a case, from the same random numbers on each library."""
+    torch.manual_seed(0)
+    return make(side)
 
 
 def timed(
     group: str,
     name: str,
     make: Make,
-    shape: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] = (WORLD,),
     number: int = 1,
+    seconds: float = 2.0,
 ) -> Job:
     """A job that compares the values of a case and then times it on the three libraries."""
 
     def job(settings: Settings) -> list[Row]:
-        sides = timed_sides(shape) if shape else timed_sides()
-        check(make, tuple(sides[-1].mesh.shape))
-        calls = [made(make, side) for side in sides]
-        plain, theirs, ours = interleaved(calls, settings.seconds, number)
-        return [
-            Row(group, f"{name}: {part}" if part else name, "us", *values)
-            for part, values in (
-                (part, (ours[part], theirs[part], plain[part])) for part in ours
-            )
-        ]  # fmt: skip
+        with fake_world():
+            error = check(make, shape)
+            sides = [each for each in timed_sides(shape) if not (error and each.name == "torch")]
+            calls = [built(make, side) for side in sides]
+            best = interleaved(calls, settings.seconds(seconds), number)
+        return rows_of(group, name, dict(zip((s.name for s in sides), best, strict=True)), error)
 
     return job
 
 
-def made(make: Make, side: Side) -> Callable[[], Any]:
-    import torch
-
-    torch.manual_seed(0)
-    return make(side)
+def rows_of(group: str, name: str, best: dict[str, dict[str, float]], error: str = "") -> list[Row]:
+    """A row for each part of a case; `best` has the times by library."""
+    theirs, plain = best.get("torch", {}), best.get("plain", {})
+    return [
+        Row(group, f"{name}: {part}" if part else name, "us", value, theirs.get(part),
+            plain.get(part), error)
+        for part, value in best["ours"].items()
+    ]  # fmt: skip

@@ -1,0 +1,110 @@
+"""First calls: new layouts on meshes of 1 to 4 axes, and new batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.bench.sides import Side, check, fake_world, timed_sides
+from benchmarks.bench.timing import Job, Row, Settings, built, interleaved, once, rows_of
+
+MESHES = [(16,), (4, 4), (4, 2, 2), (2, 2, 2, 2)]
+
+
+def cold_call(side: Side, name: str, size: int) -> Callable[[], Any]:
+    x, y = side.put(torch.randn(size, size), 0), side.put(torch.randn(size, size))
+    calls: dict[str, Callable[[], Any]] = {
+        "add": lambda: x + x,
+        "mm": lambda: x @ y,
+        "cat": lambda: torch.cat([x, x], 1),
+        "redistribute": lambda: side.redistribute(x, *[1] * len(side.mesh.shape if side.mesh else ())),
+    }  # fmt: skip
+    return calls[name]
+
+
+def cold(settings: Settings, name: str, shape: tuple[int, ...]) -> list[Row]:
+    """The best of some sizes, each met once."""
+    with fake_world():
+        check(partial(cold_call, name=name, size=48), shape)
+        sides = timed_sides(shape)
+        least = {side.name: float("inf") for side in sides}
+        for turn in range(settings.pick(2, 5)):
+            for side in sides:
+                call = cold_call(side, name, 64 + 16 * turn)
+                least[side.name] = min(least[side.name], once(call))
+    axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
+    best = {side: {"": value} for side, value in least.items()}
+    return rows_of("cold", f"first {name}, {axes}", best)
+
+
+def cold_jobs() -> dict[str, Job]:
+    return {
+        f"first {name}, {len(shape)} axes": partial(cold, name=name, shape=shape)
+        for name in ("add", "mm", "cat", "redistribute")
+        for shape in MESHES
+    }
+
+
+class Block:
+    """Six operators; weights are sharded on the last axis of a mesh that has several."""
+
+    def __init__(self, side: Side, axes: int) -> None:
+        self.side = side
+        before = [None] * (axes - 1)
+        column, row = ((*before, 0), (*before, 1)) if axes > 1 else ((), ())
+        self.up, self.down = (
+            side.put(torch.randn(64, 32), *column), side.put(torch.randn(32, 64), *row)
+        )  # fmt: skip
+        self.bias = side.put(torch.randn(32))
+
+    def batch(self, size: int) -> Any:
+        return self.side.put(torch.randn(size, 32), 0)
+
+    def __call__(self, x: Any) -> Any:
+        hidden = F.gelu(F.linear(F.layer_norm(x, (32,), self.bias, self.bias), self.up))
+        return torch.relu(F.linear(hidden, self.down) + x)
+
+
+def _block_call(side: Side, axes: int) -> Callable[[], Any]:
+    block = Block(side, axes)
+    x = block.batch(32)
+    return lambda: block(x)
+
+
+def new_shapes(settings: Settings, shape: tuple[int, ...]) -> list[Row]:
+    """The block warm, and with a batch size that was never met."""
+    axes = len(shape)
+    with fake_world():
+        check(partial(_block_call, axes=axes), shape)
+        sides = timed_sides(shape)
+        calls = [built(partial(_block_call, axes=axes), side) for side in sides]
+        warm = interleaved(calls, settings.seconds(2.0))
+        blocks = [Block(side, axes) for side in sides]
+        least = [float("inf")] * len(sides)
+        sizes = count(4)
+        for _ in range(settings.pick(8, 40)):
+            size = 16 * next(sizes)
+            for at, block in enumerate(blocks):
+                x = block.batch(size)
+                least[at] = min(least[at], once(lambda block=block, x=x: block(x)))
+    name = f"6 operators, {axes} axes" if axes > 1 else "6 operators, 1 axis"
+    names = [side.name for side in sides]
+    best = {each: {"": value} for each, value in zip(names, least, strict=True)}
+    plain, theirs, ours = (new / old[""] for new, old in zip(least, warm, strict=True))
+    return [
+        *rows_of("new shape", f"{name}, warm", dict(zip(names, warm, strict=True))),
+        *rows_of("new shape", f"{name}, new batch size", best),
+        Row("new shape", f"{name}, new batch size / warm", "x", ours, theirs, plain, rated=False),
+    ]
+
+
+def shape_jobs() -> dict[str, Job]:
+    return {
+        f"new batch size, {len(shape)} axes": partial(new_shapes, shape=shape)
+        for shape in MESHES[:3]
+    }
