@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NEWEST := .venv-newest
 
-.PHONY: test test-newest demo lint verify redistribute programs bench clean
+.PHONY: test test-newest demo lint verify redistribute programs bench bench-newest clean
 
 test: lint
 	$(BIN)/python -m pytest -m ''
@@ -38,11 +38,12 @@ redistribute: $(READY)
 programs: $(READY)
 	$(BIN)/python benchmarks/programs.py
 
+# Times beside PyTorch's DTensor; make bench ARGS=--quick, or ARGS='--only step list'.
 bench: $(READY)
-	$(BIN)/python benchmarks/dispatch.py
-	$(BIN)/python benchmarks/random_numbers.py
-	$(BIN)/python benchmarks/redistribute.py
-	$(BIN)/python benchmarks/redistribute.py --time
+	$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m benchmarks.bench --page benchmarks/results-newest.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

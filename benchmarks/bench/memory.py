@@ -1,4 +1,4 @@
-"""Memory of a tensor, and what is left behind by many steps; each library in a process of its own."""
+"""Memory of a tensor, and what many steps leave behind; each library in its own process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
 from benchmarks.bench.sides import Side, fake_world, timed_sides
 from benchmarks.bench.timing import Job, Row, Settings
+from torch import nn
 
 TENSORS = 20_000
 
@@ -90,5 +89,5 @@ def measured(settings: Settings) -> list[Row]:
     ]
 
 
-def jobs() -> dict[str, Job]:
+def jobs(settings: Settings) -> dict[str, Job]:
     return {"memory": measured}

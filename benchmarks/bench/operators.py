@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.bench.sides import Side
+from benchmarks.bench.timing import Job, Settings, timed
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-
-from benchmarks.bench.sides import Side
-from benchmarks.bench.timing import Job, timed
 
 Call = Callable[[], Any]
 
@@ -56,7 +55,7 @@ def operators(side: Side) -> dict[str, Call]:
     }
 
 
-def operator_jobs() -> dict[str, Job]:
+def operator_jobs(settings: Settings) -> dict[str, Job]:
     return {
         name: timed("operator", name, lambda side, name=name: operators(side)[name], number=20)
         for name in operators(Side("plain"))
@@ -102,21 +101,21 @@ KINDS = {"AdamW": torch.optim.AdamW, "SGD": partial(torch.optim.SGD, momentum=0.
 WAYS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-def list_jobs() -> dict[str, Job]:
+def list_jobs(settings: Settings) -> dict[str, Job]:
     found = {
         name: timed("list", f"{name} of 50", lambda side, name=name: lists(side)[name])
         for name in lists(Side("plain"))
     }
-    for count in (80, 200):
+    for count in (80,) if settings.quick else (80, 200):
         make = partial(clipping, count=count)
         name = f"clip_grad_norm_ of {count}"
         found[name] = timed("list", name, make)
     return found
 
 
-def optimizer_jobs() -> dict[str, Job]:
+def optimizer_jobs(settings: Settings) -> dict[str, Job]:
     found = {}
-    for count in (80, 200):
+    for count in (80,) if settings.quick else (80, 200):
         for kind, optimizer in KINDS.items():
             for way, given in WAYS.items():
                 name = f"{kind} {way} of {count} parameters"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.bench.sides import Side
-from benchmarks.bench.timing import Job, timed
+from benchmarks.bench.sides import Side, finish
+from benchmarks.bench.timing import Job, Settings, timed
 from torch import Tensor, nn
 
 LAYERS, WIDTH, HEADS, LENGTH = 8, 64, 16, 16
@@ -18,7 +18,7 @@ def mlp(side: Side) -> Callable[[], Any]:
     """Eight linear layers with data parallelism: a sharded batch, replicated parameters."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = side.module(nn.Sequential(*[m for layer in layers for m in (layer, nn.ReLU())]), {})
-    x, target = side.put(torch.randn(32, WIDTH), 0), side.put(torch.randn(32, WIDTH), 0)
+    x, target = side.put(torch.randn(64, WIDTH), 0), side.put(torch.randn(64, WIDTH), 0)
     return training(side, model, lambda: (model(x) - target).square().mean())
 
 
@@ -83,10 +83,14 @@ def training(side: Side, model: nn.Module, loss_of: Callable[[], Any]) -> Callab
         optimizer.zero_grad()
         return loss.detach(), gradients, parameters
 
+    _, gradients, _ = finish(step())
+    if side.lib is not None:
+        for gradient, leaf in zip(gradients, parameters, strict=True):
+            assert gradient.placements == leaf.placements, (gradient.placements, leaf.placements)
     return step
 
 
-def jobs() -> dict[str, Job]:
+def jobs(settings: Settings) -> dict[str, Job]:
     return {
         "MLP step": timed("step", "MLP", mlp, seconds=8),
         "GPT block step": timed("step", "GPT block", gpt_block, seconds=8),

@@ -11,7 +11,6 @@ from math import inf
 from typing import Any
 
 import torch
-
 from benchmarks.bench.sides import WORLD, Make, Side, check, fake_world, timed_sides
 
 
@@ -73,17 +72,21 @@ def parts(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def interleaved(
-    calls: Sequence[Callable[[], Any]], seconds: float, number: int = 1, turns: int = 5
+    calls: Sequence[Callable[[], Any]],
+    seconds: float,
+    number: int = 1,
+    turns: int = 10,
+    warm: int = 3,
 ) -> list[dict[str, float]]:
     """The least time of each call, taken in turns: other work on the machine is left out.
 
-    Each turn makes `number` calls, and there are at least `turns`. A generator is a step in parts,
-    and each part has a minimum of its own.
+    Each turn makes `number` calls; there are at least `turns`, after `warm` that do not count. A
+    generator is a step in parts, and each part has a minimum of its own.
     """
     best: list[dict[str, float]] = [{} for _ in calls]
     in_parts = inspect.isgeneratorfunction(calls[0])
     for call in calls:
-        for _ in range(3):
+        for _ in range(warm):
             parts(call) if in_parts else once(call, number)
     gc.collect()
     gc.disable()
@@ -112,13 +115,15 @@ def timed(
     shape: tuple[int, ...] = (WORLD,),
     number: int = 1,
     seconds: float = 2.0,
+    plain: bool = True,
 ) -> Job:
     """A job that compares the values of a case and then times it on the three libraries."""
 
     def job(settings: Settings) -> list[Row]:
+        error = check(make, len(shape))
+        left_out = {"torch": bool(error), "plain": not plain}
         with fake_world():
-            error = check(make, shape)
-            sides = [each for each in timed_sides(shape) if not (error and each.name == "torch")]
+            sides = [each for each in timed_sides(shape) if not left_out.get(each.name)]
             calls = [built(make, side) for side in sides]
             best = interleaved(calls, settings.seconds(seconds), number)
         return rows_of(group, name, dict(zip((s.name for s in sides), best, strict=True)), error)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed.tensor as theirs
-from torch.distributed._local_tensor import LocalTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-
 from benchmarks.bench import steps
 from benchmarks.bench.sides import Side, fake_world, virtual_side
 from benchmarks.bench.timing import Job, Row, Settings, built, interleaved, rows_of
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 
 def moved(side: Side) -> Callable[[], Any]:
@@ -33,22 +32,25 @@ def measured(settings: Settings, name: str, ranks: int) -> list[Row]:
     make = CASES[name]
     with fake_world(ranks):
         with LocalTensorMode(ranks):
-            side = Side("torch", theirs, init_device_mesh("cpu", (ranks,)))
-            call = built(make, side)
+            call = built(make, Side("torch", theirs, init_device_mesh("cpu", (ranks,))))
 
         def under_mode() -> Any:
             with LocalTensorMode(ranks):
                 return call()
 
-        calls = [built(make, Side("plain")), under_mode, built(make, virtual_side((ranks,)))]
-        best = interleaved(calls, settings.seconds(3.0), turns=3)
-    by_name = dict(zip(("plain", "torch", "ours"), best, strict=True))
-    return rows_of("virtual", f"{name}, {ranks} ranks in one process", by_name)
+        calls = {"ours": built(make, virtual_side((ranks,))), "torch": under_mode}
+        if make is not moved:
+            calls["plain"] = built(make, Side("plain"))
+        turns = settings.pick(1, 5)
+        best = interleaved(list(calls.values()), settings.seconds(3.0), turns=turns, warm=1)
+    return rows_of(
+        "virtual", f"{name}, {ranks} ranks in one process", dict(zip(calls, best, strict=True))
+    )
 
 
-def jobs() -> dict[str, Job]:
+def jobs(settings: Settings) -> dict[str, Job]:
     return {
         f"{name}, {ranks} virtual ranks": partial(measured, name=name, ranks=ranks)
         for name in CASES
-        for ranks in (8, 64)
+        for ranks in (8, 64)[: settings.pick(1, 2)]
     }
