@@ -20,6 +20,7 @@ from torch.distributed.tensor._redistribute import (
 )
 
 import shardwise as sw
+from shardwise.layout.geometry import all_coords, box_numel, intersect
 
 KINDS = "R", "S0", "S1", "P"
 PAIRS = [
@@ -61,6 +62,15 @@ def received_by_ours(mesh: Any, src: Sequence[str], dst: Sequence[str]) -> int:
     return sw.explain_redistribute(*specs).received
 
 
+def least(mesh: Any, src: Sequence[str], dst: Sequence[str]) -> int:
+    """Bytes that some rank must receive, because it does not hold them; no Partial is involved."""
+    meta = sw.TensorMeta(SIZE, (SIZE[1], 1), torch.float32)
+    have, want = (sw.DTensorSpec(mesh, placements(sw, layout), meta) for layout in (src, dst))
+    boxes = [(have.box(coord), want.box(coord)) for coord in all_coords(tuple(mesh.shape))]
+    missing = (box_numel(b) - box_numel(intersect(a, b)) for a, b in boxes)
+    return max(missing) * torch.float32.itemsize
+
+
 def received_by_theirs(mesh: Any, src: Sequence[str], dst: Sequence[str]) -> int | None:
     """Bytes that a rank receives in PyTorch's plan; None if it refuses the pair."""
     meta = TensorMeta(torch.Size(SIZE), (SIZE[1], 1), torch.float32)
@@ -93,11 +103,15 @@ def all_pairs(settings: Settings, shape: tuple[int, ...]) -> list[Row]:
     virtual = virtual_side(shape).mesh
     with fake_world(8):
         mesh = init_device_mesh("cpu", shape)
+        layouts = [pair for pair in itertools.product(every, repeat=2) if pair[0] != pair[1]]
         pairs = [
-            (received_by_ours(virtual, src, dst), received_by_theirs(mesh, src, dst))
-            for src, dst in itertools.product(every, repeat=2)
-            if src != dst
+            (received_by_ours(virtual, *each), received_by_theirs(mesh, *each)) for each in layouts
         ]
+    whole = [
+        (mine, least(virtual, *each))
+        for (mine, _), each in zip(pairs, layouts, strict=True)
+        if "P" not in each[0] + each[1]
+    ]
     both = [(mine, other) for mine, other in pairs if other is not None]
     more = sum(mine > other for mine, other in both)
     name = f"received, {len(both)} pairs of layouts on {shape}"
@@ -105,6 +119,8 @@ def all_pairs(settings: Settings, shape: tuple[int, ...]) -> list[Row]:
     return [
         Row("redistribute", name, "MiB", *sums),
         Row("redistribute", f"{name}: more than PyTorch's", "pairs", more),
+        Row("redistribute", f"{len(whole)} pairs without a Partial on {shape}: more than the least",
+            "pairs", sum(mine > bound for mine, bound in whole)),
         Row("redistribute", f"pairs on {shape} that PyTorch refuses", "pairs", 0,
             len(pairs) - len(both), rated=False),
     ]  # fmt: skip

@@ -18,7 +18,8 @@ HOW = """\
 How it is measured:
 
 - Each case runs on Shardwise, on PyTorch's DTensor and on plain tensors in one process, in turns,
-  on one thread. A time is the least of all turns. A ratio is Shardwise's time divided by that of
+  on one thread. A time is that of the processor, the least of all turns; between processes it is
+  that of the clock. A ratio is Shardwise's time divided by that of
   `torch.distributed.tensor`: below 1 is faster.
 - The process group is `fake` with 16 ranks: its collectives do nothing, so times are those of the
   host. `processes` are real ones (gloo). `virtual` has all ranks in one process, beside PyTorch's

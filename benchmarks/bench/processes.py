@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def least(calls: Sequence[Callable[[], Any]], turns: int) -> list[float]:
     def together(call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (dist.barrier(), call(), dist.barrier())
 
-    taken = interleaved([together(call) for call in calls], 0.0, turns=turns, warm=1)
+    taken = interleaved(
+        [together(call) for call in calls], 0.0, turns=turns, warm=1, clock=perf_counter
+    )
     return [each[""] for each in taken]
 
 
@@ -88,7 +91,7 @@ def training(settings: Settings) -> list[Row]:
     """The MLP step; plain is one process with the whole batch."""
     sides = timed_sides((WORLD,))
     calls = [_together(built(steps.mlp, side)) for side in sides]
-    best = interleaved(calls, 0.0, turns=settings.pick(10, 60))
+    best = interleaved(calls, 0.0, turns=settings.pick(10, 60), clock=perf_counter)
     by_name = {side.name: {"": each["whole"]} for side, each in zip(sides, best, strict=True)}
     return rows_of("processes", f"MLP step, {WORLD} gloo processes", by_name)
 
