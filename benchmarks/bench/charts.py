@@ -111,7 +111,12 @@ def virtual(rows: Sequence[Row]) -> Any:
         values = [getattr(row, side) / 1e3 for row in found]
         label = "LocalTensorMode of PyTorch" if side == "torch" else "Shardwise"
         bars = axis.barh(places, values, 0.4, color=SIDES[side], label=label)
-        axis.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=7, padding=2)
+        axis.bar_label(
+            bars,
+            [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values],
+            fontsize=7,
+            padding=2,
+        )
     names = [row.name.removesuffix(" in one process") for row in found]
     axis.set_yticks([place + 0.2 for place in range(len(found))], names, fontsize=8)
     axis.set_xscale("log")

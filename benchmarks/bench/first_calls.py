@@ -16,7 +16,7 @@ MESHES = [(16,), (4, 4), (4, 2, 2), (2, 2, 2, 2)]
 
 
 def cold_call(side: Side, name: str, size: int) -> Callable[[], Any]:
-    x, y = side.put(torch.randn(size, size), 0), side.put(torch.randn(size, size))
+    x, y = side.put(torch.randn(size, 48), 0), side.put(torch.randn(48, 48))
     to_columns = [1] * (side.mesh.ndim if side.mesh else 0)
     calls: dict[str, Callable[[], Any]] = {
         "add": lambda: x + x,
@@ -37,7 +37,7 @@ def cold(settings: Settings, name: str, shape: tuple[int, ...]) -> list[Row]:
         least = {side.name: float("inf") for side in sides}
         for turn in range(settings.pick(2, 5)):
             for side in sides:
-                call = cold_call(side, name, 64 + 16 * turn)
+                call = cold_call(side, name, 80 + 16 * turn)
                 least[side.name] = min(least[side.name], once(call))
     axes = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
     best = {side: {"": value} for side, value in least.items()}
