@@ -25,7 +25,7 @@ from benchmarks.bench.timing import Job, Row, Settings, built, interleaved, rows
 
 import shardwise as sw
 
-WORLD, SECONDS = 4, 300
+WORLD, SECONDS = 4, 900
 PAIRS = [
     ((2, 2), ("S0", "S1"), ("S1", "S0"), (2048, 2048)),
     ((2, 2), ("S0", "S0"), ("R", "S0"), (2048, 2048)),
