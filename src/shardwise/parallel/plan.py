@@ -250,7 +250,7 @@ def _notes(model: nn.Module, entry: Entry) -> Iterator[str]:
 
 def _quoted(pattern: Pattern) -> str:
     if isinstance(pattern, re.Pattern):
-        return f"re.compile({pattern.pattern!r})"
+        return f're.compile(r"{pattern.pattern}")'
     return f'"{pattern}"'
 
 
