@@ -18,7 +18,7 @@ from .layout.cost import Link
 from .layout.make_mesh import DeviceMesh, init_device_mesh
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
-from .parallel import Plan, distribute_module, make_plan, shard_module
+from .parallel import Plan, distribute_module, make_plan, materialize, shard_module
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
@@ -78,6 +78,7 @@ __all__ = [
     "logspace",
     "make_plan",
     "manual_seed",
+    "materialize",
     "normal",
     "ones",
     "per_rank",
