@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -386,7 +387,17 @@ def is_base_or_saved(tensor: torch.Tensor) -> bool:
 
 def shared_store() -> Any:
     """The key-value store that all processes share: it works while a collective is stuck."""
-    return torch.distributed.distributed_c10d._get_default_store()
+    return _lone_store() if is_alone() else dist.distributed_c10d._get_default_store()
+
+
+def is_alone() -> bool:
+    """True under the `fake` backend: the other ranks do not exist, and its store keeps nothing."""
+    return dist.get_backend() == "fake"
+
+
+@cache
+def _lone_store() -> Any:
+    return torch._C._distributed_c10d.HashStore()
 
 
 def root_mesh(mesh: Any) -> Any:

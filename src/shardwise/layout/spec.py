@@ -65,9 +65,10 @@ def checked_placements(
 ) -> tuple[Placement, ...]:
     """`placements` as a tuple, negative dims made positive, or an error that says what is wrong."""
     if isinstance(placements, Placement):
+        texts = [placements.code, *["Replicate()"] * (mesh.ndim - 1)]
         raise LayoutError(
-            f"{what}: placements must be a sequence with one placement per mesh axis, but got "
-            f"{placements!r}. Write [{placements!r}]."
+            f"{what}: placements must be a list with one placement for each of the {mesh.ndim} "
+            f"axes of mesh {mesh}, but got {placements.code}. Write [{', '.join(texts)}]."
         )
     if placements is None:
         return default_placements(mesh)
@@ -83,9 +84,10 @@ def checked_placements(
             use = "Use Replicate(), Shard(dim) or Partial(op)."
             raise LayoutError(f"{what}: {entry!r} is not a placement. {use}{hint}")
     if len(given) != mesh.ndim:
+        texts = [place.code for place in (*given, *default_placements(mesh))][: mesh.ndim]
         raise LayoutError(
             f"{what}: {len(given)} placements {list(given)} were given for the {mesh.ndim} axes of "
-            f"mesh {mesh}. Give one per axis."
+            f"mesh {mesh}. Give one per axis, such as [{', '.join(texts)}]."
         )
     if ndim is None:
         return given
