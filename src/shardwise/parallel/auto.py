@@ -15,6 +15,7 @@ from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Shard
 from .linear_pairs import pair_placements
+from .names import generic_name
 
 Found: TypeAlias = dict[str, Placement]
 """Placements of parameters by name, on one axis."""
@@ -47,18 +48,13 @@ def automatic_rules(
     groups: dict[str, dict[str, dict[str, Placement]]] = {}
     for name in names:
         places = {axis: found[name] for axis, found in by_axis.items() if name in found}
-        groups.setdefault(_generic(name), {})[name] = places
+        groups.setdefault(generic_name(name), {})[name] = places
     rules: dict[str | re.Pattern[str], dict[str, Placement]] = {}
     for generic, placed in groups.items():
         for places in {str(each): each for each in placed.values() if each}.values():
             wanted = [name for name, each in placed.items() if each == places]
             rules.update(dict.fromkeys(_patterns(generic, wanted, names), places))
     return rules
-
-
-def _generic(name: str) -> str:
-    """A name with `*` in place of the indices of layers."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _patterns(generic: str, wanted: list[str], names: list[str]) -> list[str | re.Pattern[str]]:
@@ -144,7 +140,7 @@ def _styles(part: nn.Module, kind: str) -> dict[str, str]:
 
 
 def _by_style(plan: dict[str, str], name: str, tensor: torch.Tensor) -> Placement | None:
-    generic = _generic(name)
+    generic = generic_name(name)
     style = plan.get(generic) or plan.get(generic.rpartition(".")[0]) or "replicate"
     if style == "colwise_gather_output" and ".gate_up_proj." in generic:
         style = "packed_colwise"  # two layers in one; what is gathered there stays sharded here

@@ -21,6 +21,7 @@ from ..layout.spec import DTensorSpec, Placements, TensorMeta, checked_placement
 from ..tensor.dtensor import DTensor
 from .auto import automatic_rules
 from .heads import heads_of
+from .names import generic_name
 
 Pattern: TypeAlias = "str | re.Pattern[str]"
 Rules: TypeAlias = Mapping[Pattern, Placements]
@@ -170,6 +171,8 @@ def _matches(pattern: Pattern, names: Sequence[str]) -> bool:
 
 def _unmatched(pattern: Pattern, names: Sequence[str]) -> str:
     """That a pattern matches nothing, and the name that it may have meant."""
+    first_of_layers = {generic_name(name): name for name in reversed(names)}
+    names = list(reversed(first_of_layers.values()))
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
     last = text.split(".")[-2:]
     same_end = [name for name in names if name.split(".")[-2:] == last]
@@ -195,7 +198,7 @@ def _entry(
     chosen: dict[int, tuple[Placement, Pattern]] = {}
     for pattern in sorted(fitting, key=lambda pattern: pattern == _ALL):
         for axis, given in rules[pattern].items():
-            place = _of_tensor(name, pattern, given, tensor.ndim)
+            place = _of_tensor(name, pattern, given, tensor)
             other, of = chosen.setdefault(axis, (place, pattern))
             if other is not place and pattern != _ALL:
                 raise LayoutError(
@@ -213,18 +216,16 @@ def _entry(
     return Entry(names, spec, fitting, is_buffer)
 
 
-def _of_tensor(name: str, pattern: Pattern, place: Placement, ndim: int) -> Placement:
-    """A placement for a tensor of `ndim` dims, or an error."""
+def _of_tensor(name: str, pattern: Pattern, place: Placement, tensor: torch.Tensor) -> Placement:
+    """A placement with a dim that the tensor has, or an error."""
     if not isinstance(place, Shard):
         return place
-    if -ndim <= place.dim < ndim:
-        return Shard(place.dim % ndim, place.split)
+    if -tensor.ndim <= place.dim < tensor.ndim:
+        return Shard(place.dim % tensor.ndim, place.split)
     if pattern == _ALL:
         return Replicate()  # such as a single number
-    raise LayoutError(
-        f"{name}: {_quoted(pattern)} says {place!r}, but it has {ndim} dims. "
-        f"{'Shard one of them' if ndim else 'Use Replicate()'}."
-    )
+    have = f"its shape is {list(tensor.shape)}" if tensor.ndim else "it is a single number"
+    raise LayoutError(f"{name}: {_quoted(pattern)} says {place!r}, but {have}.")
 
 
 def _notes(model: nn.Module, entry: Entry) -> Iterator[str]:
