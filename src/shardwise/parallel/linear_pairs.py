@@ -14,18 +14,23 @@ from torch import nn
 
 from ..layout.placement import Placement, Shard
 
-_FIRST = {
+ATTENTION_IN = {
     *("q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin"),
-    *("v_lin", "wq", "wk", "wv", "to_q", "to_k", "to_v", "query_key_value", "linear_q"),
+    *("v_lin", "wq", "wk", "wv", "to_q", "to_k", "to_v", "query_key_value"),
     *("qkv", "qkv_proj", "c_attn", "Wqkv", "to_qkv", "in_proj"),
+}
+ATTENTION_OUT = {
+    *("o", "out", "proj", "o_proj", "out_proj", "c_proj", "wo", "out_lin", "to_out.0"),
+    *("attention.output.dense", "attention.dense", "self_attention.dense", "self_attn.dense"),
+}
+_FIRST = ATTENTION_IN | {
     *("up", "gate", "up_proj", "gate_proj", "gate_up_proj", "fc1", "c_fc", "fc_in", "w1", "w3"),
     *("wi", "wi_0", "wi_1", "lin1", "linear1", "dense_h_to_4h", "intermediate.dense"),
     *("ff1", "net.0.proj"),
 }
-_SECOND = {
-    *("o", "out", "proj", "o_proj", "out_proj", "c_proj", "wo", "out_lin", "to_out.0"),
+_SECOND = ATTENTION_OUT | {
     *("down", "down_proj", "fc2", "fc_out", "w2", "lin2", "linear2", "dense_4h_to_h", "ff2"),
-    *("output.dense", "attention.dense", "self_attention.dense", "self_attn.dense", "net.2"),
+    *("output.dense", "net.2"),
 }
 _VOCABULARY = {
     *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embedding", "shared"),
@@ -35,6 +40,12 @@ _PLAIN = (
     *(nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU),
     *(nn.ELU, nn.Mish, nn.Hardswish, nn.Softplus, nn.ReLU6, nn.SELU),
 )
+
+
+def is_called(module: str, names: set[str]) -> bool:
+    """True if the last one, two or three parts of a module's name are among these names."""
+    path = module.split(".")
+    return any(".".join(path[-count:]) in names for count in (1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,6 @@ class _Layer:
         while path and not path[-1].isdigit():
             path.pop()
         return ".".join(path)
-
-    def is_called(self, names: set[str]) -> bool:
-        path = self.name.split(".")
-        return any(".".join(path[-n:]) in names for n in (1, 2, 3))
 
     def first(self, split: int) -> dict[str, Placement]:
         """Sharded by output features."""
@@ -99,8 +106,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, _Layer]]:
 
 def _pairs(block: list[_Layer]) -> dict[str, Placement]:
     """The layers of a block whose names are known and that have a partner."""
-    firsts = [layer for layer in block if layer.is_called(_FIRST)]
-    seconds = [layer for layer in block if layer.is_called(_SECOND) and layer not in firsts]
+    firsts = [layer for layer in block if is_called(layer.name, _FIRST)]
+    seconds = [layer for layer in block if is_called(layer.name, _SECOND) and layer not in firsts]
     places: dict[str, Placement] = {}
     for second in seconds:
         if any(first.outputs in _widths(second) for first in firsts):
@@ -110,7 +117,7 @@ def _pairs(block: list[_Layer]) -> dict[str, Placement]:
         counts = [count for count, width in widths if width == first.outputs]
         shared = any(other.inputs % first.outputs == 0 for other in seconds)  # few heads of keys
         if counts or shared:
-            together = counts and not first.is_called({"query_key_value"})
+            together = counts and not is_called(first.name, {"query_key_value"})
             places |= first.first(min(counts) if together else 1)
     return places
 

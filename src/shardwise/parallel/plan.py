@@ -37,8 +37,9 @@ class Entry:
 
     names: tuple[str, ...]
     spec: DTensorSpec
-    patterns: tuple[Pattern, ...]
     is_buffer: bool
+    is_named: bool  # by a pattern, or by being a DTensor already
+    deciding: tuple[Pattern | None, ...] = ()  # for each axis
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ class Plan:
     @property
     def unnamed(self) -> tuple[str, ...]:
         """The parameters that no pattern names: they are replicated."""
-        return tuple(e.name for e in self.entries if not e.patterns and not e.is_buffer)
+        return tuple(e.name for e in self.entries if not e.is_named and not e.is_buffer)
 
     def __getitem__(self, name: str) -> tuple[Placement, ...]:
         """The placements of the parameter or buffer with this name."""
@@ -193,7 +194,7 @@ def _entry(
     """What a tensor shall become, or an error."""
     fitting = tuple(pattern for pattern in rules if _matches(pattern, names))
     if isinstance(tensor, DTensor) and not fitting:
-        return Entry(names, tensor._spec, ("as it is",), is_buffer)
+        return Entry(names, tensor._spec, is_buffer, True)
     name = " = ".join(names)
     chosen: dict[int, tuple[Placement, Pattern]] = {}
     for pattern in sorted(fitting, key=lambda pattern: pattern == _ALL):
@@ -205,7 +206,8 @@ def _entry(
                     f"{name}: axis {mesh.names[axis]!r} is {other!r} by {_quoted(of)} and "
                     f"{place!r} by {_quoted(pattern)}. Let one of them name fewer parameters."
                 )
-    places = [chosen[axis][0] if axis in chosen else Replicate() for axis in range(mesh.ndim)]
+    every = [chosen.get(axis, (Replicate(), None)) for axis in range(mesh.ndim)]
+    places = [place for place, _ in every]
     stride = stride_like(tensor.shape, memory_order(tensor.stride()))
     spec = DTensorSpec(mesh, places, TensorMeta(tuple(tensor.shape), stride, tensor.dtype))
     if isinstance(tensor, DTensor) and tensor._spec is not spec:
@@ -213,7 +215,7 @@ def _entry(
             f"{name} is {tensor._spec} already, and cannot become {spec} in place. Let the plan "
             "name only parameters that are plain tensors."
         )
-    return Entry(names, spec, fitting, is_buffer)
+    return Entry(names, spec, is_buffer, bool(fitting), tuple([by for _, by in every]))
 
 
 def _of_tensor(name: str, pattern: Pattern, place: Placement, tensor: torch.Tensor) -> Placement:
@@ -229,23 +231,24 @@ def _of_tensor(name: str, pattern: Pattern, place: Placement, tensor: torch.Tens
 
 
 def _notes(model: nn.Module, entry: Entry) -> Iterator[str]:
-    """What is allowed and costs more than it must."""
-    spec = entry.spec
-    for axis, place in enumerate(spec.placements):
-        if not isinstance(place, Shard):
+    """What is allowed and costs more than it must. Of shards by `*` nothing is expected."""
+    spec, name = entry.spec, entry.names[0]
+    for axis, pattern in enumerate(entry.deciding):
+        place = spec.placements[axis]
+        if not isinstance(place, Shard) or pattern == _ALL:
             continue
-        count, axis_name = spec.topology.shape[axis], spec.topology.names[axis]
+        where = f"{spec.topology.names[axis]}={spec.topology.shape[axis]}"
         size = spec.shape[place.dim] // place.split
-        heads = heads_of(model, entry.names[0], place.dim, size)
-        if heads is not None and heads % count:
+        heads = heads_of(model, name, place.dim, size)
+        if heads is not None and heads % spec.topology.shape[axis]:
             yield (
-                f"{entry.names[0]}: {heads} heads on {axis_name}={count} do not divide, so that "
-                "ranks hold parts of heads. It works; attention communicates more."
+                f"{name}: {heads} heads on {where} do not divide, so that ranks hold parts of "
+                "heads. It works; attention communicates more."
             )
-        elif size % count:
+        elif size % spec.topology.shape[axis]:
             yield (
-                f"{entry.names[0]}: {size} elements of dim {place.dim} on {axis_name}={count} do "
-                "not divide. It works; the shards are uneven."
+                f"{name}: {size} elements of dim {place.dim} on {where} do not divide. It works; "
+                "the shards are uneven."
             )
 
 
