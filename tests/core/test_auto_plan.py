@@ -106,7 +106,19 @@ def test_the_plan_of_a_configuration() -> None:
     del model.tp_plan
     model.base_model_prefix = "model"
     model.config = SimpleNamespace(base_model_tp_plan=STYLES_OF_LAYERS)
-    assert rules(model) == under("model", EXPECTED)
+    assert rules(model) == under("model", EXPECTED) | {"lm_head.weight": {"tp": S0}}
+
+
+def test_a_plan_is_completed_where_it_is_silent() -> None:
+    model = CausalLM()
+    model.model.layers.extend([nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})])
+    for key in ("embed_tokens", "layers.*.o_proj"):
+        del model.tp_plan[f"model.{key}"]
+    found = rules(model)
+    assert found["model.embed_tokens.weight"] == {"tp": S0}
+    assert found["model.layers.*.up.weight"] == {"tp": S0}
+    assert found["model.layers.*.down.weight"] == {"tp": S1}
+    assert "model.layers.*.o_proj.weight" not in found, "its authors want it so"
 
 
 def test_experts_over_an_axis_of_their_own() -> None:
@@ -140,9 +152,9 @@ def test_styles(style: str, weight: Any, bias: Any) -> None:
 
 def test_a_style_that_is_not_known_is_told() -> None:
     model = CausalLM()
-    model.tp_plan["lm_head"] = "by_magic"
-    with pytest.warns(UserWarning, match="the style 'by_magic' of lm_head.weight is not known"):
-        assert "lm_head.weight" not in rules(model)
+    model.tp_plan["model.layers.*.o_proj"] = "by_magic"
+    with pytest.warns(UserWarning, match="the style 'by_magic' of model.layers.0.o_proj.weight is"):
+        assert "model.layers.*.o_proj.weight" not in rules(model)
 
 
 # --- models that bring none ---------------------------------------------------------------------

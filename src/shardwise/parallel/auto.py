@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Shard
-from .linear_pairs import pair_placements
+from .linear_pairs import block_of, pair_placements
 from .names import generic_name
 
 Found: TypeAlias = dict[str, Placement]
@@ -26,12 +26,12 @@ _TENSOR, _EXPERT = "tp", "ep"
 def automatic_rules(
     model: nn.Module, mesh: Topology
 ) -> dict[str | re.Pattern[str], dict[str, Placement]]:
-    """The plan of the model itself, else that of the pairs of linear layers in it."""
+    """The plan of the model itself, and pairs of linear layers where it says nothing."""
     by_axis: dict[str, Found] = {}
     if _EXPERT in mesh.names:
         by_axis[_EXPERT] = dict(_own_plan(model, "ep_plan"))
     if _TENSOR in mesh.names:
-        by_axis[_TENSOR] = dict(_own_plan(model, "tp_plan")) or pair_placements(model)
+        by_axis[_TENSOR] = _completed(dict(_own_plan(model, "tp_plan")), pair_placements(model))
     if not by_axis:
         raise LayoutError(
             f'shard_module: plan="auto" shards on an axis named "{_TENSOR}" (and experts on '
@@ -55,6 +55,17 @@ def automatic_rules(
             wanted = [name for name, each in placed.items() if each == places]
             rules.update(dict.fromkeys(_patterns(generic, wanted, names), places))
     return rules
+
+
+def _completed(own: Found, pairs: Found) -> Found:
+    """The model's own plan, and pairs where it is silent: outside of blocks, and in blocks of which
+    it names no parameter, such as those of a vision tower. Other blocks stay as it says."""
+    named = {_block(name) for name in own} - {""}
+    return {name: place for name, place in pairs.items() if _block(name) not in named} | own
+
+
+def _block(parameter: str) -> str:
+    return block_of(parameter.rpartition(".")[0])
 
 
 def _patterns(generic: str, wanted: list[str], names: list[str]) -> list[str | re.Pattern[str]]:

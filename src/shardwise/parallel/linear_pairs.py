@@ -16,22 +16,25 @@ from ..layout.placement import Placement, Shard
 
 ATTENTION_IN = {
     *("q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin"),
-    *("v_lin", "wq", "wk", "wv", "to_q", "to_k", "to_v", "query_key_value"),
+    *("v_lin", "wq", "wk", "wv", "Wq", "Wk", "Wv", "to_q", "to_k", "to_v", "query_key_value"),
+    *("query_proj", "key_proj", "value_proj"),
     *("qkv", "qkv_proj", "c_attn", "Wqkv", "to_qkv", "in_proj"),
 }
 ATTENTION_OUT = {
-    *("o", "out", "proj", "o_proj", "out_proj", "c_proj", "wo", "out_lin", "to_out.0"),
+    *("o", "out", "proj", "o_proj", "out_proj", "c_proj", "wo", "Wo", "out_lin", "to_out.0"),
     *("attention.output.dense", "attention.dense", "self_attention.dense", "self_attn.dense"),
+    "multi_head_attention.dense",
 }
 _FIRST = ATTENTION_IN | {
     *("up", "gate", "up_proj", "gate_proj", "gate_up_proj", "fc1", "c_fc", "fc_in", "w1", "w3"),
-    *("wi", "wi_0", "wi_1", "lin1", "linear1", "dense_h_to_4h", "intermediate.dense"),
+    *("wi", "Wi", "wi_0", "wi_1", "lin1", "linear1", "dense_h_to_4h", "intermediate.dense"),
     *("ff1", "net.0.proj"),
 }
 _SECOND = ATTENTION_OUT | {
     *("down", "down_proj", "fc2", "fc_out", "w2", "lin2", "linear2", "dense_4h_to_h", "ff2"),
     *("output.dense", "net.2"),
 }
+_HEAD = {"lm_head", "embed_out", "output_projection"}
 _VOCABULARY = {
     *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embedding", "shared"),
     *("token_embeddings", "embed", "embedding", "embeddings", "tokens_embed"),
@@ -48,6 +51,14 @@ def is_called(module: str, names: set[str]) -> bool:
     return any(".".join(path[-count:]) in names for count in (1, 2, 3))
 
 
+def block_of(module: str) -> str:
+    """The name of a module up to the index of the block that it is in; empty if it is in none."""
+    path = module.split(".")[:-1]
+    while path and not path[-1].isdigit():
+        path.pop()
+    return ".".join(path)
+
+
 @dataclass(frozen=True)
 class _Layer:
     """A linear layer; `transposed` if its weight is (inputs, outputs), as in GPT-2's Conv1D."""
@@ -60,11 +71,7 @@ class _Layer:
 
     @property
     def block(self) -> str:
-        """The name up to the index of the block that it is in."""
-        path = self.name.split(".")[:-1]
-        while path and not path[-1].isdigit():
-            path.pop()
-        return ".".join(path)
+        return block_of(self.name)
 
     def first(self, split: int) -> dict[str, Placement]:
         """Sharded by output features."""
@@ -156,13 +163,16 @@ def _multihead(name: str, part: nn.MultiheadAttention) -> dict[str, Placement]:
 
 def _vocabulary(model: nn.Module, layers: dict[str, _Layer]) -> dict[str, Placement]:
     """Token embeddings by vocabulary, and the heads that have a score for each token."""
+    embeddings = [(n, part) for n, part in model.named_modules() if isinstance(part, nn.Embedding)]
+    outer = [layer for layer in layers.values() if not layer.block]
+    scores = {layer.outputs for layer in outer if layer.outputs > layer.inputs}
     places: dict[str, Placement] = {}
     sizes = set()
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _VOCABULARY:
+    for name, part in embeddings:
+        if is_called(name, _VOCABULARY) or part.num_embeddings in scores:
             sizes.add(part.num_embeddings)
             places[f"{name}.weight"] = Shard(0)
-    for layer in layers.values():
-        if layer.outputs in sizes and not layer.block:
+    for layer in outer:
+        if layer.outputs in sizes or is_called(layer.name, _HEAD):
             places |= layer.first(1)
     return places
