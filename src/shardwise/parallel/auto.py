@@ -133,6 +133,7 @@ def _own_plan(model: nn.Module, kind: str) -> Iterator[tuple[str, Placement]]:
         if plan:
             start = f"{prefix}." if prefix else ""
             done.append(start)
+            _warn_of_unknown(plan)
             for name, tensor in part.named_parameters(remove_duplicate=False):
                 place = _by_style(plan, name, tensor)
                 if place is not None:
@@ -150,16 +151,19 @@ def _styles(part: nn.Module, kind: str) -> dict[str, str]:
     return {start + key: style for key, style in plan.items()}
 
 
+def _warn_of_unknown(plan: dict[str, str]) -> None:
+    unknown = {key: style for key, style in plan.items() if style not in STYLES}
+    if unknown:
+        warnings.warn(
+            f'shard_module: plan="auto" does not know the styles {unknown}: it leaves these '
+            "parameters replicated.",
+            stacklevel=2,
+        )
+
+
 def _by_style(plan: dict[str, str], name: str, tensor: torch.Tensor) -> Placement | None:
     generic = generic_name(name)
     style = plan.get(generic) or plan.get(generic.rpartition(".")[0]) or "replicate"
     if style == "colwise_gather_output" and ".gate_up_proj." in generic:
         style = "packed_colwise"  # two layers in one; what is gathered there stays sharded here
-    if style not in STYLES:
-        warnings.warn(
-            f'shard_module: plan="auto": the style {style!r} of {name} is not known. It is '
-            "replicated.",
-            stacklevel=2,
-        )
-        return None
-    return STYLES[style](tensor)
+    return STYLES.get(style, _whole)(tensor)
