@@ -19,7 +19,15 @@ from .layout.cost import Link
 from .layout.make_mesh import DeviceMesh, init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
-from .parallel import Plan, distribute_module, make_plan, materialize, shard_module
+from .parallel import (
+    MixedPrecisionPolicy,
+    Plan,
+    distribute_module,
+    fully_shard,
+    make_plan,
+    materialize,
+    shard_module,
+)
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
@@ -56,6 +64,7 @@ __all__ = [
     "DeviceMesh",
     "Explanation",
     "Link",
+    "MixedPrecisionPolicy",
     "Partial",
     "PerRank",
     "Placement",
@@ -74,6 +83,7 @@ __all__ = [
     "explain_redistribute",
     "eye",
     "full",
+    "fully_shard",
     "implicit_replication",
     "init_device_mesh",
     "is_first_rank",

@@ -1,8 +1,18 @@
 """Whole modules on a mesh."""
 
+from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .materialize import materialize
 from .module import distribute_module
 from .plan import Plan, make_plan
 from .shard import shard_module
 
-__all__ = ["Plan", "distribute_module", "make_plan", "materialize", "shard_module"]
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "Plan",
+    "distribute_module",
+    "fully_shard",
+    "make_plan",
+    "materialize",
+    "shard_module",
+]
