@@ -133,6 +133,16 @@ def test_what_nobody_initialises_is_an_error_and_no_memory() -> None:
     assert model.scale.is_meta and model.mask.is_meta and not model.linear.weight.is_meta
 
 
+def test_an_error_while_initialising_leaves_no_memory_behind() -> None:
+    def init(part: nn.Module) -> None:
+        raise RuntimeError("not today")
+
+    model = on_meta(WithoutInit)
+    with pytest.raises(RuntimeError, match="not today"):
+        materialize(model, init)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
 def test_what_has_values_keeps_them() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -178,6 +178,15 @@ def test_what_is_no_plan(rules: Any, text: str) -> None:
     assert error(rules) == text
 
 
+def test_what_is_no_model_and_no_parameter() -> None:
+    with pytest.raises(LayoutError, match="shard_module: a module is needed, but got dict"):
+        shard_module({}, mesh(), {})  # type: ignore[type-var]
+    with pytest.raises(LayoutError) as caught:
+        make_plan(Model(), mesh(), {})["embed.wieght"]
+    text = "the plan has no parameter 'embed.wieght'. The model has 'embed.weight'."
+    assert str(caught.value) == text
+
+
 def test_blocks_that_do_not_divide_the_dim() -> None:
     assert "cannot be seen as 3 equal blocks" in error({"embed.weight": {"tp": Shard(0, split=3)}})
 

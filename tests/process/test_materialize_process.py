@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from benchmarks.models import transformer
@@ -34,6 +35,22 @@ def test_the_values_are_those_of_one_device(processes: Pools) -> None:
     for have in processes(4).run(materialized):
         assert have.keys() == want.keys()
         assert all(torch.equal(have[name], want[name]) for name in want)
+
+
+def with_empty_shards() -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    with torch.device("meta"):
+        model = torch.nn.Linear(3, 2)
+    shard_module(model, mesh, {"*": {"tp": Shard(0)}})
+    torch.manual_seed(5)
+    value: Any = materialize(model).weight.detach()
+    return value.full_tensor()
+
+
+def test_ranks_without_a_part_take_part(processes: Pools) -> None:
+    torch.manual_seed(5)
+    want = torch.nn.Linear(3, 2).weight
+    assert all(torch.equal(have, want) for have in processes(4).run(with_empty_shards))
 
 
 def refused() -> str:

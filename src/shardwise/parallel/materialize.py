@@ -13,6 +13,7 @@ from ..storage.operands import version_stamp
 from ..storage.wrapper import share_cell
 from ..tensor.dtensor import DTensor
 from .in_place import set_device
+from .names import common_names
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -22,8 +23,9 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
 
     Each rank has memory for its shards alone. Submodules are initialised from the inside out by
     their `reset_parameters()`, and models that have `init_weights()` by that, as `__init__` does.
-    If `init` is given, it is called with each submodule instead, as by `nn.Module.apply`. The
-    layout does not change the random numbers: they are those of the same calls on one device.
+    If `init` is given, it is called with each submodule instead, as by `nn.Module.apply`. What has
+    values already keeps them. The layout does not change the random numbers: they are those of the
+    same calls on one device.
 
     What nobody has initialised is an error, and stays on the meta device. To load all values from a
     file use `model.to_empty(device=...)` instead, and then `load_state_dict`.
@@ -45,39 +47,41 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
                 f"materialize: {name} is a plain tensor on the meta device. Call shard_module "
                 "first, which says which rank holds what; with the plan {} all ranks hold all."
             )
-    whole = [part for part in model.modules() if _is_on_meta(part)]
+    partly = {part for part in model.modules() if any(_on_meta(part))}
+    wholly = {part for part in partly if len(list(_on_meta(part))) == len(list(_tensors(part)))}
     untouched = {}
     for name, tensor in empty.items():
         set_device(tensor, tensor._spec.topology.device_type)
         untouched[name] = _state(tensor)
-    with torch.no_grad():
-        if init is None:
-            _Initialiser(model, whole).run(model)
-        else:
-            model.apply(init)
-    now = dict(model.named_parameters()) | dict(model.named_buffers())
-    missing = [name for name in empty if _is_empty(now.get(name), empty[name], untouched[name])]
-    for name in missing:
-        set_device(empty[name], "meta")
+    missing: list[str] = []
+    try:
+        with torch.no_grad():
+            if init is None:
+                _Initialiser(model, wholly).run(model)
+            else:
+                model.apply(lambda part: init(part) if part in partly else None)
+    finally:
+        now = dict(_tensors(model))
+        missing += [n for n in empty if _is_empty(now.get(n), empty[n], untouched[n])]
+        for name in missing:
+            set_device(empty[name], "meta")
     if missing:
         raise LayoutError(
-            f"materialize: nobody initialised {', '.join(missing)}: no reset_parameters() or "
-            "init_weights() wrote there. Give materialize(model, init), where init(submodule) "
-            "does it, or make these tensors outside of torch.device('meta'). They are on the meta "
-            "device still."
+            f"materialize: nobody initialised {', '.join(common_names(missing))}: no "
+            "reset_parameters() or init_weights() wrote there. Give materialize(model, init), "
+            "where init(submodule) does it, or make these tensors outside of "
+            "torch.device('meta'). They are on the meta device still."
         )
     return model
 
 
-def _on_meta(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            yield name, tensor
+def _tensors(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from part.named_parameters()
+    yield from part.named_buffers()
 
 
-def _is_on_meta(part: nn.Module) -> bool:
-    every = [*part.parameters(), *part.buffers()]
-    return bool(every) and all(tensor.is_meta for tensor in every)
+def _on_meta(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, tensor) for name, tensor in _tensors(part) if tensor.is_meta)
 
 
 def _state(tensor: Any) -> tuple[object, object]:

@@ -71,7 +71,11 @@ class Plan:
 
     def __getitem__(self, name: str) -> tuple[Placement, ...]:
         """The placements of the parameter or buffer with this name."""
-        return next(e.spec.placements for e in self.entries if name in e.names)
+        for entry in self.entries:
+            if name in entry.names:
+                return entry.spec.placements
+        names = [each for entry in self.entries for each in entry.names]
+        raise LayoutError(f"the plan has no parameter {name!r}.{_nearest(name, names)}")
 
     def as_code(self) -> str:
         """The rules as a dict to paste into a program."""
@@ -98,6 +102,8 @@ def make_plan(model: nn.Module, mesh: AnyMesh, plan: Rules | Plan | str) -> Plan
     ('1.weight', '1.bias')
     """
     where = topology(mesh)
+    if not isinstance(model, nn.Module):
+        raise LayoutError(f"shard_module: a module is needed, but got {type(model).__name__}.")
     if isinstance(plan, Plan):
         plan = plan.rules
     rules: Any = automatic_rules(model, where) if plan == "auto" else plan
@@ -172,16 +178,19 @@ def _matches(pattern: Pattern, names: Sequence[str]) -> bool:
 
 def _unmatched(pattern: Pattern, names: Sequence[str]) -> str:
     """That a pattern matches nothing, and the name that it may have meant."""
+    regex = isinstance(pattern, re.Pattern)
+    near = _nearest(pattern.pattern if isinstance(pattern, re.Pattern) else pattern, names)
+    hint = " A regex must match the whole name." if regex else ""
+    return f"{_quoted(pattern)} matches no parameter and no buffer.{near}{hint}"
+
+
+def _nearest(text: str, names: Sequence[str]) -> str:
+    """A sentence with the name that is most like a text."""
     first_of_layers = {generic_name(name): name for name in reversed(names)}
     names = list(reversed(first_of_layers.values()))
-    text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-    last = text.split(".")[-2:]
-    same_end = [name for name in names if name.split(".")[-2:] == last]
-    near = same_end or get_close_matches(text, names, 1, 0.4) or names[:1]
-    have = f" The model has {near[0]!r}." if near else " The model has no parameters."
-    if isinstance(pattern, re.Pattern):
-        have += " A regex must match the whole name."
-    return f"{_quoted(pattern)} matches no parameter and no buffer.{have}"
+    same_end = [name for name in names if name.split(".")[-2:] == text.split(".")[-2:]]
+    near = same_end or get_close_matches(text, names, 1, 0.4) or names
+    return f" The model has {near[0]!r}." if near else " The model has no parameters."
 
 
 def _entry(
