@@ -23,5 +23,5 @@ def trained(name: str) -> Trained:
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in VIRTUAL_ONLY])
 def test_a_model_trains_on_processes_as_on_one_device(processes: Pools, name: str) -> None:
-    for have in processes(4).run(trained, name, timeout=120):
+    for have in processes(4).run(trained, name, timeout=240):
         assert_same(have, on_one_device(name))
