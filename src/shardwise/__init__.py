@@ -39,14 +39,11 @@ from .tensor.factories import (
     full,
     linspace,
     logspace,
-    normal,
     ones,
     rand,
     randint,
     randn,
     randperm,
-    tril_indices,
-    triu_indices,
     zeros,
 )
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
@@ -95,7 +92,6 @@ __all__ = [
     "make_plan",
     "manual_seed",
     "materialize",
-    "normal",
     "ones",
     "per_rank",
     "picture",
@@ -110,8 +106,6 @@ __all__ = [
     "register",
     "register_rule",
     "shard_module",
-    "tril_indices",
-    "triu_indices",
     "verify",
     "zeros",
 ]
