@@ -326,6 +326,10 @@ def test_placements_by_axis_name_wherever_a_list_is_taken() -> None:
     x = distribute_tensor(numbers(4, 6), where, {"tp": S1})
     assert x.placements == (R, S1)
     assert x.redistribute(placements={"dp": S0}).placements == (S0, R)
+    both = sw.redistribute_all([x, x], {"dp": S0})
+    assert [each.placements for each in both] == [(S0, R), (S0, R)]
+    one, other = sw.redistribute_all([x, x], [{"dp": S0}, {"dp": S1}])
+    assert (one.placements, other.placements) == ((S0, R), (S1, R))
     assert sw.zeros(4, device_mesh=where, placements={"dp": S0}).placements == (S0, R)
     assert DTensor.from_local(numbers(2), where, {"tp": S0}).shape == (4,)
     assert distribute_tensor(numbers(4), where, {}).placements == (R, R)
