@@ -121,6 +121,14 @@ def test_a_plan_is_completed_where_it_is_silent() -> None:
     assert "model.layers.*.o_proj.weight" not in found, "its authors want it so"
 
 
+def test_names_of_a_tied_parameter_that_differ() -> None:
+    model = CausalLM()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.tp_plan["model.embed_tokens"] = "embedding_colwise"
+    found = rules(model)
+    assert found["model.embed_tokens.weight"] == {"tp": S1} and "lm_head.weight" not in found
+
+
 def test_experts_over_an_axis_of_their_own() -> None:
     found = rules(CausalLM(), "ep", "tp")
     places = {"ep": S0, "tp": Shard(1, split=2)}

@@ -20,12 +20,13 @@ from .names import generic_name
 Found: TypeAlias = dict[str, Placement]
 """Placements of parameters by name, on one axis."""
 
+ByAxis: TypeAlias = dict[str, Placement]
+Rules: TypeAlias = dict[str | re.Pattern[str], ByAxis]
+
 _TENSOR, _EXPERT = "tp", "ep"
 
 
-def automatic_rules(
-    model: nn.Module, mesh: Topology
-) -> dict[str | re.Pattern[str], dict[str, Placement]]:
+def automatic_rules(model: nn.Module, mesh: Topology) -> Rules:
     """The plan of the model itself, and pairs of linear layers where it says nothing."""
     by_axis: dict[str, Found] = {}
     if _EXPERT in mesh.names:
@@ -44,16 +45,23 @@ def automatic_rules(
             "tp_plan, and no attention, MLP or vocabulary by a name that is known. Write the plan "
             'as a dict: {"*.up.weight": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}.'
         )
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    groups: dict[str, dict[str, dict[str, Placement]]] = {}
-    for name in names:
+    return _as_rules(dict(model.named_parameters(remove_duplicate=False)), by_axis)
+
+
+def _as_rules(parameters: dict[str, nn.Parameter], by_axis: dict[str, Found]) -> Rules:
+    """Placements by name as rules, one for all layers that are alike. If the names of a tied
+    parameter have several placements, the first counts."""
+    groups: dict[str, dict[str, ByAxis]] = {}
+    first: dict[nn.Parameter, ByAxis] = {}
+    for name, parameter in parameters.items():
         places = {axis: found[name] for axis, found in by_axis.items() if name in found}
-        groups.setdefault(generic_name(name), {})[name] = places
-    rules: dict[str | re.Pattern[str], dict[str, Placement]] = {}
+        if places and first.setdefault(parameter, places) == places:
+            groups.setdefault(generic_name(name), {})[name] = places
+    rules: Rules = {}
     for generic, placed in groups.items():
-        for places in {str(each): each for each in placed.values() if each}.values():
+        for places in {str(each): each for each in placed.values()}.values():
             wanted = [name for name, each in placed.items() if each == places]
-            rules.update(dict.fromkeys(_patterns(generic, wanted, names), places))
+            rules.update(dict.fromkeys(_patterns(generic, wanted, list(parameters)), places))
     return rules
 
 

@@ -51,7 +51,7 @@ class Entry:
         return prod(self.spec.largest_shape) * self.spec.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Where each parameter and buffer of a model shall live. `print(plan)` shows a table.
 
@@ -82,7 +82,7 @@ class Plan:
         lines = [f"    {_quoted(key)}: {_written(self.rules[key])},\n" for key in self.rules]
         return "{\n" + "".join(lines) + "}" if lines else "{}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         from .table import plan_table  # which imports this module
 
         return plan_table(self)
@@ -107,28 +107,35 @@ def make_plan(model: nn.Module, mesh: AnyMesh, plan: Rules | Plan | str) -> Plan
     if isinstance(plan, Plan):
         plan = plan.rules
     rules: Any = automatic_rules(model, where) if plan == "auto" else plan
-    by_axis = _checked(where, rules)
+    entries, problems = _entries(model, where, _checked(where, rules))
+    if problems:
+        text = "".join(f"\n- {problem}" for problem in problems)
+        raise LayoutError(f"shard_module: the plan does not fit; nothing was changed.{text}")
+    notes = [note for entry in entries for note in _notes(model, entry)]
+    return Plan(mesh, rules, tuple(entries), tuple(notes))
+
+
+def _entries(
+    model: nn.Module, mesh: Topology, rules: Mapping[Pattern, _ByAxis]
+) -> tuple[list[Entry], list[str]]:
+    """All parameters and buffers of a model, and what is wrong with the rules."""
     parameters = list(_with_all_names(model.named_parameters(remove_duplicate=False)))
     buffers = list(_with_all_names(model.named_buffers(remove_duplicate=False)))
     # A pattern is one of buffers only if no parameter matches it: `{"*": {"dp": Shard(0)}}` must
     # not ask for shards of counters.
     names = [name for each, _ in parameters for name in each]
-    of_parameters = {p: axes for p, axes in by_axis.items() if _matches(p, names)}
-    of_buffers = {p: axes for p, axes in by_axis.items() if p not in of_parameters}
+    of_parameters = {p: axes for p, axes in rules.items() if _matches(p, names)}
+    of_buffers = {p: axes for p, axes in rules.items() if p not in of_parameters}
     names += [name for each, _ in buffers for name in each]
     problems = [_unmatched(p, names) for p in of_buffers if not _matches(p, names)]
     entries = []
     for found, patterns in ((parameters, of_parameters), (buffers, of_buffers)):
         for each, tensor in found:
             try:
-                entries.append(_entry(each, tensor, where, patterns, found is buffers))
+                entries.append(_entry(each, tensor, mesh, patterns, found is buffers))
             except LayoutError as error:
                 problems.append(str(error))
-    if problems:
-        text = "".join(f"\n- {problem}" for problem in problems)
-        raise LayoutError(f"shard_module: the plan does not fit; nothing was changed.{text}")
-    notes = [note for entry in entries for note in _notes(model, entry)]
-    return Plan(mesh, rules, tuple(entries), tuple(notes))
+    return entries, problems
 
 
 def _with_all_names(
