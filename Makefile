@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NEWEST := .venv-newest
 DOCS := .venv-docs
+MODELS := .venv-models
 
-.PHONY: test test-newest demo lint docs package verify redistribute programs bench bench-newest clean
+.PHONY: test test-newest demo lint docs package verify redistribute programs models bench bench-newest clean
 
 test: lint
 	$(BIN)/python -m pytest -m ''
@@ -21,8 +22,7 @@ test-newest: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m pytest tests/process/test_compile_process.py
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
-	$(BIN)/python examples/dropout.py
+	$(BIN)/python examples/train_gpt.py --picture build/loss.png
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -49,6 +49,11 @@ redistribute: $(READY)
 programs: $(READY)
 	$(BIN)/python benchmarks/programs.py
 
+# Whole models of transformers, timm and diffusers, in a venv of its own. A stopped run goes on; after
+# a change of the library, `make clean` or delete verification/models.jsonl.
+models: $(MODELS)/.ready
+	$(MODELS)/bin/python -m verification.models --page docs/models.md --example examples/finetune_hf.py
+
 # Times beside PyTorch's DTensor; make bench ARGS=--quick, or ARGS='--only step list'.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.bench $(ARGS)
@@ -57,7 +62,7 @@ bench-newest: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m benchmarks.bench --page benchmarks/results-newest.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(DOCS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(DOCS) $(MODELS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)
@@ -67,6 +72,12 @@ $(NEWEST)/.ready: pyproject.toml
 $(DOCS)/.ready: docs/site/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet -r $<
+	touch $@
+
+$(MODELS)/.ready: constraints.txt verification/models/requirements.txt
+	$(PYTHON) -m venv $(MODELS)
+	$(MODELS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(MODELS)/bin/python -m pip install --quiet -c constraints.txt -r verification/models/requirements.txt -e .
 	touch $@
 
 # torch first and alone: under the constraint the resolver then has nothing left to choose.

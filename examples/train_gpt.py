@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                                    # four ranks in one process
     python examples/train_gpt.py --mesh tp=4 --sequence-parallel    # another mesh, the same losses
+    python examples/train_gpt.py --mesh dp=4 --fully-sharded
     torchrun --nproc-per-node 4 examples/train_gpt.py               # four processes
 
 The model learns the text of this file, letter by letter. Nothing in the model or in `train` knows
@@ -9,6 +10,7 @@ of the mesh: `PLAN` says where parameters live, and `main` how the batch is laid
 """
 
 import argparse
+import re
 from pathlib import Path
 
 import torch
@@ -66,7 +68,7 @@ def train(model: nn.Module, steps: int, title: str, lay_out=lambda batch: batch)
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for _ in tqdm(range(steps), title, disable=not sw.is_first_rank()):
+    for _ in tqdm(range(steps), title, disable=None if sw.is_first_rank() else True):
         starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
         batch = lay_out(TEXT[starts + torch.arange(LENGTH + 1)])
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -96,7 +98,7 @@ def main() -> None:
     plan = sw.make_plan(model, mesh, PLAN if "tp" in axes else {})
     say(plan)
     sw.shard_module(model, mesh, plan)
-    if given.fully_sharded:
+    if given.fully_sharded:  # what the plan leaves whole over dp is sharded over it too
         for block in model.blocks:
             sw.fully_shard(block, mesh=mesh["dp"])
         sw.fully_shard(model, mesh=mesh["dp"])
@@ -104,18 +106,23 @@ def main() -> None:
     if given.sequence_parallel:
         layout["tp"] = Shard(1)
 
+    def lay_out(batch: torch.Tensor) -> torch.Tensor:
+        return sw.distribute_tensor(batch, mesh, layout)
+
     single = train(alone, given.steps, "one device")
-    with sw.CommDebugMode() as comm:
-        meshed = train(
-            model, given.steps, "on the mesh", lambda b: sw.distribute_tensor(b, mesh, layout)
-        )
+    meshed = train(model, given.steps, "on the mesh", lay_out)
     say(f"\n{'step':>4}  {'one device':>10}  {'on the mesh':>11}")
     for step in sorted({*range(0, given.steps, 10), given.steps - 1}):
         say(f"{step:4}  {single[step]:10.4f}  {meshed[step]:11.4f}")
-    say(f"\ncommunication of all {given.steps} steps:\n{comm}")
+    with sw.CommDebugMode() as comm:
+        train(model, 1, "one more step", lay_out)
+    say(f"\ncommunication of a step:\n{comm}\n\nand by module:")
+    table = comm.generate_comm_debug_tracing_table(noise_level=0).splitlines()
+    say("\n".join(line for line in table if not re.search(r"blocks\.[1-9]", line)))
     torch.testing.assert_close(meshed, single, rtol=1e-3, atol=1e-3)
     if given.picture and sw.is_first_rank():
         draw(given.picture, single, meshed)
+        say(f"\nthe loss curves are in {given.picture}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -123,6 +130,7 @@ def main() -> None:
 def draw(file: Path, single: list[float], meshed: list[float]) -> None:
     import matplotlib.pyplot as plt
 
+    file.parent.mkdir(parents=True, exist_ok=True)
     plt.figure(figsize=(6, 3.5))
     plt.plot(single, label="one device", linewidth=4, alpha=0.4)
     plt.plot(meshed, label="on the mesh")

@@ -11,5 +11,6 @@ import sys
 import time
 
 if __name__ == "__main__":
-    runpy.run_path(sys.argv[1], run_name="__main__")
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
     time.sleep(0.5)

@@ -34,8 +34,14 @@ def test_an_example_prints_the_same() -> None:
     assert forked(EXAMPLES["per_rank_batch"], 4) == printed("per_rank_batch")
 
 
-def test_the_demo_prints_the_same_losses() -> None:
-    assert losses(forked(EXAMPLES["demo"], 4)) == losses(printed("demo"))
+@pytest.mark.parametrize(("name", "count"), [("conv", 4), ("moe", 8)])
+def test_an_example_prints_the_same_losses(name: str, count: int) -> None:
+    assert losses(forked(EXAMPLES[name], count)) == losses(printed(name))
+
+
+def test_the_demo_prints_the_same_losses_under_torchrun() -> None:
+    text = torchrun(EXAMPLES["train_gpt"], 4, "--steps", "4")
+    assert losses(text) == losses(printed("train_gpt"))
 
 
 @pytest.mark.parametrize(

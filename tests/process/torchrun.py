@@ -11,10 +11,11 @@ _SECONDS = 150
 _SETTLED = Path(__file__).parent / "settled.py"
 
 
-def torchrun(script: Path, count: int) -> str:
+def torchrun(script: Path, count: int, *arguments: str) -> str:
     """What a script prints on `count` processes; an error if it fails, hangs or warns."""
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--standalone", "--nproc-per-node", str(count), str(_SETTLED), str(script)]
+    command += arguments
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     settings.pop("PYTHONHASHSEED", None)
     done = subprocess.run(

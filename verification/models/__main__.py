@@ -6,6 +6,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .cases import OTHERS, causal_types
+from .cases import BY_DIM_0, OTHERS, causal_types
 from .compare import check
 from .dtensor import BESIDE, check_beside
 from .page import summary, write_page
@@ -34,8 +35,10 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", default=[], help="forget rows with these verdicts")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2)))
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each model")
+    parser.add_argument("--example", help="then run this script")
     given = parser.parse_args()
-    names = given.only or [*OTHERS, *causal_types()]
+    names = [*OTHERS, *causal_types()]
+    names = given.only or names + [name + BY_DIM_0 for name in names]
     rows = {} if given.only else _known(given.out, given.again)
     torch.set_num_threads(1)
     _import_all()
@@ -54,6 +57,8 @@ def main() -> None:
     print(summary(list(rows.values())))
     if given.page:
         write_page(given.page, list(rows.values()))
+    if given.example:
+        runpy.run_path(given.example, run_name="__main__")
 
 
 def _known(path: Path, again: list[str]) -> dict[str, Row]:

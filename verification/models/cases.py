@@ -16,6 +16,8 @@ from shardwise import Shard
 from .tiny import VOCABULARY, tiny
 
 ROWS, LENGTH = 4, 12
+BY_DIM_0 = ", all by dim 0"
+_FIRST_DIM = {"*": {"tp": Shard(0)}}
 
 
 @dataclass
@@ -36,9 +38,13 @@ def causal_types() -> list[str]:
 
 
 def make_case(name: str) -> Case:
-    """A causal language model by its type, or one of `OTHERS`."""
+    """A causal language model by its type, or one of `OTHERS`; with `BY_DIM_0` at the end every
+    parameter is sharded, by its first dim."""
     torch.manual_seed(0)
-    case = OTHERS[name]() if name in OTHERS else _causal(name)
+    kind = name.removesuffix(BY_DIM_0)
+    case = OTHERS[kind]() if kind in OTHERS else _causal(kind)
+    if kind != name:
+        case.plan = _FIRST_DIM
     case.model.train()
     return case
 
@@ -48,7 +54,7 @@ def make_case(name: str) -> Case:
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 _HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-_INDEXER = dict(n_heads=2, kv_heads=1, head_dim=8, budget=8, compress_ratio=2)
+_INDEXER = {"n_heads": 2, "kv_heads": 1, "head_dim": 8, "budget": 8, "compress_ratio": 2}
 _QWEN4 = _HYBRID | {f"indexer_{key}": value for key, value in _INDEXER.items()}
 _FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -61,6 +67,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -70,10 +77,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "olmo_hybrid": _HYBRID,
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (3, 4)},
-    "xlstm": {"hidden_size": 128, "chunk_size": 4},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": _ZAMBA | {"attention_head_dim": 16, "attention_hidden_size": 64},
     "zamba2": _ZAMBA,
@@ -114,17 +123,16 @@ def _causal_loss(made: Any, batch: dict[str, Tensor]) -> Tensor:
 
 # --- the others ----------------------------------------------------------------------------------
 
-_TEXT = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=64,
-    max_position_embeddings=64,
-)
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
 _LAYERS = {key: _TEXT[key] for key in list(_TEXT)[1:5]}
-_PICTURES = _LAYERS | dict(image_size=32, patch_size=8)
-_CHANNELS = {"*": {"tp": Shard(0)}}  # every parameter by its first dim: output channels
+_PICTURES = _LAYERS | {"image_size": 32, "patch_size": 8}
 
 
 def _hf(name: str, batch: dict[str, Tensor], **fields: Any) -> Case:
@@ -147,7 +155,7 @@ def _labelled_pictures(size: int = 32) -> dict[str, Tensor]:
 
 
 def _t5() -> Case:
-    sizes = dict(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
     return _hf(
         "T5ForConditionalGeneration",
         _masked_text(),
@@ -177,8 +185,8 @@ def _clip() -> Case:
     import transformers as hf
 
     config = hf.CLIPConfig(
-        text_config=_TEXT | dict(projection_dim=16, bos_token_id=1, eos_token_id=2),
-        vision_config=_PICTURES | dict(projection_dim=16),
+        text_config=_TEXT | {"projection_dim": 16, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config=_PICTURES | {"projection_dim": 16},
         projection_dim=16,
     )
     batch = _masked_text() | {"pixel_values": torch.randn(ROWS, 3, 32, 32)}
@@ -263,7 +271,7 @@ def _convnext() -> Case:
         num_stages=2,
         drop_path_rate=0.1,
     )
-    case.plan = _CHANNELS
+    case.plan = _FIRST_DIM
     return case
 
 
@@ -362,10 +370,10 @@ OTHERS: dict[str, Callable[[], Case]] = {
     "convnext": _convnext,
     "whisper (speech)": _whisper,
     "wav2vec2": _wav2vec2,
-    "timm resnet18": lambda: _timm("resnet18", _CHANNELS),
-    "timm convnext_atto": lambda: _timm("convnext_atto", _CHANNELS),
-    "timm efficientnet_b0": lambda: _timm("efficientnet_b0", _CHANNELS),
-    "timm mobilenetv3": lambda: _timm("mobilenetv3_small_050", _CHANNELS),
+    "timm resnet18": lambda: _timm("resnet18", _FIRST_DIM),
+    "timm convnext_atto": lambda: _timm("convnext_atto", _FIRST_DIM),
+    "timm efficientnet_b0": lambda: _timm("efficientnet_b0", _FIRST_DIM),
+    "timm mobilenetv3": lambda: _timm("mobilenetv3_small_050", _FIRST_DIM),
     "timm vit_tiny": lambda: _timm(
         "vit_tiny_patch16_224",
         "auto",

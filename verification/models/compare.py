@@ -26,10 +26,10 @@ def check(name: str) -> dict[str, Any]:
     """The verdict on a model. What one device cannot do either is not counted."""
     try:
         case = make_case(name)
-        alone = _step(case, copy.deepcopy(case.model), case.batch)
-        _reject_unusable(alone, _step(case, copy.deepcopy(case.model), case.batch))
+        alone = one_step(case, copy.deepcopy(case.model), case.batch)
+        _reject_unusable(alone, one_step(case, copy.deepcopy(case.model), case.batch))
     except Exception as error:
-        return {"verdict": "not on one device", "why": _said(error)}
+        return {"verdict": "not on one device", "why": said(error)}
     row: dict[str, Any] = {"class": type(case.model).__name__, "plan": _plan_name(case)}
     start = time.perf_counter()
     try:
@@ -37,7 +37,7 @@ def check(name: str) -> dict[str, Any]:
         if row["verdict"] == "wrong":
             row |= _in_float64(case) | {"float32": row["why"]}
     except Exception as error:
-        row |= {"verdict": "error", "why": _said(error), "trace": traceback.format_exc()[-4000:]}
+        row |= {"verdict": "error", "why": said(error), "trace": traceback.format_exc()[-4000:]}
     return row | {"seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -46,7 +46,7 @@ def _in_float64(case: Case) -> dict[str, Any]:
     case.model.double()
     case.batch = {k: v.double() if v.is_floating_point() else v for k, v in case.batch.items()}
     try:
-        alone = _step(case, copy.deepcopy(case.model), case.batch)
+        alone = one_step(case, copy.deepcopy(case.model), case.batch)
     except Exception:
         return {}
     return _on_mesh(case, alone, torch.float64)
@@ -61,7 +61,7 @@ def _on_mesh(case: Case, alone: Step, dtype: torch.dtype) -> dict[str, Any]:
     sharded = sum(p.numel() for p in parameters if any(e.is_shard() for e in p.placements))
     batch = {k: sw.distribute_tensor(v, mesh, {"dp": Shard(0)}) for k, v in case.batch.items()}
     with sw.CommDebugMode() as comm:
-        made = _step(case, model, batch)
+        made = one_step(case, model, batch)
     found = differences(made, alone, TOLERANCE[dtype])
     return {
         "verdict": "wrong" if found else "right",
@@ -73,7 +73,7 @@ def _on_mesh(case: Case, alone: Step, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _step(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> Step:
+def one_step(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> Step:
     """Loss, gradients, and parameters and buffers after a step of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=1e-6)
     torch.manual_seed(1)
@@ -116,7 +116,7 @@ def differences(made: Step, alone: Step, tolerance: float) -> list[str]:
             found.append(f"{name}: {have.dtype} {list(have.shape)}")
             continue
         scale = float(want.abs().max()) if want.numel() else 0.0
-        # Gradients that are zero in exact arithmetic are rounding: theirs counts against the largest.
+        # Gradients that are zero in exact arithmetic are rounding, measured by the largest one.
         close = tolerance * scale + 0.01 * tolerance * largest
         if name.startswith("updated"):
             close = max(tolerance * scale, 0.02 * RATE)
@@ -130,6 +130,9 @@ def _plan_name(case: Case) -> str:
     return "auto" if case.plan == "auto" else "all by dim 0"
 
 
-def _said(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def said(error: Exception) -> str:
+    """An error in one line; where it was raised, if it says nothing."""
+    text = (
+        " ".join(str(error).split()) or f"in {traceback.extract_tb(error.__traceback__)[-1].name}"
+    )
     return f"{type(error).__name__}: {text[:300]}"

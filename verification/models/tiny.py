@@ -52,6 +52,8 @@ def tiny(made_by: Any, **given: Any) -> Any:
         if name not in given and not set(kinds) <= set(getattr(small, name, None) or ()):
             layers = max(LAYERS, len(kinds))  # one of each kind
             kinds = (kinds * layers)[:layers]
+            if name not in inspect.signature(made_by).parameters:
+                return small
             return made_by(**fields | {"num_hidden_layers": layers, name: kinds} | given)
     return small
 
@@ -59,15 +61,15 @@ def tiny(made_by: Any, **given: Any) -> Any:
 def _fields(config: Any) -> dict[str, Any]:
     """The fields of a configuration that get smaller."""
     takes = inspect.signature(type(config)).parameters
+    layers = getattr(config, "num_hidden_layers", None)
     fields = {}
     for name, value in config.__dict__.items():
         if hasattr(value, "to_dict"):
             fields[name] = {"model_type": value.model_type} | _fields(value)
         elif name in takes and _small(name, value) is not value:
             fields[name] = _small(name, value)
-        elif name in takes and isinstance(value, list) and len(value) > LAYERS:
-            if len(value) == getattr(config, "num_hidden_layers", None):
-                fields[name] = value[:LAYERS]
+        elif name in takes and isinstance(value, list) and len(value) == layers:
+            fields[name] = value[:LAYERS]
     if "kv_lora_rank" in fields and "num_key_value_heads" in takes:
         fields["num_key_value_heads"] = fields["num_attention_heads"]  # all heads have keys
     return fields

@@ -138,12 +138,17 @@ def _own_plan(model: nn.Module, kind: str) -> Iterator[tuple[str, Placement]]:
         if any(prefix.startswith(outer) for outer in done):
             continue
         plan = _styles(part, kind)
-        if plan:
+        named = [
+            (name, tensor, style)
+            for name, tensor in part.named_parameters(remove_duplicate=False)
+            if (style := _style_of(plan, name)) is not None
+        ]
+        if named:  # else it is the plan of a model inside, as that of a model wrapped by peft
             start = f"{prefix}." if prefix else ""
             done.append(start)
             _warn_of_unknown(plan)
-            for name, tensor in part.named_parameters(remove_duplicate=False):
-                place = _by_style(plan, name, tensor)
+            for name, tensor, style in named:
+                place = STYLES.get(style, _whole)(tensor)
                 if place is not None:
                     yield start + name, place
 
@@ -169,9 +174,10 @@ def _warn_of_unknown(plan: dict[str, str]) -> None:
         )
 
 
-def _by_style(plan: dict[str, str], name: str, tensor: torch.Tensor) -> Placement | None:
-    generic = generic_name(name)
-    style = plan.get(generic) or plan.get(generic.rpartition(".")[0]) or "replicate"
+def _style_of(plan: dict[str, str], name: str) -> str | None:
+    """The style of a parameter; the layers that peft wraps keep theirs."""
+    generic = generic_name(name).replace(".base_layer.", ".")
+    style = plan.get(generic) or plan.get(generic.rpartition(".")[0])
     if style == "colwise_gather_output" and ".gate_up_proj." in generic:
-        style = "packed_colwise"  # two layers in one; what is gathered there stays sharded here
-    return STYLES.get(style, _whole)(tensor)
+        return "packed_colwise"  # two layers in one; what is gathered there stays sharded here
+    return style
