@@ -165,6 +165,28 @@ def test_a_style_that_is_not_known_is_told() -> None:
         assert "model.layers.*.o_proj.weight" not in rules(model)
 
 
+class Wrapped(nn.Module):
+    """As peft wraps a model: its plan is to be had here too, but its names begin with `inside`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside = model
+        self.tp_plan = STYLES_OF_LAYERS
+
+
+def test_the_plan_of_a_model_in_a_wrapper_names_the_layers_that_adapters_wrap() -> None:
+    model = Inner()
+    model.tp_plan = STYLES_OF_LAYERS
+    for layer in model.layers:
+        adapted = nn.Module()
+        adapted.base_layer, adapted.lora_A = layer.q_proj, nn.Linear(8, 2, bias=False)
+        layer.q_proj = adapted
+    plan = make_plan(Wrapped(model), virtual(2, 2, names=("dp", "tp")), "auto")
+    assert plan["inside.layers.0.q_proj.base_layer.weight"] == (R, S0)
+    assert plan["inside.layers.1.q_proj.lora_A.weight"] == (R, R)
+    assert plan["inside.layers.1.o_proj.weight"] == (R, S1)
+
+
 # --- models that bring none ---------------------------------------------------------------------
 
 
