@@ -15,7 +15,7 @@ from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper
-from .lists import is_list_op
+from .lists import is_list_op, list_form
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .views import defer, is_deferred, write_through
 
@@ -130,6 +130,7 @@ class Operator:
         "is_list",
         "is_view",
         "keyed_by_type",
+        "list_form",
         "named_keyed_by_type",
         "op",
         "outs",
@@ -177,6 +178,7 @@ class Operator:
         self.has_views = self.is_view or self.written is not None
         self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
         self.is_list = user is None and self.form is None and is_list_op(op)
+        self.list_form = list_form(op, self.outs) if self.is_list else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.
         self.special = self.is_list or self.composite or self.is_view
 
