@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,6 +55,16 @@ def make_wrapper(
         False, False, None, False, False, _dtensors,
     )
     # fmt: on
+
+
+def take_lists(*classes: Any) -> None:
+    """Let PyTorch's utilities and optimizers use list operators for tensors of these classes.
+
+    `clip_grad_norm_` then computes all norms at once, as for plain tensors, and optimizers choose
+    their foreach form on the devices where that is their default.
+    """
+    for supported in (_utility_types, _optimizer_types):
+        supported.extend([each for each in classes if each not in supported])
 
 
 _INHERITED = "shardwise.settings"

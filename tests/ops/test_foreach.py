@@ -367,3 +367,22 @@ def test_a_list_of_numbers_enters_the_key_by_its_ends(numbers_: tuple[float, flo
             torch._foreach_div_(each, list(given))
         for a, b in zip(ours, plain, strict=True):
             torch.testing.assert_close(a.full_tensor(), b, equal_nan=True)
+
+
+def test_clipping_is_one_communication() -> None:
+    """As users call it: PyTorch chooses list operators for DTensors too."""
+    layouts = [(R, R), (S0, R), (S0, S1), (R, S0), (P, S1)]
+    plain = [numbers(4, 6, seed=i).requires_grad_() for i in range(len(layouts))]
+    ours = [p.detach().clone().requires_grad_() for p in plain]
+    ours = [spread(p, virtual(2, 2), (R, R)) for p in ours]
+    for seed, (mine, theirs, at) in enumerate(zip(ours, plain, layouts, strict=True)):
+        theirs.grad = numbers(4, 6, seed=10 + seed)
+        mine.grad = spread(theirs.grad.clone(), virtual(2, 2), at)
+    want = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    with CommDebugMode() as comm:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in ours[:-1]])
+    assert comm.get_total_counts() == 1 and norm.placements == (R, R)
+    have = torch.nn.utils.clip_grad_norm_(ours, 0.5)
+    torch.testing.assert_close(have.full_tensor(), want)
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
