@@ -36,6 +36,7 @@ from ..storage.plain import adopt_all, check_plain
 from ..storage.wrapper import Plain, Wrapper
 from .cache import kept, number_key, plan_bytes
 from .choose import build
+from .classes import from_class, remember
 from .lists import run_list
 from .operator import Operator
 from .plans import Plan, tensors_in
@@ -101,7 +102,7 @@ def dispatch(
     public = Wrapper.public
     operands: list[Any] = []
     key: list[Any] = []
-    plain = False
+    unusual = False
     for value, keyed_by_type in zip(args, entry.keyed_by_type):  # noqa: B905  # trailing defaults are left out
         kind = type(value)
         if kind is public:
@@ -110,35 +111,20 @@ def dispatch(
         elif keyed_by_type is None:
             key.append(tuple(value) if kind is list else value)
         else:
-            plain |= _add(value, keyed_by_type, operands, key)
+            unusual |= _add(value, keyed_by_type, operands, key)
     kwargs = kwargs or {}
     for name in kwargs:
         key.append(name)
-        plain |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
-    if plain:
+        unusual |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
+    if unusual:
         mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
         operands = adopt_all(op, operands, mesh)
         key.extend([o._spec for o in operands if isinstance(o, Plain)])
     found = entry.plans.get(tuple(key))
-    if found is None or (
-        found.default is not None and found.default is not torch.get_default_dtype()
-    ):
-        found = _build(entry, tuple(key), operands, args, kwargs)
-    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
-        # While tracing there is nothing to compare: the next call checks.
-        checks = not is_tracing()
-        found.plain_checked = checks and check_plain(
-            entry.op, entry.write_only_args, operands, args, kwargs
-        )
     try:
-        if found.is_complex:
-            with reading_lazy_bits():
-                return _resolved(entry.run_view(found, operands, args, kwargs))
-        if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
-            return found.quick(operands, args, kwargs)
-        if entry.has_views:
-            return entry.run_view(found, operands, args, kwargs)
-        return found.run(operands, args, kwargs)
+        if unusual or found is None or found.quick is None or found.default is not None:
+            return _run(entry, found, tuple(key), operands, args, kwargs)
+        return found.quick(operands, args, kwargs)
     except BaseException as error:
         if is_tracing():  # no rank waits for this one
             _refuse_reading(op, error)
@@ -146,6 +132,36 @@ def dispatch(
             # an error in values is this rank's alone: the others must not wait for it
             report(error, operands[0]._spec.topology)
         raise
+
+
+def _run(
+    entry: Operator,
+    found: Plan | None,
+    key: tuple[Any, ...],
+    operands: list[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a call that needs more than its local call, or may."""
+    if found is None or (
+        found.default is not None and found.default is not torch.get_default_dtype()
+    ):
+        found = _build(entry, key, operands, args, kwargs)
+    plain = any(type(operand) is Plain for operand in operands)
+    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
+        # While tracing there is nothing to compare: the next call checks.
+        checks = not is_tracing()
+        found.plain_checked = checks and check_plain(
+            entry.op, entry.write_only_args, operands, args, kwargs
+        )
+    if found.is_complex:
+        with reading_lazy_bits():
+            return _resolved(entry.run_view(found, operands, args, kwargs))
+    if found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+        return found.quick(operands, args, kwargs)
+    if entry.has_views:
+        return entry.run_view(found, operands, args, kwargs)
+    return found.run(operands, args, kwargs)
 
 
 def _run_special(entry: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -208,19 +224,19 @@ def _resolved(made: Any) -> Any:
 
 
 def _add(value: Any, keyed_by_type: bool | None, operands: list[Any], key: list[Any]) -> bool:
-    """Add an argument to the key, and tensors to the operands; True if there is a plain tensor."""
+    """Add an argument to the key, and tensors to the operands; True if there is a plain tensor or a
+    deferred view."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if isinstance(value, AsyncValue):
             value._locals  # noqa: B018  # the first use waits; it is ordinary from now on
         operands.append(value)
-        ours = isinstance(value, Wrapper)
-        key.append(value._spec if ours else Plain)  # type: ignore[attr-defined]
-        return not ours
+        key.append(value._spec if isinstance(value, Wrapper) else Plain)
+        return type(value) is not Wrapper.public
     if keyed_by_type is not None and (kind is list or kind is tuple):
         key.append(len(value))
-        plain = [_add(each, False, operands, key) for each in value]
-        return any(plain)
+        unusual = [_add(each, False, operands, key) for each in value]
+        return any(unusual)
     if keyed_by_type and kind in _NUMBERS:
         key.append(number_key(value))
     elif keyed_by_type is False and kind in _NUMBERS:  # 1, 1.0 and True are equal, not the same
@@ -237,10 +253,18 @@ def _build(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Plan:
-    made = build(entry, operands, args, kwargs)
-    made.is_complex = any(o._spec.dtype.is_complex for o in operands)
-    if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
-        made.default = torch.get_default_dtype()  # integers divided, or times a number
+    made = None
+    if entry.classes is not None:
+        made = from_class(entry, key, [operand._spec for operand in operands])
+    if made is None:
+        made = build(entry, operands, args, kwargs)
+        made.is_complex = any(o._spec.dtype.is_complex for o in operands)
+        if made.is_complex:
+            made.drop_quick()
+        if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
+            made.default = torch.get_default_dtype()  # integers divided, or times a number
+        if entry.classes is not None:
+            remember(entry, key, made, operands)
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
         _counts["built"] += 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from .._torch import OpOverload, make_wrapper
+from .._torch import OpOverload, local_function, new_wrapper, wrapper_arguments
 from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
@@ -152,8 +152,6 @@ class ListPlan(Plan):
     `inputs` and `outputs` are the layouts of each element's operands and results.
     """
 
-    __slots__ = ("_listing", "_moves", "_op", "_outputs", "_sites", "_written", "is_local")
-
     def __init__(
         self,
         op: Any,
@@ -195,7 +193,7 @@ class ListPlan(Plan):
 
         `writes` are the arguments that are written; with `sums` some of those are Partial.
         """
-        call, outputs = self._op._op, self._outputs
+        call, outputs = local_function(self._op), self._outputs
         lists, shared = tuple(self._listing.lists), tuple(self._listing.shared)
         named = any(isinstance(name, str) for name in (*lists, *shared))
         if not self.is_local or len(self._sites) != 1 or named:
@@ -256,8 +254,7 @@ def wrap_each(specs: Sequence[DTensorSpec], values: Sequence[torch.Tensor]) -> l
     public, device = Wrapper.public, values[0].device
     made: list[Any] = []
     for spec, value in zip(specs, values, strict=True):
-        shape, stride, dtype = spec.meta
-        new: Any = make_wrapper(public, shape, stride, dtype, device)
+        new = new_wrapper(*wrapper_arguments(public, *spec.meta, device))
         new._spec = spec
         new._locals = (value,)
         made.append(new)

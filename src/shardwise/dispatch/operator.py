@@ -15,6 +15,7 @@ from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper
+from .classes import has_classes
 from .lists import is_list_op, list_form
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .views import defer, is_deferred, write_through
@@ -122,6 +123,7 @@ class Operator:
     """What is known of an operator before it is called, and the plans of its calls."""
 
     __slots__ = (
+        "classes",
         "composite",
         "copies",
         "family",
@@ -177,6 +179,9 @@ class Operator:
         self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
         self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
+        # Plans by layout class, see classes.py; None if the operator has no classes.
+        general = user is None and has_classes(op, self.family, self.form)
+        self.classes: dict[Any, Any] | None = {} if general else None
         self.is_list = user is None and self.form is None and is_list_op(op)
         self.list_form = list_form(op, self.outs) if self.is_list else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.
