@@ -157,7 +157,7 @@ def ragged_results() -> Block:
     (R,)
     >>> with ragged_results():
     ...     x[x > 1]
-    DTensor(int64[4] [S(0)] cuts(0)=[1, 3] on (2), local=[[1], [3]])
+    DTensor([2, 3, 4, 5], int64[4@0(1+3)] on (2))
     """
     return Block(ragged=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import warnings
 from typing import Any
@@ -21,6 +22,7 @@ from shardwise import (
     distribute_tensor,
     per_rank,
 )
+from shardwise.__main__ import main
 from shardwise.errors import LayoutError
 from shardwise.tensor import conversion
 
@@ -201,15 +203,40 @@ def test_a_sub_mesh_by_name() -> None:
 # --- what it looks like -------------------------------------------------------------------------
 
 
-def test_repr_shows_the_layout_and_communicates_nothing() -> None:
-    x = distribute_tensor(X, virtual(2, names=("tp",)), [Shard(0)])
-    row = x[3]
-    with CommDebugMode() as seen:
-        text, later = repr(x), repr(row)
-    assert text == "DTensor(float64[5, 3] [S(0)] on (tp=2), local=[[3, 3], [2, 3]])"
-    assert later == "DTensor(float64[3] [S(0)] on (tp=2), a view not read yet)"
-    assert "requires_grad=True" in repr(x.requires_grad_())
+def test_repr_shows_values_and_layout_and_counts_as_no_communication() -> None:
+    x = distribute_tensor(torch.arange(-2, 4).view(2, 3), virtual(2, names=("tp",)), [Shard(1)])
+    with CommDebugMode() as seen, shardwise.communication("error"):
+        assert repr(x) == (
+            "DTensor([[-2, -1,  0],\n         [ 1,  2,  3]], int64[2, 3@tp] on (tp=2))"
+        )
+        assert repr(x[:, 2]) == "DTensor([0, 3], int64[2@tp] on (tp=2))"
+        assert repr(x.sum(1)) == (
+            "DTensor([-3,  6], int64[2] on (tp=2), not reduced yet: sum over tp)"
+        )
+        assert repr(x[:, :2]).endswith("int64[2, 2@tp(2+0)] on (tp=2))")
     assert seen.get_total_counts() == 0
+
+
+def test_repr_of_tensors_that_require_gradients() -> None:
+    mesh = virtual(2, 2, names=("dp", "tp"))
+    x = distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()]).requires_grad_()
+    assert repr(x) == "DTensor([1., 1.], float32[2@dp] on (dp=2, tp=2), requires_grad=True)"
+    assert repr(x * 2) == (
+        "DTensor([2., 2.], float32[2@dp] on (dp=2, tp=2), grad_fn=<MulBackward0>)"
+    )
+    named = repr(torch.nn.Parameter(x.detach()))
+    assert named.startswith("Parameter containing:\nDTensor([1., 1.], float32[2@dp]")
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [torch.tensor(2.5), torch.zeros(0, 3), torch.tensor([1 + 2j, 3]), torch.randn(70, 40)],
+    ids=["number", "empty", "complex", "large"],
+)
+def test_repr_has_the_numbers_that_pytorch_prints(whole: torch.Tensor) -> None:
+    x = distribute_tensor(whole, virtual(2), [Shard(0) if whole.ndim else Replicate()])
+    numbers = repr(whole).removeprefix("tensor(").removesuffix(")").split(", size")[0]
+    assert "".join(numbers.split()) in "".join(repr(x).split())
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -404,3 +431,35 @@ def test_per_rank_goes_back_into_a_dtensor() -> None:
 
 def test_the_first_rank_prints() -> None:
     assert shardwise.is_first_rank()
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_only_public_names_are_listed() -> None:
+    names = dir(shardwise)
+    assert {"DTensor", "errors", "interop", "shard_module", "__version__"} <= set(names)
+    assert not {"dispatch", "comm", "forms", "storage", "redistribute"} & set(names)
+    assert all(getattr(shardwise, name) is not None for name in names)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+    assert importlib.metadata.version("shardwise") == shardwise.__version__
+
+
+def test_assert_layout() -> None:
+    mesh = virtual(2, 2, names=("dp", "tp"))
+    x = distribute_tensor(X, mesh, {"tp": Shard(-1)})
+    shardwise.assert_layout(x, {"tp": Shard(1)})
+    shardwise.assert_layout(x, [Replicate(), Shard(-1)])
+    for wrong in ({"tp": Shard(0)}, {"dp": Shard(1)}, [Shard(1), Shard(1)], {}):
+        with pytest.raises(LayoutError, match=r"expected, but the tensor is float64\[5, 3\]"):
+            shardwise.assert_layout(x, wrong)
+    with pytest.raises(LayoutError, match="no axis 'pp'"):
+        shardwise.assert_layout(x, {"pp": Shard(0)})
+    with pytest.raises(LayoutError, match="a DTensor is needed"):
+        shardwise.assert_layout(X, {})

@@ -140,7 +140,7 @@ def test_a_size_that_an_argument_names_is_no_size_like_others() -> None:
     a + a
     with pytest.raises(RuntimeError, match="broadcast"):
         a + spread(torch.randn(5, 6), mesh, [Shard(0)])
-    with pytest.raises(RuntimeError, match="invalid|view"):
+    with pytest.raises(RuntimeError, match=r"invalid|view"):
         a.view(4, 3, 2)
         a.view(5, 3, 2)
 

@@ -416,7 +416,7 @@ def ways_out() -> list[Any]:
     (x.to_local() * (dist.get_rank() + 1)).sum().backward()
     with CommDebugMode() as seen:
         text = repr(x)
-    assert seen.get_total_counts() == 0 and "float32[3, 2] [S(0)] on (2)" in text
+    assert seen.get_total_counts() == 0 and "float32[3@0, 2] on (2)" in text and "local=" in text
     total = x.detach().sum()
     return [
         x.to_local().tolist(),

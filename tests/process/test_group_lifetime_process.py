@@ -194,3 +194,28 @@ def test_who_comes_too_late_hears_so(processes: Pools) -> None:
     first, second = processes(2).run(arrive_late, timeout=60)
     assert "rank 1 did not come within 5 seconds. This rank is there, at " in first
     assert "rank 1 did not come within 5 seconds. This rank came later, at " in second
+
+
+def _as_one_of_ranks_that_do_not_exist(rank: int) -> tuple[list[int], list[int], bool]:
+    """Shapes on one rank of the `fake` backend, which sends nothing and has no store."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    x = sw.distribute_tensor(torch.zeros(8, 4, requires_grad=True), mesh, [Shard(0), Replicate()])
+    y = (x + torch.ones(4)).sum(0)  # plain tensors are compared over the ranks
+    whole = y.full_tensor()
+    whole.sum().backward()
+    assert x.grad is not None
+    return list(x.detach().to_local().shape), list(whole.shape), x.grad.placements == x.placements
+
+
+def test_a_mesh_may_be_over_the_fake_backend() -> None:
+    for rank in (0, 2):
+        pool = ProcessPool(1)
+        try:
+            expected = ([4, 4], [4], True)
+            assert pool.run(_as_one_of_ranks_that_do_not_exist, rank) == [expected]
+        finally:
+            pool.stop()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from ..layout.mesh import Topology
@@ -28,6 +29,17 @@ watch, unwatch = _watchers.append, _watchers.remove
 def is_heard() -> bool:
     """True if there is a listener: otherwise nobody needs to count bytes."""
     return bool(_listeners)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Report nothing to listeners meanwhile: printing a tensor is no part of a program."""
+    listeners = _listeners[:]
+    _listeners.clear()
+    try:
+        yield
+    finally:
+        _listeners[:] = listeners
 
 
 def record(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) -> None:

@@ -35,6 +35,8 @@ class Plan:
     - `tier` says who serves the call: rows, form, random, decomposition or fallback.
     - `default` is the default dtype for which it was built, if the results may have it.
     - `is_complex` is True if some operand is complex.
+    - `may_be_partial` is True if a new result may be Partial.
+    - `is_watched` is False if `quick` is all there is to do, for ordinary operands.
     - `plain_checked` is True if plain operands of such calls are known to be equal on all ranks.
     - `deferred` is True for a view whose elements live on other ranks than its base's: `run` gives
       its value, not an alias.
@@ -50,12 +52,18 @@ class Plan:
         self.tier = tier
         self.deferred = deferred
         self.default: torch.dtype | None = None
-        self.is_complex = False
+        self.is_complex = self.may_be_partial = False
+        self.is_watched = True
         self.plain_checked = False
 
     def drop_quick(self) -> None:
         """Let every call of the plan go through `run`."""
         self.quick = None
+
+    def set_watched(self) -> None:
+        """Set `is_watched` from what else is known of the plan."""
+        usual = not (self.is_complex or self.may_be_partial) and self.default is None
+        self.is_watched = self.quick is None or not usual
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -304,6 +312,7 @@ class CallPlan(Plan):
                 made._call = partial(_at_site, self._local, self._op, made._sites[0])
             made._next_quick = made._quick(device, operands_only)
         made.quick = made._next_quick if made._orders is False else None
+        made.set_watched()
         return made
 
     def drop_quick(self) -> None:
@@ -423,6 +432,7 @@ class CallPlan(Plan):
             made = _returned_type(self._op)(wrapped)
         if self._orders is None:
             self._orders, self.quick = False, self._next_quick
+            self.set_watched()
             every = tensors_in((made,), {})
             parts = [part for value in every for part in value._locals]  # type: ignore[attr-defined]
             self._is_sure = all(min(part.shape, default=2) > 1 for part in parts)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch import shared_store
+from .._torch import is_alone, shared_store
 from ..errors import MeshError
 from .cost import Link, links_of
 
@@ -79,7 +79,7 @@ def told_by_first(
     key = f"shardwise/links/{next(_agreements)}/{_entry(device_type, shape)}"
     store = shared_store()
     told: str | list[list[float]]
-    if dist.get_rank() == ranks[0]:
+    if dist.get_rank() == ranks[0] or is_alone():
         try:
             found = own or read_links(device_type, shape) or links_of(None, len(shape))
             told = [[link.latency, link.bandwidth] for link in found]

@@ -31,6 +31,11 @@ class Placement:
         """True for a `Partial`, of `reduce_op` if one is given."""
         return False
 
+    @property
+    def code(self) -> str:
+        """How to write this placement in a program."""
+        return "Replicate()"
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{self!r} is immutable: make a new placement instead")
 
@@ -77,7 +82,7 @@ class Shard(Placement):
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
     >>> x = shardwise.distribute_tensor(torch.arange(8).view(2, 4), mesh, [Shard(1)])
     >>> x.view(8)
-    DTensor(int64[8] [S(0, split=2)] on (2), local=[[4], [4]])
+    DTensor([0, 1, 2, 3, 4, 5, 6, 7], int64[8@0(split=2)] on (2))
     >>> x.view(8).to_local().at((0,))
     tensor([0, 1, 4, 5])
     """
@@ -103,6 +108,10 @@ class Shard(Placement):
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
+
+    @property
+    def code(self) -> str:
+        return f"Shard({self.dim})" if self.split == 1 else f"Shard({self.dim}, {self.split})"
 
     def __repr__(self) -> str:
         return f"S({self.dim})" if self.split == 1 else f"S({self.dim}, split={self.split})"
@@ -140,6 +149,10 @@ class Partial(Placement):
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or reduce_op == self.reduce_op
+
+    @property
+    def code(self) -> str:
+        return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
 
     def __repr__(self) -> str:
         return f"P({self.reduce_op})"

@@ -30,6 +30,7 @@ from .compiled import CompileProtocol
 from .conversion import distribute, from_local, laid_out_like, to_local, whole_local
 from .inplace_views import as_strided, in_place
 from .per_rank import PerRank
+from .printing import text_of
 from .saving import plain_attributes, saved
 
 
@@ -121,7 +122,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         >>> mesh = shardwise.init_device_mesh("cpu", (2,))
         >>> local = shardwise.per_rank(mesh, lambda coord: torch.ones(2 + coord[0]))
         >>> DTensor.from_local(local, mesh, [shardwise.Shard(0)])
-        DTensor(float32[5] [S(0)] cuts(0)=[2, 3] on (2), local=[[2], [3]])
+        DTensor([1., 1., 1., 1., 1.], float32[5@0(2+3)] on (2))
         """
         made: DTensor = from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
@@ -257,19 +258,8 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     @untraced
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The layout and the local part, without communication."""
-        text = f"DTensor({self._spec!r}"
-        if isinstance(self, DeferredView):
-            local = "a view not read yet"
-        elif isinstance(self, AsyncValue):
-            local = "still moving"
-        elif self._spec.topology.virtual:
-            shapes = [list(part.shape) for part in self._locals]
-            local = f"local={shapes}"
-        else:
-            local = f"local={self._locals[0]!r}" if self._locals else "not on this rank"
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"{text}, {local}{grad})"
+        """The values and the layout, without communication between processes."""
+        return text_of(self)
 
     # --- gradients of leaves -------------------------------------------------------------------
 
@@ -433,8 +423,8 @@ def distribute_tensor(
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> shardwise.distribute_tensor(torch.zeros(5, 2), mesh, [shardwise.Shard(0)])
-    DTensor(float32[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    >>> shardwise.distribute_tensor(torch.arange(5), mesh, [shardwise.Shard(0)])
+    DTensor([0, 1, 2, 3, 4], int64[5@0] on (2))
     """
     made: DTensor = distribute(tensor, device_mesh, placements, cuts, src_data_rank)
     return made

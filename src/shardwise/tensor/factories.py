@@ -54,8 +54,10 @@ def zeros(*size: Any, **where: Unpack[_Where]) -> DTensor:
 
     >>> import shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> zeros(5, 2, device_mesh=mesh, placements=[shardwise.Shard(0)])
-    DTensor(float32[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    >>> zeros(3, 2, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    DTensor([[0., 0.],
+             [0., 0.],
+             [0., 0.]], float32[3@0, 2] on (2))
     """
     return _made("zeros", _sizes(size), where, _local(torch.zeros))
 
@@ -134,8 +136,8 @@ def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) 
 
     >>> import shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> randint(3, 9, (5, 2), device_mesh=mesh, placements=[shardwise.Shard(0)])
-    DTensor(int64[5, 2] [S(0)] on (2), local=[[3, 2], [2, 2]])
+    >>> randint(3, 4, (5,), device_mesh=mesh, placements=[shardwise.Shard(0)])
+    DTensor([3, 3, 3, 3, 3], int64[5@0] on (2))
     """
     *limits, size = bounds
     low, high = (0, *limits) if len(limits) == 1 else limits
