@@ -98,7 +98,9 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
-    if entry.special and (entry.is_list or torch.is_inference_mode_enabled()):
+    if entry.is_list:
+        return run_list(entry, args, kwargs or {})
+    if entry.special and torch.is_inference_mode_enabled():
         made = _run_special(entry, args, kwargs or {})
         if made is not NotImplemented:
             return made
@@ -169,15 +171,13 @@ def _run(
 
 
 def _run_special(entry: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a list operator, or in inference mode a composite or a view of an ordinary tensor.
+    """Run in inference mode a composite or a view of an ordinary tensor.
 
     NotImplemented if the call goes the way of all others.
     """
-    if entry.composite and torch.is_inference_mode_enabled():
+    if entry.composite:
         # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
         return run_composite(entry.op, *args, **kwargs)
-    if entry.is_list:
-        return run_list(entry, args, kwargs)
     if entry.is_view and not args[0].is_inference():
         # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
         with torch.inference_mode(False), torch.no_grad():

@@ -188,13 +188,17 @@ class ListPlan(Plan):
             slots = [(i, spec.slot(coord)) for index in indices for i, spec in pairs[index]]
             self._sites += [(indices, slots)] if indices else []
 
-    def set_quick(self, writes: Sequence[int], sums: bool) -> None:
+    def set_quick(self, operands: Sequence[Any], writes: Sequence[int]) -> None:
         """Make `quick(args, kwargs)`, if there is one local call and all operands can stay.
 
-        `writes` are the arguments that are written; with `sums` some of those are Partial.
+        `writes` are the arguments that are written.
         """
-        call, outputs = local_function(self._op), self._outputs
-        lists, shared = tuple(self._listing.lists), tuple(self._listing.shared)
+        call = local_function(self._op)
+        outputs = wrappings(self._outputs, operands[0].device)
+        every, shared = self._listing.lists, tuple(self._listing.shared)
+        lists = [name for name, ids in every.items() if isinstance(operands[ids.start], Wrapper)]
+        writes = [place for place in writes if place in lists]
+        sums = any(operands[i]._spec.sums for i in self._written)
         named = any(isinstance(name, str) for name in (*lists, *shared))
         if not self.is_local or len(self._sites) != 1 or named:
             return
@@ -249,12 +253,20 @@ class ListPlan(Plan):
             mark_written(operands[index])
 
 
-def wrap_each(specs: Sequence[DTensorSpec], values: Sequence[torch.Tensor]) -> list[Any]:
-    """DTensors of one local tensor each, which are all on one device."""
-    public, device = Wrapper.public, values[0].device
+Wrapping = tuple[DTensorSpec, tuple[Any, ...]]
+
+
+def wrappings(specs: Sequence[DTensorSpec], device: torch.device) -> list[Wrapping]:
+    """What `wrap_each` needs for tensors of one local tensor each."""
+    kind = Wrapper.public
+    return [(spec, wrapper_arguments(kind, *spec.meta, device)) for spec in specs]
+
+
+def wrap_each(how: Sequence[Wrapping], values: Sequence[torch.Tensor]) -> list[Any]:
+    """DTensors of one local tensor each."""
     made: list[Any] = []
-    for spec, value in zip(specs, values, strict=True):
-        new = new_wrapper(*wrapper_arguments(public, *spec.meta, device))
+    for (spec, arguments), value in zip(how, values, strict=True):
+        new = new_wrapper(*arguments)
         new._spec = spec
         new._locals = (value,)
         made.append(new)
@@ -277,15 +289,16 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         made = _run_list(entry, args, kwargs)
     # Plain tensors learn of it from the operators that `_foreach_*` is made of, below this level;
     # without it a view keeps its gradient's old formula, and a saved value is not known as stale.
-    if entry.writes and entry.op._schema.name.startswith("aten::_foreach_"):
-        increment_version([t for n in entry.writes if n < len(args) for t in args[n]])
+    if entry.written is not None and entry.op.__name__.startswith("_foreach_"):
+        increment_version(args[entry.written])
     return made
 
 
 def _key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What the plan of a call depends on. Those of plain tensors are found once they are adopted.
+    """What the plan of a call depends on.
 
-    No plan is kept under the key of a call with plain tensors.
+    No plan is kept under the key of a call with plain tensors, unless they are numbers: it is found
+    once they are adopted.
     """
     return (
         torch.get_default_dtype(),
@@ -300,19 +313,31 @@ def _part(value: Any) -> Any:
     kind = type(value)
     if kind is list:
         kinds = {*map(type, value)}
-        if kinds == {Wrapper.public}:
+        if len(kinds) == 1 and Wrapper.public in kinds:
             return tuple([tensor._spec for tensor in value])
         if kinds == {float}:
             least = number_key(min(value))
             # Numbers between two that are alike are as these are; NaN is between none.
             if least == number_key(max(value)) and not isnan(sum(value)):
                 return len(value), least
-        return tuple(map(_part, value))
+        numbers = _numbers(value) if kinds in ({Plain}, {torch.Tensor}) else None
+        return tuple(map(_part, value)) if numbers is None else numbers
     if kind in (int, float, complex):
         return number_key(value)
     if isinstance(value, (Wrapper, Plain)):
         return kind, value._spec
     return kind if isinstance(value, torch.Tensor) else value
+
+
+def _numbers(values: Sequence[Any]) -> Any:
+    """The part of a key for plain tensors that are numbers, and need no look; None for others."""
+    if type(values[0]) is Plain:
+        values = [value._locals[0] for value in values]
+    dtypes = tuple([value.dtype for value in values])
+    special = any(value.dim() or value.requires_grad for value in values)
+    if special or any(dtype.is_complex for dtype in {*dtypes}):
+        return None
+    return Plain, dtypes, policy.current().plain == "error"
 
 
 def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -453,7 +478,8 @@ def _build(
         inputs.append(decision.inputs)
         outputs += decision.outputs if returns else ()
     made = ListPlan(op, listing, specs, inputs, outputs, frozenset(written))
-    if all(type(operand) is Wrapper.public for operand in operands):
-        writes = [place for place in entry.writes if place in listing.lists]
-        made.set_quick(writes, any(specs[i].sums for i in written))
+    lists = [{*map(type, operands[ids.start : ids.stop])} for ids in listing.lists.values()]
+    usual = all(kinds in ({Wrapper.public}, {Plain}) for kinds in lists)
+    if usual and all(type(operands[i]) is Wrapper.public for i in listing.shared.values()):
+        made.set_quick(operands, entry.writes)
     return made

@@ -185,7 +185,7 @@ class Operator:
         self.is_list = user is None and self.form is None and is_list_op(op)
         self.list_form = list_form(op, self.outs) if self.is_list else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.
-        self.special = self.is_list or self.composite or self.is_view
+        self.special = self.composite or self.is_view
 
     def run_view(
         self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]

@@ -12,7 +12,7 @@ import torch
 from ..dispatch.cache import kept, plan_bytes
 from ..dispatch.fallback import laid_out
 from ..dispatch.infer import infer
-from ..dispatch.lists import by_mesh, register_list_form, wrap_each
+from ..dispatch.lists import Wrapping, by_mesh, register_list_form, wrap_each, wrappings
 from ..layout.placement import Partial, Replicate
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import redistribute_locals
@@ -50,7 +50,8 @@ class _Reduction:
             for coord in self._pending.slots
         ]
         whole = default_placements(mesh)
-        self.results = [DTensorSpec._intern(mesh, whole, meta, None) for meta in results]
+        specs = [DTensorSpec._intern(mesh, whole, meta, None) for meta in results]
+        self.results = wrappings(specs, self._device)
         self.same = all(meta.dtype is wide for meta in results)
 
     def run(self, tensors: Sequence[Any], local: Locally) -> torch.Tensor:
@@ -78,8 +79,8 @@ _plans: dict[tuple[Any, ...], _Reduction] = {}
 
 def _powers(
     op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool
-) -> tuple[Sequence[DTensorSpec], Sequence[torch.Tensor]]:
-    """Sums of powers of each tensor of one mesh, or their roots, and the specs of these numbers."""
+) -> tuple[Sequence[Wrapping], Sequence[torch.Tensor]]:
+    """Sums of powers of each tensor of one mesh, or their roots, and how to wrap these numbers."""
     largest = ord == inf and root
     key = (op, ord, dtype, *[tensor._spec for tensor in tensors])
     plan = _plans.get(key)
@@ -91,7 +92,8 @@ def _powers(
         values = values.sqrt() if ord == 2 else values.pow(1.0 / ord)
     made = values.unbind()
     if not plan.same:
-        made = tuple([v.to(spec.dtype) for spec, v in zip(plan.results, made, strict=True)])
+        pairs = zip(plan.results, made, strict=True)
+        made = tuple([value.to(spec.dtype) for (spec, _), value in pairs])
     return plan.results, made
 
 
