@@ -274,7 +274,7 @@ def _by_rule(
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
     if plan.deferred:
-        plan.drop_quick()
+        plan.quick = plan._next_quick = None
     return plan
 
 

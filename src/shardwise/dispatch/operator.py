@@ -122,31 +122,6 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
 class Operator:
     """What is known of an operator before it is called, and the plans of its calls."""
 
-    __slots__ = (
-        "classes",
-        "composite",
-        "copies",
-        "family",
-        "form",
-        "has_views",
-        "is_list",
-        "is_view",
-        "keyed_by_type",
-        "list_form",
-        "named_keyed_by_type",
-        "op",
-        "outs",
-        "plans",
-        "reshapes",
-        "special",
-        "user",
-        "write_only_args",
-        "writes",
-        "writes_and_returns",
-        "written",
-        "written_names",
-    )
-
     def __init__(self, op: OpOverload) -> None:
         arguments = op._schema.arguments
         self.op = op

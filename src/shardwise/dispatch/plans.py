@@ -56,10 +56,6 @@ class Plan:
         self.is_watched = True
         self.plain_checked = False
 
-    def drop_quick(self) -> None:
-        """Let every call of the plan go through `run`."""
-        self.quick = None
-
     def set_watched(self) -> None:
         """Set `is_watched` from what else is known of the plan."""
         usual = not (self.is_complex or self.may_be_partial) and self.default is None
@@ -272,7 +268,7 @@ class CallPlan(Plan):
         settled = self._aliases or written is not None or structure is None
         self._orders: bool | None = False if settled else None
         self._is_sure = settled  # if True, what `_orders` says holds for other sizes too
-        self._next_quick: Callable[..., Any] | None = None
+        self._next_quick: Callable[..., Any] | None = None  # `quick` after the first call
         self._how = device, operands_only
         if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
@@ -314,9 +310,6 @@ class CallPlan(Plan):
         made.quick = made._next_quick if made._orders is False else None
         made.set_watched()
         return made
-
-    def drop_quick(self) -> None:
-        self.quick = self._next_quick = None
 
     def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
