@@ -38,14 +38,11 @@ from .tensor.factories import (
     full,
     linspace,
     logspace,
-    normal,
     ones,
     rand,
     randint,
     randn,
     randperm,
-    tril_indices,
-    triu_indices,
     zeros,
 )
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
@@ -93,7 +90,6 @@ __all__ = [
     "logspace",
     "make_plan",
     "manual_seed",
-    "normal",
     "ones",
     "per_rank",
     "picture",
@@ -108,8 +104,6 @@ __all__ = [
     "register",
     "register_rule",
     "shard_module",
-    "tril_indices",
-    "triu_indices",
     "verify",
     "zeros",
 ]

@@ -262,14 +262,6 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     return make_known
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
-    """True if a tensor stands for another one while PyTorch traces a program."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch.compiler.is_compiling()
-
-
 def is_recorded(tensor: torch.Tensor) -> bool:
     """True if `make_fx` records what this thread does with a tensor."""
     from torch.fx.experimental import proxy_tensor
@@ -380,17 +372,6 @@ def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
     """
     name = op._schema.name.removeprefix("aten::")
     _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _DTENSORS)
-
-
-def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """As `take_composite`, for an operator with a gradient; returns the operator without kernel."""
-
-    def below(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_dtensors):
-            return op(*args, **kwargs)
-
-    take_composite(op, kernel)
-    return below
 
 
 def is_composite(op: Any) -> bool:

@@ -37,16 +37,15 @@ class CommDebugMode:
 
     def __enter__(self) -> Self:
         self.__init__()  # type: ignore[misc]
-        listen(self)
+        listen(self._on_collective)
         return self
 
     def __exit__(self, *_: object) -> None:
-        unlisten(self)
+        unlisten(self._on_collective)
 
-    def on_collective(
+    def _on_collective(
         self, kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int
     ) -> None:
-        """Called for every collective while this is entered."""
         if kind == "check":
             self.checks += 1
             return
