@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import DTensor, Partial, Replicate, Shard
-from shardwise.dispatch import classes, dispatch
+from shardwise.dispatch import dispatch
 from shardwise.dispatch.plans import Plan
 
 from ..compare import spread, virtual
@@ -145,10 +145,18 @@ def test_a_size_that_an_argument_names_is_no_size_like_others() -> None:
         a.view(5, 3, 2)
 
 
+def test_a_dim_is_not_taken_for_an_argument() -> None:
+    """`argmax` of 3 dims, and of 2 dims along dim 1, where the third size is that of the first."""
+    mesh = virtual(2)
+    flat, cube = torch.randn(4, 6), torch.randn(5, 7, 5)
+    for value, make in ((flat, lambda t: t.argmax(1)), (cube, torch.argmax)):
+        ours = make(spread(value, mesh, [Replicate()]))
+        torch.testing.assert_close(ours.full_tensor(), make(value))
+
+
 def test_classes_are_forgotten_with_the_plans() -> None:
     x = spread(torch.randn(4, 6), virtual(2), [Shard(0)])
     x + x
     assert any(entry.classes for entry in dispatch._entries.values())
     dispatch.clear()
     assert not dispatch._entries
-    assert classes._VIEWS

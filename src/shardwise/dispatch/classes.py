@@ -8,7 +8,7 @@ do so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
@@ -29,7 +29,6 @@ _GENERAL = (
 )
 _NAMES = frozenset(f"aten::{name}" for name in _GENERAL.split(" "))
 _VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::reshape"))
-Fill = Callable[[tuple[Any, ...]], list[TensorMeta] | None]
 _Class = tuple[tuple[Any, ...], dict[int, int]]
 
 
@@ -49,7 +48,7 @@ def remember(entry: Any, key: tuple[Any, ...], plan: Plan, operands: Sequence[An
     if found is None or any(spec.cuts or spec.groups for spec in plan.outs):
         return
     sizes = found[1]
-    fixed = {1, *_numbers(key)}
+    fixed = {1, *_numbers(key)} - {0}
     outs = []
     for spec in plan.outs:
         order = _order(spec.meta)
@@ -85,7 +84,7 @@ def _class_of(entry: Any, key: tuple[Any, ...]) -> _Class | None:
     """The class of a call, and where each size first stands; None if it has none."""
     view = entry.op._schema.name in _VIEWS
     sizes: dict[int, int] = {}
-    fixed = () if view else _numbers(key)
+    fixed = _numbers(key)
     parts: list[Any] = []
     for part in key:
         if type(part) is not DTensorSpec:
@@ -95,22 +94,21 @@ def _class_of(entry: Any, key: tuple[Any, ...]) -> _Class | None:
         order = _order(part.meta)
         if order is None or part.cuts is not None or part.sums or part.groups is not None:
             return None
-        parts += (part.topology, part.placements, dtype, order)
-        if view:
-            continue
-        for size in shape:
-            if size == 0:
-                return None
-            if size == 1 or size in fixed:
-                parts.append(-size)
-            else:
-                parts.append(sizes.setdefault(size, len(sizes) + 1))
+        if 0 in shape:
+            return None
+        places = () if view else [_place(size, fixed, sizes) for size in shape]
+        parts.append((part.topology, part.placements, dtype, order, *places))
     if view:
         how = _regrouped(key[0], key[1]) if len(key) == 2 else None
         if how is None:
             return None
         parts[-1] = how
     return tuple(parts), sizes
+
+
+def _place(size: int, fixed: Collection[int], sizes: dict[int, int]) -> int:
+    """What a class knows of a size: which of the sizes of the call it is, or that it is fixed."""
+    return -size if size == 1 or size in fixed else sizes.setdefault(size, len(sizes) + 1)
 
 
 def _numbers(key: tuple[Any, ...]) -> set[int]:
