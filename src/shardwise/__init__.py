@@ -25,6 +25,7 @@ from .parallel import (
     distribute_module,
     fully_shard,
     make_plan,
+    parallelize_module,
     shard_module,
 )
 from .random import manual_seed
@@ -91,6 +92,7 @@ __all__ = [
     "make_plan",
     "manual_seed",
     "ones",
+    "parallelize_module",
     "per_rank",
     "picture",
     "plain_tensors",

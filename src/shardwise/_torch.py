@@ -14,10 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+pytree = torch.utils._pytree
+"""Values in lists, tuples and dicts one by one, also in classes that users have registered."""
 
 OpOverload = torch._ops.OpOverload
 """The class of operators that `__torch_dispatch__` gets."""
@@ -399,9 +403,19 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def autograd_node() -> Any:
+    """The autograd node whose backward runs in this thread, if there is one."""
+    return torch._C._current_autograd_node()
+
+
+def next_node_number() -> int:
+    """The number that the next autograd node of this thread gets, its `_sequence_nr()`."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
 def autograd_node_name() -> str | None:
     """The name of the autograd node whose backward runs in this thread, like "MmBackward0"."""
-    node = torch._C._current_autograd_node()
+    node = autograd_node()
     return None if node is None else str(node.name())
 
 
