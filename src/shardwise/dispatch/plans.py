@@ -20,7 +20,6 @@ from ..storage.match_meta import in_memory_order
 from ..storage.operands import (
     announce_moves,
     cached_reduction,
-    describe_moves,
     in_layout,
     mark_written,
     mark_written_in_layout,
@@ -239,7 +238,6 @@ class CallPlan(Plan):
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
         moving = {index for index, _ in self._moves}
         self._staying = tuple([i for i in range(len(specs)) if i not in moving])
-        self._notice = bool(describe_moves(self._moves, specs))
         wide = {} if windows is None else windows(inputs, outputs)
         self._windows = tuple(
             (i, inputs[i], more)
@@ -342,7 +340,7 @@ class CallPlan(Plan):
             found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
             if any(found.values()):
                 return self._on_reduced(found, args, kwargs)
-        if self._notice:
+        if self._moves:
             announce_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
         written = self._written
