@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._torch import untraced
+from .._torch import take_lists, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
@@ -281,6 +281,7 @@ class _Pending(AsyncValue, DTensor):  # type: ignore[override]  # _locals waits
 Wrapper.public = DTensor
 Wrapper.pending = _Pending  # type: ignore[attr-defined]
 Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
+take_lists(DTensor, _Pending, _Deferred)
 
 
 def _target(
