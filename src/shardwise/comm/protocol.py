@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -83,20 +84,20 @@ class Job:
 
     def flat(self, value: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor in the order of memory; a view if they lie so."""
-        return value.permute(self.order).reshape(-1)
+        order = self.order
+        return (value if _is_ascending(order) else value.permute(order)).reshape(-1)
 
     def shaped(self, flat: torch.Tensor, box: Box) -> torch.Tensor:
         """Elements in the order of memory as a tensor."""
         shape, order = box_shape(box), self.order
-        if order == tuple(range(len(order))):
+        if _is_ascending(order):
             return flat.view(shape)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return flat.view([shape[dim] for dim in order]).permute(inverse)
 
     def empty(self, box: Box) -> torch.Tensor:
         """Memory for a box."""
-        shape = box_shape(box)
-        stride = stride_like(shape, self.order)
+        shape, stride = _shape_and_stride(box, self.order)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
     def fills(self, boxes: Sequence[Box], outer: Box) -> bool:
@@ -111,6 +112,17 @@ class Job:
                 return False
             at = box[first][1]
         return at == outer[first][1]
+
+
+@lru_cache(maxsize=4096)
+def _is_ascending(order: tuple[int, ...]) -> bool:
+    return order == tuple(range(len(order)))
+
+
+@lru_cache(maxsize=16384)
+def _shape_and_stride(box: Box, order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = box_shape(box)
+    return shape, stride_like(shape, order)
 
 
 class Engine(Protocol):

@@ -21,8 +21,8 @@ from ..errors import LayoutError
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import checked_placements
-from ..tensor.autograd import is_leaf_hook
 from ..tensor.dtensor import DTensor, distribute_tensor
+from ..tensor.gradients import is_leaf_hook
 from ..tensor.saving import plain_attributes, reserved_attributes
 
 __all__ = ["convert", "convert_module"]
