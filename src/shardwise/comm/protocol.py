@@ -23,12 +23,17 @@ Finish = Callable[[], list[list[torch.Tensor]]]
 
 
 class Boxes(Protocol):
-    """A layout: the box of each rank, and the index (slot) of its local tensor."""
+    """A layout: the box of each rank, the index (slot) of its local tensor, the box around all of
+    them, and the axes that are Partial, with the reduction."""
 
     @property
     def topology(self) -> Topology: ...
     @property
     def slots(self) -> tuple[Coord, ...]: ...
+    @property
+    def hull(self) -> Box: ...
+    @property
+    def partial(self) -> tuple[tuple[int, str], ...]: ...
     def slot(self, coord: Coord) -> int: ...
     def box(self, coord: Coord) -> Box: ...
 
@@ -49,12 +54,15 @@ class Parcel(NamedTuple):
 
 
 class Task(Protocol):
-    """A collective: `kind`, the axes whose members talk, the layouts before and after."""
+    """A collective: `kind`, the axes whose members talk, the axes that are reduced, the layouts
+    before and after."""
 
     @property
     def kind(self) -> str: ...
     @property
     def axes(self) -> tuple[int, ...]: ...
+    @property
+    def reduced(self) -> tuple[int, ...]: ...
     @property
     def op(self) -> str: ...
     @property
