@@ -23,7 +23,7 @@ from .events import record
 from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
-from .native import native_launcher
+from .native import batches, native_launcher
 from .protocol import Finish, Job, Launch, Wait
 
 
@@ -115,9 +115,8 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
     if launcher is None:
         yield from rounds(group, jobs, outs)
         return
-    for job, out in zip(jobs, outs, strict=True):
-        assert out is not None
-        yield partial(launcher, group, job, out)
+    for parts in batches(group, jobs, outs):
+        yield partial(launcher, group, parts)
 
 
 def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
