@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NEWEST := .venv-newest
+DOCS := .venv-docs
 
-.PHONY: test test-newest demo lint verify redistribute programs bench clean
+.PHONY: test test-newest demo lint docs package verify redistribute programs bench clean
 
 test: lint
 	$(BIN)/python -m pytest -m ''
@@ -28,6 +29,16 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# The site, in build/site. A warning is an error.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+# Wheel and sdist, installed and tried in fresh venvs of each Python.
+package: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	for version in 3.11 3.12 3.13; do bash .ci/try-package python$$version || exit 1; done
+
 verify: $(READY)
 	$(BIN)/python -m verification --page docs/operators.md
 	$(BIN)/python -m verification --inference --out verification/inference.jsonl
@@ -45,11 +56,16 @@ bench: $(READY)
 	$(BIN)/python benchmarks/redistribute.py --time
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(DOCS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade -e '.[dev]'
+	touch $@
+
+$(DOCS)/.ready: docs/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -r $<
 	touch $@
 
 # torch first and alone: under the constraint the resolver then has nothing left to choose.

@@ -4,7 +4,8 @@ Write a program for one device; Shardwise runs it on a mesh of devices and gives
 answer.
 """
 
-from . import forms, random, register
+from . import errors, random, register
+from . import forms as forms  # importing it registers the distributed forms
 from .comm.lockstep import lockstep
 from .config import (
     communication,
@@ -15,10 +16,17 @@ from .config import (
     ragged_results,
 )
 from .layout.cost import Link
-from .layout.make_mesh import DeviceMesh, init_device_mesh
+from .layout.make_mesh import DeviceMesh, init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
-from .parallel import distribute_module
+from .parallel import (
+    MixedPrecisionPolicy,
+    Plan,
+    distribute_module,
+    fully_shard,
+    make_plan,
+    shard_module,
+)
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
@@ -41,9 +49,12 @@ from .tensor.factories import (
     zeros,
 )
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
+from .tools.assert_layout import assert_layout
 from .tools.comm_debug import CommDebugMode
 from .tools.picture import picture
 from .tools.verify import verify
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CommDebugMode",
@@ -52,29 +63,35 @@ __all__ = [
     "DeviceMesh",
     "Explanation",
     "Link",
+    "MixedPrecisionPolicy",
     "Partial",
     "PerRank",
     "Placement",
+    "Plan",
     "Replicate",
     "Shard",
     "TensorMeta",
     "arange",
+    "assert_layout",
     "communication",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "errors",
     "exchange_buffer",
     "explain_redistribute",
     "eye",
-    "forms",
     "full",
+    "fully_shard",
     "implicit_replication",
     "init_device_mesh",
     "is_first_rank",
+    "is_virtual",
     "keep_partial_grads",
     "linspace",
     "lockstep",
     "logspace",
+    "make_plan",
     "manual_seed",
     "normal",
     "ones",
@@ -90,8 +107,23 @@ __all__ = [
     "redistribute_all",
     "register",
     "register_rule",
+    "shard_module",
     "tril_indices",
     "triu_indices",
     "verify",
     "zeros",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone: `shardwise.<tab>` shows no internals."""
+    return sorted([*__all__, "__version__", "interop"])
+
+
+def __getattr__(name: str) -> object:
+    """Import `interop` when it is asked for: it imports PyTorch's own DTensor."""
+    if name == "interop":
+        from importlib import import_module
+
+        return import_module(".interop", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

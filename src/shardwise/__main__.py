@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from . import __version__
 from .errors import MeshError
 from .layout.links import links_file
 from .tools.calibrate import calibrate
@@ -16,6 +17,7 @@ from .tools.calibrate import calibrate
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(prog="shardwise", description="Tools for Shardwise meshes.")
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "calibrate",

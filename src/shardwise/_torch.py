@@ -383,6 +383,40 @@ def autograd_node_name() -> str | None:
     return None if node is None else str(node.name())
 
 
+_last_task = (-1, False)
+"""A backward, and whether `torch.func` runs it."""
+
+
+def in_func_backward() -> bool:
+    """True in a backward of `torch.func`: the leaves of its graph are wrappers of its own.
+
+    Its levels cannot be asked: they are put aside while a tensor subclass runs an operator.
+    """
+    global _last_task
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        return False
+    last, found = _last_task
+    if task != last:
+        node: Any = torch._C._current_autograd_node()
+        found = node is not None and _leads_to_wrapper(node)
+        _last_task = (task, found)
+    return found
+
+
+def _leads_to_wrapper(node: Any) -> bool:
+    """True if the first leaf found behind an autograd node is a wrapper of `torch.func`."""
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return torch._C._functorch.is_gradtrackingtensor(node.variable)
+        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(new)
+        waiting.extend(new)
+    return False
+
+
 def ends_a_checkpoint(error: BaseException) -> bool:
     """True if PyTorch raised this error to end the recomputation of a checkpoint early."""
     from torch.utils.checkpoint import _StopRecomputationError
@@ -518,3 +552,22 @@ def hooks_of(tensor: Any) -> Hooks:
 def set_hooks(tensor: Any, hooks: Hooks) -> None:
     """Give a tensor these dicts of hooks. A hook registered anew would lose its handle."""
     tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
+
+
+# --- backward passes -----------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """True in a thread in which autograd runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that runs in this thread is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def outer_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The hooks of `torch.autograd.graph.saved_tensors_hooks` that are in force."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found

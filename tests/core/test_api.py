@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import warnings
 from typing import Any
@@ -21,6 +22,7 @@ from shardwise import (
     distribute_tensor,
     per_rank,
 )
+from shardwise.__main__ import main
 from shardwise.errors import LayoutError
 from shardwise.tensor import conversion
 
@@ -429,3 +431,35 @@ def test_per_rank_goes_back_into_a_dtensor() -> None:
 
 def test_the_first_rank_prints() -> None:
     assert shardwise.is_first_rank()
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_only_public_names_are_listed() -> None:
+    names = dir(shardwise)
+    assert {"DTensor", "errors", "interop", "shard_module", "__version__"} <= set(names)
+    assert not {"dispatch", "comm", "forms", "storage", "redistribute"} & set(names)
+    assert all(getattr(shardwise, name) is not None for name in names)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+    assert importlib.metadata.version("shardwise") == shardwise.__version__
+
+
+def test_assert_layout() -> None:
+    mesh = virtual(2, 2, names=("dp", "tp"))
+    x = distribute_tensor(X, mesh, {"tp": Shard(-1)})
+    shardwise.assert_layout(x, {"tp": Shard(1)})
+    shardwise.assert_layout(x, [Replicate(), Shard(-1)])
+    for wrong in ({"tp": Shard(0)}, {"dp": Shard(1)}, [Shard(1), Shard(1)], {}):
+        with pytest.raises(LayoutError, match=r"expected, but the tensor is float64\[5, 3\]"):
+            shardwise.assert_layout(x, wrong)
+    with pytest.raises(LayoutError, match="no axis 'pp'"):
+        shardwise.assert_layout(x, {"pp": Shard(0)})
+    with pytest.raises(LayoutError, match="a DTensor is needed"):
+        shardwise.assert_layout(X, {})

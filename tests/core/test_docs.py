@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwise
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(
@@ -84,3 +86,11 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_public_name_is_in_the_api_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r"^::: shardwise\.(\w+)", page, re.MULTILINE))
+    modules = {"errors", "random", "register"}
+    assert set(shardwise.__all__) - modules - shown == set()
+    assert shown - modules <= set(shardwise.__all__)

@@ -69,7 +69,7 @@ def test_placements_that_are_no_placements(name: str) -> None:
         WAYS_IN[name](virtual(2), [0])
     with pytest.raises(LayoutError, match=says("'S(0)' is not a placement")):
         WAYS_IN[name](virtual(2), ["S(0)"])
-    with pytest.raises(LayoutError, match=says("must be a sequence", "Write [S(0)]")):
+    with pytest.raises(LayoutError, match=says("must be a list", "Write [Shard(0)]")):
         WAYS_IN[name](virtual(2), Shard(0))
     with pytest.raises(LayoutError, match=says("placements must be a sequence, but got 7")):
         WAYS_IN[name](virtual(2), 7)
@@ -273,13 +273,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], Sequence[torch.Tensor]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_raises(name: str) -> None:
-    """As on one device, though not always the same kind of error."""
+    """The kind of error is that of one device, or of PyTorch's meta kernel."""
     call, given = REFUSED[name]
-    kinds = (RuntimeError, ValueError, IndexError)
-    with pytest.raises(kinds):
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as plain:
         call(*given)
+    kinds: list[Any] = [plain.type]
+    try:
+        call(*[tensor.to("meta") for tensor in given])
+    except Exception as error:  # some are assertions
+        kinds.append(type(error))
     for place, others in itertools.product((Replicate(), Shard(0), Shard(1), Partial()), range(3)):
-        with pytest.raises(kinds):
+        with pytest.raises(tuple(kinds)):
             call(*[_laid(t, place, others if at else 1) for at, t in enumerate(given)])
 
 
@@ -331,3 +335,22 @@ def test_what_is_no_tensor_no_mesh_and_no_placement_of_ours() -> None:
 
     with pytest.raises(LayoutError, match=says("is not a placement", "It is PyTorch's class")):
         distribute_tensor(X, virtual(2), [Theirs(0)])  # type: ignore[list-item]
+
+
+# --- everyday mistakes ----------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(MeshError, match=says("'cuda'", 'Use "cpu"')):
+        shardwise.init_device_mesh("cuda", (2,))
+    with pytest.raises(MeshError, match=says("'tpu?'")):
+        shardwise.init_device_mesh("tpu?", (2,))
+
+
+def test_a_local_tensor_among_dtensors() -> None:
+    x = distribute_tensor(torch.ones(4, 4), virtual(2), [Shard(0)])
+    for mixed in (lambda: x + x.to_local(), lambda: x.to_local() + x):
+        with pytest.raises(LayoutError, match=says("one rank's part", "DTensor.from_local")):
+            mixed()
+    whole = x.redistribute(placements=[Replicate()])
+    assert (whole.to_local() + whole).placements == (Replicate(),)  # one value for all ranks

@@ -120,11 +120,11 @@ def test_errors_say_what_was_given_and_what_would_do() -> None:
 
     assert text([S0]) == (
         "distribute_tensor: 1 placements [S(0)] were given for the 2 axes of mesh (dp=2, tp=2). "
-        "Give one per axis."
+        "Give one per axis, such as [Shard(0), Replicate()]."
     )
     assert text(S0) == (
-        "distribute_tensor: placements must be a sequence with one placement per mesh axis, but "
-        "got S(0). Write [S(0)]."
+        "distribute_tensor: placements must be a list with one placement for each of the 2 axes of "
+        "mesh (dp=2, tp=2), but got Shard(0). Write [Shard(0), Replicate()]."
     )
     assert text(["x", R]) == (
         "distribute_tensor: 'x' is not a placement. Use Replicate(), Shard(dim) or Partial(op)."

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, init_device_mesh
+from shardwise.errors import LayoutError
 
 from ..compare import assert_same, check, eager, numbers, spread
 from ..core import test_conjugate_views, test_writes
@@ -271,3 +272,19 @@ def products() -> None:
 
 def test_gradients_of_products(processes: Pools) -> None:
     processes(2).run(products, timeout=120)
+
+
+def strides_of_a_slice() -> tuple[str, list[list[float]]]:
+    """The error of an offset that counts from another tensor, and elements by strides."""
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.inference_mode():
+        x = spread(numbers(6, 1), mesh, [Shard(1)]) * 1  # the second rank holds nothing of it
+        with pytest.raises(LayoutError) as error:
+            x[:2].as_strided((1, 2), (1, 1), 0).full_tensor()
+        return str(error.value), x[:2].as_strided((1, 2), (1, 1)).tolist()
+
+
+def test_an_empty_shard_of_a_slice_in_inference_mode(processes: Pools) -> None:
+    (error, found), other = processes(2).run(strides_of_a_slice)
+    assert "counted from its first one" in error and found == [numbers(6, 1)[:2, 0].tolist()]
+    assert other == (error, found)

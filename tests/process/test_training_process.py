@@ -11,6 +11,7 @@ from torch import nn
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, per_rank
 
 from ..compare import numbers, virtual
+from ..core import test_func
 from ..core.test_training import OPTIMIZERS, make_model
 from .harness import ProcessPool
 
@@ -101,3 +102,14 @@ def replicas() -> list[list[torch.Tensor]]:
 def test_replicas_stay_equal_to_the_last_bit(processes: Pools) -> None:
     first, second = processes(2).run(replicas)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def gradients_of_func() -> None:
+    torch.manual_seed(0)
+    for name in test_func.CASES:
+        for place in (Replicate(), Shard(0)):
+            test_func.check(name, init_device_mesh("cpu", (2,)), [place], [Shard(0)])
+
+
+def test_gradients_of_torch_func(processes: Pools) -> None:
+    processes(2).run(gradients_of_func, timeout=120)

@@ -16,6 +16,7 @@ import torch
 from .._torch import (
     OpOverload,
     autograd_node_name,
+    in_func_backward,
     is_tracing,
     modes_of_thread,
     note_given_gradient,
@@ -27,13 +28,15 @@ from .._torch import (
 )
 from ..comm.events import planned
 from ..comm.failures import report
+from ..config import current
 from ..errors import LayoutError
 from ..layout.world import World, at_end
 from ..rules import has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
+from ..storage.operands import in_layout
 from ..storage.plain import adopt_all, check_plain
-from ..storage.wrapper import Plain, Wrapper
+from ..storage.wrapper import Plain, Wrapper, wrap
 from .cache import kept, number_key, plan_bytes
 from .choose import build
 from .lists import run_list
@@ -131,9 +134,8 @@ def dispatch(
             entry.op, entry.write_only_args, operands, args, kwargs
         )
     try:
-        if found.is_complex:
-            with reading_lazy_bits():
-                return _resolved(entry.run_view(found, operands, args, kwargs))
+        if found.is_watched:
+            return _run_watched(entry, found, operands, args, kwargs)
         if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
             return found.quick(operands, args, kwargs)
         if entry.has_views:
@@ -199,6 +201,30 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return any(new)
 
 
+def _run_watched(
+    entry: Operator, found: Plan, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run a call of which an operand is complex, or a result may be Partial."""
+    if found.is_complex:
+        with reading_lazy_bits():
+            made = _resolved(entry.run_view(found, operands, args, kwargs))
+    elif found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+        made = found.quick(operands, args, kwargs)
+    else:
+        made = entry.run_view(found, operands, args, kwargs)
+    # A leaf of torch.func has no hook that would reduce its gradient.
+    return _reduced(made) if in_func_backward() and not entry.written_names else made
+
+
+def _reduced(made: Any) -> Any:
+    """Results without Partial."""
+    if isinstance(made, (list, tuple)):
+        return type(made)(map(_reduced, made))
+    if not isinstance(made, Wrapper) or not made._spec.sums or current().partial_grads:
+        return made
+    return wrap(made._spec.reduced, in_layout(made, made._spec.reduced))
+
+
 def _resolved(made: Any) -> Any:
     """Results whose local tensors are what they are, not their conjugates."""
     for each in made if isinstance(made, (list, tuple)) else (made,):
@@ -239,6 +265,8 @@ def _build(
 ) -> Plan:
     made = build(entry, operands, args, kwargs)
     made.is_complex = any(o._spec.dtype.is_complex for o in operands)
+    new = not entry.written_names and (not made.outs or any(spec.sums for spec in made.outs))
+    made.is_watched = made.is_complex or new
     if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
         made.default = torch.get_default_dtype()  # integers divided, or times a number
     kept.put(entry.plans, key, made, plan_bytes(operands))

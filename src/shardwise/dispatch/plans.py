@@ -35,6 +35,7 @@ class Plan:
     - `tier` says who serves the call: rows, form, random, decomposition or fallback.
     - `default` is the default dtype for which it was built, if the results may have it.
     - `is_complex` is True if some operand is complex.
+    - `is_watched` is True if it is complex, or a result may be Partial.
     - `plain_checked` is True if plain operands of such calls are known to be equal on all ranks.
     - `deferred` is True for a view whose elements live on other ranks than its base's: `run` gives
       its value, not an alias.
@@ -42,7 +43,15 @@ class Plan:
     - `outs` are the layouts of the results, where they are known.
     """
 
-    __slots__ = ("default", "deferred", "is_complex", "plain_checked", "quick", "tier")
+    __slots__ = (
+        "default",
+        "deferred",
+        "is_complex",
+        "is_watched",
+        "plain_checked",
+        "quick",
+        "tier",
+    )
 
     is_local = False
     outs: Sequence[DTensorSpec] = ()
@@ -52,7 +61,7 @@ class Plan:
         self.tier = tier
         self.deferred = deferred
         self.default: torch.dtype | None = None
-        self.is_complex = False
+        self.is_complex = self.is_watched = False
         self.plain_checked = False
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

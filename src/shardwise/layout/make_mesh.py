@@ -67,6 +67,7 @@ def init_device_mesh(
     if any(not isinstance(size, int) or size < 1 for size in shape) or not shape:
         raise MeshError(f"init_device_mesh: mesh_shape must hold positive ints, but got {shape}.")
     names = checked_names(mesh_dim_names, len(shape))
+    _check_device(device_type)
     if not distributed_is_on():
         ranks = torch.arange(prod(shape)).view(shape)
         return VirtualMesh(device_type, ranks, mesh_dim_names=names, links=links)
@@ -79,6 +80,27 @@ def init_device_mesh(
     made = _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
     current_world().lockstep |= lockstep
     return made
+
+
+def _check_device(device_type: Any) -> None:
+    """An error if tensors cannot be on a device of this type here."""
+    try:
+        torch.empty(0, device=device_type)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise MeshError(
+            f"init_device_mesh: PyTorch cannot use the device type {device_type!r} here: {reason}. "
+            'Use "cpu", or install PyTorch for that device.'
+        ) from error
+
+
+def is_virtual(mesh: AnyMesh) -> bool:
+    """True if this process plays all ranks of a mesh.
+
+    >>> is_virtual(init_device_mesh("cpu", (2,)))
+    True
+    """
+    return topology(mesh).virtual
 
 
 class _DeviceMeshMeta(type):

@@ -31,6 +31,11 @@ class Placement:
         """True for a `Partial`, of `reduce_op` if one is given."""
         return False
 
+    @property
+    def code(self) -> str:
+        """How to write this placement in a program."""
+        return "Replicate()"
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{self!r} is immutable: make a new placement instead")
 
@@ -104,6 +109,10 @@ class Shard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
+    @property
+    def code(self) -> str:
+        return f"Shard({self.dim})" if self.split == 1 else f"Shard({self.dim}, {self.split})"
+
     def __repr__(self) -> str:
         return f"S({self.dim})" if self.split == 1 else f"S({self.dim}, split={self.split})"
 
@@ -140,6 +149,10 @@ class Partial(Placement):
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or reduce_op == self.reduce_op
+
+    @property
+    def code(self) -> str:
+        return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
 
     def __repr__(self) -> str:
         return f"P({self.reduce_op})"

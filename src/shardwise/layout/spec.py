@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +20,9 @@ from .placement import Partial, Placement, Replicate, Shard, block_groups, split
 
 Groups = tuple[tuple[int, ...], ...]
 """For each dim the sizes it is the product of, outer first."""
+
+Placements: TypeAlias = Sequence[Placement] | Mapping[str, Placement]
+"""One placement per mesh axis, or placements by axis name: an axis that is not named replicates."""
 
 
 class TensorMeta(NamedTuple):
@@ -62,12 +65,15 @@ def checked_placements(
 ) -> tuple[Placement, ...]:
     """`placements` as a tuple, negative dims made positive, or an error that says what is wrong."""
     if isinstance(placements, Placement):
+        texts = [placements.code, *["Replicate()"] * (mesh.ndim - 1)]
         raise LayoutError(
-            f"{what}: placements must be a sequence with one placement per mesh axis, but got "
-            f"{placements!r}. Write [{placements!r}]."
+            f"{what}: placements must be a list with one placement for each of the {mesh.ndim} "
+            f"axes of mesh {mesh}, but got {placements.code}. Write [{', '.join(texts)}]."
         )
     if placements is None:
         return default_placements(mesh)
+    if isinstance(placements, Mapping):
+        placements = _by_axis_name(what, mesh, placements)
     if not isinstance(placements, (list, tuple, Iterable)):
         raise LayoutError(f"{what}: placements must be a sequence, but got {placements!r}.")
     given = tuple(placements)
@@ -78,13 +84,28 @@ def checked_placements(
             use = "Use Replicate(), Shard(dim) or Partial(op)."
             raise LayoutError(f"{what}: {entry!r} is not a placement. {use}{hint}")
     if len(given) != mesh.ndim:
+        texts = [place.code for place in (*given, *default_placements(mesh))][: mesh.ndim]
         raise LayoutError(
             f"{what}: {len(given)} placements {list(given)} were given for the {mesh.ndim} axes of "
-            f"mesh {mesh}. Give one per axis."
+            f"mesh {mesh}. Give one per axis, such as [{', '.join(texts)}]."
         )
     if ndim is None:
         return given
     return tuple([_normal(what, entry, ndim) for entry in given])
+
+
+def _by_axis_name(what: str, mesh: Topology, given: Mapping[Any, Any]) -> list[Any]:
+    """One placement per axis, of those given by name."""
+    if mesh.mesh.mesh_dim_names is None:
+        raise LayoutError(
+            f"{what}: the placements {dict(given)} name axes, but those of mesh {mesh} have no "
+            "names. Give init_device_mesh(..., mesh_dim_names=), or one placement per axis."
+        )
+    for name in given:
+        if name not in mesh.names:
+            have = ", ".join(map(repr, mesh.names))
+            raise LayoutError(f"{what}: mesh {mesh} has no axis {name!r}. Its axes are {have}.")
+    return [given.get(name, Replicate()) for name in mesh.names]
 
 
 def _normal(what: str, placement: Placement, ndim: int) -> Placement:

@@ -67,7 +67,7 @@ def distribute_module(
         "distribute_module", module, device_mesh, replaced.layout, optimizers
     )
     for part in converted:
-        part.register_load_state_dict_pre_hook(_keep_layouts)
+        part.register_load_state_dict_pre_hook(keep_layouts)
     if before is not None:
         module.register_forward_pre_hook(
             lambda mod, given: _as_tuple(before(mod, given, device_mesh))
@@ -128,7 +128,7 @@ class _Replaced:
         return next(iter(made.values()), None)
 
 
-def _keep_layouts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def keep_layouts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Before `load_state_dict(assign=True)`: what is loaded for a DTensor gets its layout."""
     if not rest[0].get("assign_to_params_buffers", False):
         return

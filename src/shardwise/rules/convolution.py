@@ -85,8 +85,12 @@ def convolution(call: Call) -> Rule:
     """The result of a convolution; spatial dims read the edges of neighbouring shards."""
     if not call.shape(0)[1]:  # PyTorch's result has no channels either, whatever the weight has
         return replicated(call)
+    biased = isinstance(call.get("bias"), Operand)
+    other = call.get("transposed") and call.shape(0)[1] != call.shape(1)[0]
+    if other or (biased and call.shape(2) != call.results[0].shape[1:2]):
+        return replicated(call)  # the kernel refuses it, the meta kernel does not
     conv = _conv(call, 0, 1, call.results[0].shape)
-    halo, biased = conv.halo, isinstance(call.get("bias"), Operand)
+    halo = conv.halo
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
         return {0: halo.reads(outputs[0], inputs[0])}

@@ -258,6 +258,7 @@ def bag_backward(call: Call) -> Rule:
 
 _OF_ONE = notation("_, ..., _ -> ...", reduce=None)
 _OF_EACH = notation("... _, ... n, ... _ -> ... n", reduce=None)
+_INTO_BUCKETS = notation("..., _ -> ...", reduce=None)
 
 
 def searchsorted(call: Call) -> Rule:
@@ -265,6 +266,11 @@ def searchsorted(call: Call) -> Rule:
     if not isinstance(call.get("self"), Operand):
         return replicated(call)
     return (_OF_ONE if len(call.shape(0)) == 1 else _OF_EACH)(call)
+
+
+def bucketize(call: Call) -> Rule:
+    """The kernel refuses boundaries of several dims."""
+    return (_INTO_BUCKETS if len(call.shape(1)) == 1 else replicated)(call)
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -346,10 +352,10 @@ def index_write(call: Call) -> Rule:
     shape, lead = call.shape(0), call.shape(1)
     values = list(range(2, len(call.specs)))
     rows = isinstance(call.get("source"), Operand)
-    odd = rows and call.specs[2].ndim != len(shape)
-    if not shape or not lead or odd:
+    dim = call.get("dim") % max(len(shape), 1)
+    odd = rows and call.shape(2) != (*shape[:dim], *lead, *shape[dim + 1 :])
+    if not shape or not lead or odd:  # the kernel may refuse it
         return _write_rule(call, _all_whole(call), (), None, values)
-    dim = call.get("dim") % len(shape)
     free: Names = [f"i{d}" for d in range(len(shape))]
     inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
     inputs: list[Names] = [inside, ["n"]]

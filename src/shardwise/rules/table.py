@@ -224,7 +224,7 @@ TABLE: dict[str, Family] = {
     **_all("index_add index_copy index_fill index_reduce", indexing.index_write),
     **_all("index_put _unsafe_index_put _index_put_impl", indexing.index_put),
     "_embedding_bag_dense_backward": indexing.bag_backward,
-    "bucketize.Tensor": notation("..., _ -> ...", reduce=None),
+    "bucketize.Tensor": indexing.bucketize,
     "searchsorted": indexing.searchsorted,
     **_all(
         "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "

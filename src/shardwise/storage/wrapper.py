@@ -18,14 +18,16 @@ class Cell:
     """The version cell that aliases share.
 
     `writes` counts the writes of the dispatcher. `parts` are the local tensors of the first alias:
-    their versions tell of other writes. `exposed` is True if a user holds any of them.
+    their versions tell of other writes. `shape` is its global shape. `exposed` is True if a user
+    holds any of the parts.
     """
 
-    __slots__ = ("__weakref__", "exposed", "parts", "writes")
+    __slots__ = ("__weakref__", "exposed", "parts", "shape", "writes")
 
-    def __init__(self, parts: Locals) -> None:
+    def __init__(self, parts: Locals, shape: tuple[int, ...]) -> None:
         self.writes = 0
         self.parts = parts
+        self.shape = shape
         self.exposed = False
 
 
@@ -116,5 +118,5 @@ def share_cell(base: Wrapper) -> Cell:
     """The version cell of a tensor, made now if this is its first alias."""
     cell = base._cell
     if cell is None:
-        cell = base._cell = Cell(base._locals)
+        cell = base._cell = Cell(base._locals, base._spec.meta.shape)
     return cell

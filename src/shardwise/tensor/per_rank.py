@@ -13,6 +13,7 @@ import torch
 
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
+from ..storage.wrapper import Wrapper
 
 
 class PerRank:
@@ -101,6 +102,13 @@ def mapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     meshes = {each.mesh for each in found}
     if len(meshes) > 1:
         raise MeshError("local tensors of different meshes in one call.")
+    differ = any(len(each.parts) > 1 for each in found)
+    if differ and any(isinstance(v, Wrapper) for v in _flat((*args, *kwargs.values()))):
+        raise LayoutError(
+            "a local tensor is mixed with a DTensor. A local tensor is one rank's part, a DTensor "
+            "is the whole. Use to_local() of both, or make the parts a DTensor with "
+            "DTensor.from_local(local, mesh, placements)."
+        )
     mesh = found[0].mesh
     axes = sorted({axis for each in found for axis in each.axes})
     values = []

@@ -1,0 +1,65 @@
+"""`shard_module`: a whole model on a mesh by one dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ..layout.mesh import AnyMesh
+from ..tensor.per_rank import is_first_rank
+from .in_place import Layout, convert_module
+from .module import keep_layouts
+from .plan import Plan, Rules, make_plan
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard_module(
+    model: M,
+    mesh: AnyMesh,
+    plan: Rules | Plan | str,
+    *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+) -> M:
+    """Put a model on a mesh, in place: the plan says where parameters live.
+
+    `plan` is a dict from globs (or compiled regexes) of parameter names to placements by axis name,
+    a `Plan`, or `"auto"`.
+
+    - A pattern matches the whole name; `*` matches dots too. All names of a tied parameter count.
+    - Patterns merge by axis. It is an error if two give a parameter different placements on an
+      axis, unless one is `"*"`, which counts where no other pattern does.
+    - Parameters that no pattern names are replicated. Buffers are replicated, unless a pattern
+      matches them and no parameter.
+    - `"auto"` takes the plan of a Hugging Face model, or else shards the linear layers and
+      embeddings that it recognises over the axis `tp`; it prints the dict that it made.
+
+    Everything is checked before anything is changed. Every parameter stays the same object: ties,
+    hooks, attributes, gradients and optimizers go on. State that an optimizer has already gets the
+    layout of its parameter if the optimizer is named in `optimizers`.
+
+    >>> import torch, shardwise
+    >>> from shardwise import Shard
+    >>> mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 4))
+    >>> plan = {"0.*": {"tp": Shard(0)}, "1.weight": {"tp": Shard(1)}}
+    >>> model = shardwise.shard_module(model, mesh, plan)
+    >>> model[1].weight.placements
+    (R, S(1))
+    >>> batch = shardwise.distribute_tensor(torch.ones(8, 4), mesh, {"dp": Shard(0)})
+    >>> model(batch).placements
+    (S(0), P(sum))
+    """
+    made = make_plan(model, mesh, plan)
+    if plan == "auto" and is_first_rank():
+        print(made.as_code())
+    layouts: dict[str, Layout] = {e.names[0]: e.spec.placements for e in made.entries}
+    converted = convert_module(
+        "shard_module", model, mesh, lambda names, _: layouts[names[0]], optimizers
+    )
+    for part in converted:
+        part.register_load_state_dict_pre_hook(keep_layouts)
+    return model
