@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import make_wrapper
+from .._torch import current_backward, make_wrapper
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
 from ..redistribute import redistribute_locals
@@ -25,6 +25,7 @@ from ..storage.operands import (
     mark_written,
     mark_written_in_layout,
 )
+from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
 
 
@@ -180,12 +181,15 @@ class CallPlan(Plan):
 
     A call that would pass a Partial on takes the reduced value of an operand instead if that is
     cached, so that the result need not be reduced again: `_pending` are the operands to look at.
+    In a backward the product of a Partial gradient and another tensor reduces it, if its last dim
+    is whole: in a norm that is several operators, each later one would have its own to reduce.
     """
 
     __slots__ = (
         "_aliases",
         "_call",
         "_calls",
+        "_is_product",
         "_local",
         "_moves",
         "_next_quick",
@@ -195,6 +199,7 @@ class CallPlan(Plan):
         "_orders",
         "_pending",
         "_picks",
+        "_reduces_in_backward",
         "_rewrites",
         "_shape",
         "_sites",
@@ -252,6 +257,12 @@ class CallPlan(Plan):
         passes = written is None and not aliases and self.is_local
         passes = passes and any(spec.sums for spec in outputs)
         self._pending = tuple([i for i, spec in enumerate(specs) if spec.sums and passes])
+        self._reduces_in_backward = (
+            op is torch.ops.aten.mul.Tensor
+            and self._pending == (0,)
+            and len(specs[0].sums) == 1
+            and not (specs[0].dim_axes and specs[0].dim_axes[-1])
+        )
         topology = inputs[0].topology
         axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
         coords = topology.coords_here(sorted(axes))
@@ -301,6 +312,8 @@ class CallPlan(Plan):
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._pending:
+            if self._reduces_in_backward and current_backward() >= 0:
+                reduce_partial(self._op, operands[0])  # it is cached
             found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
             if any(found.values()):
                 return self._on_reduced(found, args, kwargs)
