@@ -18,6 +18,7 @@ from ..storage import policy
 from ..storage.halo import fetch_parts
 from ..storage.match_meta import in_memory_order
 from ..storage.operands import (
+    all_in_layout,
     announce_moves,
     cached_reduction,
     describe_moves,
@@ -321,8 +322,13 @@ class CallPlan(Plan):
             announce_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
         written = self._written
-        for index, spec in self._moves:
-            local[index] = in_layout(operands[index], spec, fresh=index == written)
+        if len(self._moves) > 1 and written is None:
+            made = all_in_layout([(operands[index], spec, False) for index, spec in self._moves])
+            for (index, _), parts in zip(self._moves, made, strict=True):
+                local[index] = parts
+        else:
+            for index, spec in self._moves:
+                local[index] = in_layout(operands[index], spec, fresh=index == written)
         for index in self._staying:  # those that move may not be made real as they are
             local[index] = operands[index]._locals
         for index, spec, tables in self._windows:
