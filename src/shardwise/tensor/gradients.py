@@ -105,8 +105,8 @@ def _may_stay_partial() -> bool:
 
 def _is_unseen(leaf: Any) -> bool:
     """True if nobody looks at the gradient of a leaf before the backward ends."""
-    hooks = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
-    return not torch.is_grad_enabled() and all(len(each) == 1 for each in hooks)
+    hooks = [*leaf._backward_hooks, *leaf._post_accumulate_grad_hooks]
+    return len(hooks) == 2 and not torch.is_grad_enabled()  # those of `watch_leaf`
 
 
 def _is_partial(grad: Any) -> bool:
@@ -207,7 +207,9 @@ class _Backward:
         grad, most = leaf.grad, min(BUCKET, buffer_size())
         target = _like(leaf._spec, grad._spec)
         move = prepared(grad._spec, target)
-        bucket = self._buckets.setdefault(move.alike, _Bucket())
+        bucket = self._buckets.get(move.alike)
+        if bucket is None:
+            bucket = self._buckets[move.alike] = _Bucket()
         if bucket.nbytes + move.nbytes > most:
             self._start(bucket, True)
         bucket.waiting.append(_Waiting(leaf, grad, target))
