@@ -25,6 +25,7 @@ from .parallel import (
     distribute_module,
     fully_shard,
     make_plan,
+    parallelize_module,
     shard_module,
 )
 from .random import manual_seed
@@ -38,14 +39,11 @@ from .tensor.factories import (
     full,
     linspace,
     logspace,
-    normal,
     ones,
     rand,
     randint,
     randn,
     randperm,
-    tril_indices,
-    triu_indices,
     zeros,
 )
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
@@ -93,8 +91,8 @@ __all__ = [
     "logspace",
     "make_plan",
     "manual_seed",
-    "normal",
     "ones",
+    "parallelize_module",
     "per_rank",
     "picture",
     "plain_tensors",
@@ -108,8 +106,6 @@ __all__ = [
     "register",
     "register_rule",
     "shard_module",
-    "tril_indices",
-    "triu_indices",
     "verify",
     "zeros",
 ]

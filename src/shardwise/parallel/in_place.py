@@ -55,12 +55,15 @@ def convert_module(
     device_mesh: AnyMesh,
     layout_of: Callable[[list[str], torch.Tensor], Layout],
     optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    src_data_rank: int | None = 0,
 ) -> list[nn.Module]:
     """Make the plain parameters and buffers of a module DTensors in place, and the state that
     optimizers have of them.
 
     `layout_of(names, tensor)` is asked once for each tensor, with all names that it has in the
-    module. `what` names the caller in errors. Returns the submodules that have some of the tensors.
+    module. `what` names the caller in errors. All ranks take the values of rank `src_data_rank` of
+    the mesh, or with None their own. Returns the submodules that have some of the tensors.
     """
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
@@ -77,7 +80,7 @@ def convert_module(
         for optimizer in optimizers:
             if change.tensor in optimizer.state:
                 change.states.append(optimizer.state[change.tensor])
-    _convert_all(what, every, device_mesh)
+    _convert_all(what, every, device_mesh, src_data_rank)
     return list(owners)
 
 
@@ -95,13 +98,15 @@ class _Change:
         return " = ".join(self.names)
 
 
-def _convert_all(what: str, changes: Sequence[_Change], device_mesh: AnyMesh) -> None:
+def _convert_all(
+    what: str, changes: Sequence[_Change], device_mesh: AnyMesh, source: int | None = 0
+) -> None:
     mesh = topology(device_mesh)
     problem = next(filter(None, [_problem(what, change, mesh) for change in changes]), None)
     problem = problem or _shared_memory(changes)
     _agree(what, mesh, changes, problem)
     for change in changes:
-        _change(change, device_mesh)
+        _change(change, device_mesh, source)
 
 
 # --- the first phase: checks ---------------------------------------------------------------------
@@ -202,7 +207,7 @@ def _text(change: _Change) -> str:
 # --- the second phase: changes -------------------------------------------------------------------
 
 
-def _change(change: _Change, mesh: AnyMesh) -> None:
+def _change(change: _Change, mesh: AnyMesh, source: int | None) -> None:
     tensor, layout = change.tensor, change.layout
     requires_grad, grad, extra = tensor.requires_grad, tensor.grad, dict(tensor.__dict__)
     hooks = hooks_of(tensor)
@@ -213,7 +218,7 @@ def _change(change: _Change, mesh: AnyMesh) -> None:
         extra |= plain_attributes(layout)
         hooks = hooks if _has_hooks(tensor) else hooks_of(layout)
     else:
-        made = distribute_tensor(tensor.detach(), mesh, layout)
+        made = distribute_tensor(tensor.detach(), mesh, layout, src_data_rank=source)
     if isinstance(tensor, nn.Parameter):
         extra[PARAMETER] = True
     tensor.grad = None

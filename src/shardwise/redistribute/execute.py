@@ -42,12 +42,6 @@ class Run(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.local[0].dtype if self.local else self.move.dtype
 
-    @property
-    def alike(self) -> tuple[object, ...]:
-        """What moves of one collective have in common if they share it."""
-        assert self.move.only is not None
-        return _alike(self.move.only, self.dtype)
-
     def job(self, step: Step, local: Locals) -> Job:
         """The part of this move in the collective of a step."""
         device = self.local[0].device if self.local else torch.device(step.dst.topology.device_type)
@@ -115,9 +109,9 @@ def _made(local: tuple[torch.Tensor, ...]) -> Ready:
 
 def _run_single(runs: Sequence[Run]) -> list[Ready]:
     """Run moves of one collective each."""
-    groups: dict[tuple[object, ...], list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for index, run in enumerate(runs):
-        groups.setdefault(run.alike, []).append(index)
+        groups.setdefault(run.move.alike, []).append(index)
     ready: list[Any] = [None] * len(runs)
     for members in groups.values():
         steps: list[Any] = [runs[index].move.only for index in members]
@@ -126,12 +120,6 @@ def _run_single(runs: Sequence[Run]) -> list[Ready]:
         for index, take in zip(members, _start(steps, jobs), strict=True):
             ready[index] = take
     return ready
-
-
-def _alike(step: Step, dtype: torch.dtype) -> tuple[object, ...]:
-    """What steps that share a collective have in common."""
-    reduced = dtype if step.op else None
-    return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, step.over, reduced
 
 
 def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
@@ -234,7 +222,7 @@ class _State:
 
     def alike(self) -> tuple[object, ...]:
         """What runs have in common whose next collectives are one."""
-        return _alike(self.left[0], self._run.dtype)
+        return self.left[0].alike(self._run.dtype)
 
     def job(self, step: Step) -> Job:
         return self._run.job(step, self._settle())

@@ -67,8 +67,7 @@ class Move:
     @cached_property
     def alike(self) -> object:
         """What moves have in common of which the first collectives may be one."""
-        step = self.first
-        return step and (step.src.topology, step.kind, step.axes, step.op, self.dtype)
+        return None if self.first is None else self.first.alike(self.dtype)
 
     @cached_property
     def nbytes(self) -> int:

@@ -119,18 +119,6 @@ def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> D
     return _random("normal_", (), _sizes(size), generator, where)
 
 
-def normal(
-    mean: float,
-    std: float,
-    size: Sequence[int],
-    *,
-    generator: Generator = None,
-    **where: Unpack[_Where],
-) -> DTensor:
-    """Normal random numbers on a mesh, as `torch.normal(mean, std, size)` gives them."""
-    return _random("normal_", (mean, std), tuple(size), generator, where)
-
-
 def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Random integers on a mesh: `randint(high, size)` or `randint(low, high, size)`.
 
@@ -185,18 +173,6 @@ def logspace(
 ) -> DTensor:
     """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
     return _kept(where, torch.logspace, start, end, steps, base)
-
-
-def tril_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The indices of a lower triangle, on a mesh: those of `torch.tril_indices`."""
-    where["dtype"] = where.get("dtype") or torch.int64
-    return _kept(where, torch.tril_indices, row, col, offset)
-
-
-def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The indices of an upper triangle, on a mesh: those of `torch.triu_indices`."""
-    where["dtype"] = where.get("dtype") or torch.int64
-    return _kept(where, torch.triu_indices, row, col, offset)
 
 
 def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
