@@ -190,7 +190,6 @@ class CallPlan(Plan):
         "_aliases",
         "_call",
         "_calls",
-        "_is_product",
         "_local",
         "_moves",
         "_next_quick",
