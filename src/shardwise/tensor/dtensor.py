@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, checked_placements, default_placements
+from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import Redistribute, WholeLocal, redistributed
@@ -90,7 +90,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     to_local = to_local
 
     @untraced
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
         Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
@@ -105,7 +105,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         cuts: Sequence[Sequence[int] | None] | None = None,
         async_op: bool = False,
@@ -281,7 +281,7 @@ Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
 def _target(
     tensor: DTensor,
     device_mesh: AnyMesh | None,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     cuts: Sequence[Sequence[int] | None] | None = None,
 ) -> DTensorSpec:
     """The spec that a redistribution moves to."""
@@ -304,7 +304,7 @@ def _served(mesh: Topology) -> str:
 @untraced
 def redistribute_all(
     tensors: Sequence[DTensor],
-    placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    placements: Placements | Sequence[Placements],
     *,
     device_mesh: AnyMesh | None = None,
     async_op: bool = False,
@@ -328,7 +328,9 @@ def redistribute_all(
                 f"redistribute_all: DTensors are needed, but got {type(each).__name__}. "
                 "Use distribute_tensor for plain tensors."
             )
-    one_for_all = all(isinstance(place, Placement) for place in placements)
+    one_for_all = isinstance(placements, Mapping) or all(
+        isinstance(place, Placement) for place in placements
+    )
     if not one_for_all and len(placements) != len(tensors):
         raise LayoutError(
             f"redistribute_all: {len(placements)} lists of placements were given for "
