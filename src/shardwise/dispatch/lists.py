@@ -194,7 +194,8 @@ class ListPlan(Plan):
         `writes` are the arguments that are written.
         """
         call = local_function(self._op)
-        outputs = wrappings(self._outputs, operands[0].device)
+        device = next(o.device for o in operands if isinstance(o, Wrapper))
+        outputs = wrappings(self._outputs, device)
         every, shared = self._listing.lists, tuple(self._listing.shared)
         lists = [name for name, ids in every.items() if isinstance(operands[ids.start], Wrapper)]
         writes = [place for place in writes if place in lists]
