@@ -63,6 +63,11 @@ class Slide:
         last = (piece[1] - 1 + self.pad) // self.stride + 1
         return clipped((first, last), self.stops) if piece[0] < piece[1] else (0, 0)
 
+    def touching(self, piece: Interval, own: Interval) -> Interval:
+        """The stops from the first to the last of `own` and of the readers of these elements."""
+        filled = [each for each in (own, self.readers(piece)) if each[0] < each[1]] or [own]
+        return min(start for start, _ in filled), max(stop for _, stop in filled)
+
 
 @dataclass(frozen=True)
 class InProportion:
@@ -94,14 +99,16 @@ def narrowed(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> t
     return value if have == want else value.narrow(dim, want[0] - have[0] if size else 0, size)
 
 
-def _fitted(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> torch.Tensor:
-    """A tensor that holds `have` of a dim, cut or filled with zeros to hold `want`."""
-    if have == want:
+def fitted(value: torch.Tensor, have: Sequence[Interval], want: Sequence[Interval]) -> torch.Tensor:
+    """A tensor that holds `have` of its last dims, cut or filled with zeros to hold `want`."""
+    pairs = list(zip(have, want, strict=True))
+    if all(a == b for a, b in pairs):
         return value
-    if min(have[1], want[1]) <= max(have[0], want[0]):
-        return value.new_zeros([*value.shape[:dim], want[1] - want[0], *value.shape[dim + 1 :]])
-    pads = [0, 0] * (value.ndim - 1 - dim) + [have[0] - want[0], want[1] - have[1]]
-    return torch.constant_pad_nd(value, pads)
+    if any(min(a[1], b[1]) <= max(a[0], b[0]) for a, b in pairs):
+        lead = value.shape[: value.ndim - len(pairs)]
+        return value.new_zeros([*lead, *(stop - start for start, stop in want)])
+    ends = ((a[0] - b[0], b[1] - a[1]) for a, b in reversed(pairs))
+    return torch.constant_pad_nd(value, [pad for each in ends for pad in each])
 
 
 @dataclass(frozen=True)
@@ -147,10 +154,6 @@ class Halo:
         pieces = zip(self.slides, box[self.first :], strict=True)
         return [slide.reads(slide.readers(piece)) for slide, piece in pieces]
 
-    def span_shape(self, shape: Sequence[int], box: Box) -> list[int]:
-        """The shape of the gradient of those elements."""
-        return [*shape[: self.first], *(b - a for a, b in self.spans(box))]
-
     def window(self, value: torch.Tensor, box: Box, fill: float = 0) -> torch.Tensor:
         """What the stops in `box` read: the fetched elements, and `fill` for the padding."""
         pads: list[int] = []
@@ -162,12 +165,6 @@ class Halo:
             before = start - want[0] if start < stop else want[1] - want[0]
             pads = [before, want[1] - stop if start < stop else 0, *pads]
         return torch.constant_pad_nd(value, pads, fill) if any(pads) else value
-
-    def cut_out(self, made: torch.Tensor, box: Box) -> torch.Tensor:
-        """The box out of a gradient of its readers' span."""
-        for dim, span in enumerate(self.spans(box), self.first):
-            made = _fitted(made, dim, span, box[dim])
-        return made
 
 
 # --- pooling ---------------------------------------------------------------------------------
@@ -273,8 +270,7 @@ def max_pool_backward(call: Call) -> Rule:
             return zeros_at(call, site, grad)
         if not halo.is_cut(site.outputs[0]):
             return op(*args, **kwargs)
-        shape = halo.span_shape(site.out_shapes[0], box)
-        return halo.cut_out(_scattered(grad, index, halo, shape, box), box)
+        return fitted(_scattered(grad, index, halo, box), halo.spans(box), box[halo.first :])
 
     places, stops = halo.dims()
     sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(1))}
@@ -282,15 +278,14 @@ def max_pool_backward(call: Call) -> Rule:
     return replace(rule, local=local, unless=None, windows=windows)
 
 
-def _scattered(
-    grad: torch.Tensor, index: torch.Tensor, halo: Halo, shape: list[int], box: Box
-) -> torch.Tensor:
+def _scattered(grad: torch.Tensor, index: torch.Tensor, halo: Halo, box: Box) -> torch.Tensor:
     """Gradients added up where their indices into the whole plane say, on the span of a box."""
-    mine = torch.zeros_like(index)
+    mine, spans = torch.zeros_like(index), halo.spans(box)
     inner = prod(slide.size for slide in halo.slides)
-    for slide, (start, stop) in zip(halo.slides, halo.spans(box), strict=True):
+    for slide, (start, stop) in zip(halo.slides, spans, strict=True):
         inner //= slide.size
         mine = mine * (stop - start) + index // inner % slide.size - start
-    made = grad.new_zeros(*shape[: halo.first], prod(shape[halo.first :]))
+    shape = [stop - start for start, stop in spans]
+    made = grad.new_zeros(*grad.shape[: halo.first], prod(shape))
     made.scatter_add_(-1, mine.flatten(halo.first), grad.flatten(halo.first))
-    return made.view(shape)
+    return made.view(*made.shape[:-1], *shape)
