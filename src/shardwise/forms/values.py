@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.fallback import fallback_form
 from ..dispatch.operator import register_composite, register_form
 from ..errors import MeshError
 from ..storage.plain import full_local
@@ -67,6 +68,11 @@ def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
     """One number says if all matrices are right; only if not are the codes gathered."""
     if full_local(info.any()).item():
         aten._linalg_check_errors(full_local(info), api_name, is_matrix=is_matrix)
+
+
+# Shapes depend on the lengths, so PyTorch does not tell them before the calls run.
+for _op in (aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor):
+    register_form(str(_op).removeprefix("aten."), always=True)(fallback_form(_op))
 
 
 def tensor_split(x: Any, places: Any, dim: int = 0) -> Any:
