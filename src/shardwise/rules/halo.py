@@ -93,22 +93,18 @@ def clipped(piece: Interval, size: int) -> Interval:
     return start, min(max(piece[1], start), size)
 
 
-def narrowed(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> torch.Tensor:
-    """The part `want` of a tensor that holds `have` of a dim."""
-    size = want[1] - want[0]
-    return value if have == want else value.narrow(dim, want[0] - have[0] if size else 0, size)
-
-
-def fitted(value: torch.Tensor, have: Sequence[Interval], want: Sequence[Interval]) -> torch.Tensor:
-    """A tensor that holds `have` of its last dims, cut or filled with zeros to hold `want`."""
+def fitted(
+    value: torch.Tensor, have: Sequence[Interval], want: Sequence[Interval], fill: float = 0
+) -> torch.Tensor:
+    """A tensor that holds `have` of its last dims, cut or filled with `fill` to hold `want`."""
     pairs = list(zip(have, want, strict=True))
     if all(a == b for a, b in pairs):
         return value
     if any(min(a[1], b[1]) <= max(a[0], b[0]) for a, b in pairs):
         lead = value.shape[: value.ndim - len(pairs)]
-        return value.new_zeros([*lead, *(stop - start for start, stop in want)])
+        return value.new_full([*lead, *(stop - start for start, stop in want)], fill)
     ends = ((a[0] - b[0], b[1] - a[1]) for a, b in reversed(pairs))
-    return torch.constant_pad_nd(value, [pad for each in ends for pad in each])
+    return torch.constant_pad_nd(value, [pad for each in ends for pad in each], fill)
 
 
 @dataclass(frozen=True)
@@ -156,15 +152,11 @@ class Halo:
 
     def window(self, value: torch.Tensor, box: Box, fill: float = 0) -> torch.Tensor:
         """What the stops in `box` read: the fetched elements, and `fill` for the padding."""
-        pads: list[int] = []
-        for dim, (slide, piece) in enumerate(zip(self.slides, box[self.first :], strict=True)):
-            want = slide.reads(piece)
-            start, stop = clipped(want, slide.size)
-            if value.shape[self.first + dim] == slide.size:  # the dim is not sharded
-                value = narrowed(value, self.first + dim, (0, slide.size), (start, stop))
-            before = start - want[0] if start < stop else want[1] - want[0]
-            pads = [before, want[1] - stop if start < stop else 0, *pads]
-        return torch.constant_pad_nd(value, pads, fill) if any(pads) else value
+        want = [s.reads(piece) for s, piece in zip(self.slides, box[self.first :], strict=True)]
+        each = zip(self.slides, want, value.shape[self.first :], strict=True)
+        # A dim that is not sharded is there as a whole.
+        have = [(0, s.size) if n == s.size else clipped(own, s.size) for s, own, n in each]
+        return fitted(value, have, want, fill)
 
 
 # --- pooling ---------------------------------------------------------------------------------
