@@ -25,6 +25,8 @@ from .parallel import (
     distribute_module,
     fully_shard,
     make_plan,
+    materialize,
+    parallelize_module,
     shard_module,
 )
 from .random import manual_seed
@@ -90,7 +92,9 @@ __all__ = [
     "logspace",
     "make_plan",
     "manual_seed",
+    "materialize",
     "ones",
+    "parallelize_module",
     "per_rank",
     "picture",
     "plain_tensors",

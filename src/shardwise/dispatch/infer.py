@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._torch import fake_tensors, suggest_memory_format
+from ..layout.geometry import contiguous_stride
 from ..layout.spec import DTensorSpec, TensorMeta
 from .cache import kept
 from .plans import Fixed, filled
@@ -73,6 +74,10 @@ def _infer(
     by_values = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
     if by_values and name not in _CORRECTED:
         raise Unknown
+    if torch.Tag.pointwise in op.tags and not kwargs.get("dtype"):
+        found = _pointwise(op, args, kwargs, metas)
+        if found is not None:
+            return found
     tensors = [torch.empty_strided(*meta[:2], dtype=meta.dtype, device="meta") for meta in metas]
     given, named = filled(args, kwargs, iter(tensors))
     if named.get("device") is not None:
@@ -91,6 +96,32 @@ def _infer(
             raise Unknown from error
         raise
     return _listed(_in_order_of_devices(op, given, made))
+
+
+def _pointwise(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[TensorMeta]
+) -> Results | None:
+    """The result of a pointwise call whose operands are contiguous and of one shape, or numbers.
+
+    It has their shape and strides; one element tells the dtype. PyTorch's meta kernels of such
+    operators are in Python: the first of them imports the compiler, which takes a second.
+    """
+    sizes = {meta.shape for meta in metas if meta.shape}
+    if len(sizes) != 1:
+        return None
+    shape = sizes.pop()
+    stride = contiguous_stride(shape)
+    if any(meta.shape and meta.stride != stride for meta in metas):
+        return None
+    ones = [torch.ones((1,) * bool(meta.shape), dtype=meta.dtype) for meta in metas]
+    given, named = filled(args, kwargs, iter(ones))
+    try:
+        made = op(*given, **named)
+    except (NotImplementedError, RuntimeError):
+        return None  # what is wrong is for the meta kernel to say
+    if not isinstance(made, torch.Tensor) or made.shape != (1,):
+        return None
+    return (TensorMeta(shape, stride, made.dtype),), 0
 
 
 def _spare_the_meta_kernel(name: str, op: Any, given: list[Any]) -> None:
@@ -140,44 +171,29 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
 
 # --- where meta kernels and those of devices disagree ---------------------------------------------
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 _STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
 """Operators whose meta kernels refuse calls that the device kernels take."""
 _CONTIGUOUS = frozenset(
-    (
-        "pow.Scalar",
-        "float_power.Scalar",
-        "isin.Tensor_Tensor",
-        "isin.Tensor_Scalar",
-        "isin.Scalar_Tensor",
-        "any.dims",
-        "all.dims",
-        "_log_softmax_backward_data.default",
-        "huber_loss_backward.default",
-        "log_sigmoid_forward.default",
-        "mse_loss_backward.default",
-        "smooth_l1_loss_backward.default",
-        "native_layer_norm_backward.default",
+    _names(
+        "pow.Scalar float_power.Scalar isin.Tensor_Tensor isin.Tensor_Scalar isin.Scalar_Tensor "
+        "any.dims all.dims _log_softmax_backward_data.default huber_loss_backward.default "
+        "log_sigmoid_forward.default mse_loss_backward.default smooth_l1_loss_backward.default "
+        "native_layer_norm_backward.default"
     )
 )
 """Operators whose results are contiguous, though meta kernels keep the operand's order of dims."""
 _ITERATED = frozenset(
-    (
-        "copysign.Tensor",
-        "div.Tensor_mode",
-        "elu_backward.default",
-        "floor_divide.default",
-        "hardsigmoid_backward.default",
-        "hardswish_backward.default",
-        "hardtanh_backward.default",
-        "heaviside.default",
-        "logical_and.default",
-        "logical_or.default",
-        "logical_xor.default",
-        "logit_backward.default",
-        "native_dropout_backward.default",
-        "softplus_backward.default",
-        "special_xlog1py.default",
-        "xlogy.Tensor",
+    _names(
+        "copysign.Tensor div.Tensor_mode elu_backward.default floor_divide.default "
+        "hardsigmoid_backward.default hardswish_backward.default hardtanh_backward.default "
+        "heaviside.default logical_and.default logical_or.default logical_xor.default "
+        "logit_backward.default native_dropout_backward.default softplus_backward.default "
+        "special_xlog1py.default xlogy.Tensor"
     )
 )
 """Operators whose results have their dims in the order that all operands together give."""

@@ -231,11 +231,13 @@ _lock = threading.Lock()
 topologies: dict[tuple[object, ...], Topology] = {}
 
 
-def topology(mesh: AnyMesh | None, links: tuple[Link, ...] | None = None) -> Topology:
+def topology(mesh: AnyMesh | Topology | None, links: tuple[Link, ...] | None = None) -> Topology:
     """The interned `Topology` of a mesh: meshes that are the same have the same one.
 
-    None is the mesh of the innermost `with mesh:`.
+    None is the mesh of the innermost `with mesh:`. To find that of a PyTorch mesh takes a while.
     """
+    if isinstance(mesh, Topology):
+        return mesh
     mesh = _entered() if mesh is None else mesh
     found = find(mesh)
     if found is None:

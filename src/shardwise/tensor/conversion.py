@@ -18,7 +18,13 @@ from ..errors import LayoutError, MeshError
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from ..layout.spec import (
+    DTensorSpec,
+    Placements,
+    TensorMeta,
+    checked_placements,
+    default_placements,
+)
 from ..redistribute import ordered
 from ..storage import policy
 from ..storage.operands import in_layout
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @untraced
-def to_local(tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None) -> Any:
+def to_local(tensor: DTensor, *, grad_placements: Placements | None = None) -> Any:
     """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
 
     `grad_placements` are the placements of the gradient whose parts are the gradients of the
@@ -54,15 +60,15 @@ def to_local(tensor: DTensor, *, grad_placements: Sequence[Placement] | None = N
     if tensor.requires_grad and torch.is_grad_enabled():
         if grad_placements is None and any(place.is_replicate() for place in spec.placements):
             _warn_of_equal_gradients()
-        if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
-            _refuse_slots("to_local", spec, grad_spec)
-        parts = ToLocal.apply(tensor, grad_spec)
+        axes = tuple(sorted({*spec.slot_axes, *grad_spec.slot_axes}))
+        parts = ToLocal.apply(tensor, grad_spec, axes)
     else:
+        axes = spec.slot_axes
         parts = exposed_locals(tensor)
     if getattr(tensor, PARAMETER, False):
         parts = tuple(map(_as_parameter, parts))
     if spec.topology.virtual:
-        return PerRank(spec.topology, spec.slot_axes, parts)
+        return PerRank(spec.topology, axes, parts)
     # A rank that is not in the mesh holds nothing.
     return parts[0] if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
@@ -74,18 +80,24 @@ def _as_parameter(part: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
+def whole_local(whole: Any, grad_placements: Placements) -> torch.Tensor:
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
     if not whole._locals:
         raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
+    spec = whole._spec
+    grad_spec = _given_grads("full_tensor", spec, grad_placements)
+    if spec.topology.virtual and grad_spec.slot_axes:
+        _refuse_slots("full_tensor", spec, grad_spec)
     local = to_local(whole, grad_placements=grad_placements)
     part: torch.Tensor = local.parts[0] if isinstance(local, PerRank) else local
     return part.clone()
 
 
-def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
+def _given_grads(what: str, spec: DTensorSpec, grad_placements: Placements) -> DTensorSpec:
     """The spec of a gradient with `grad_placements`; its shards must have the shapes of those of
     `spec`."""
+    if tuple(grad_placements) == spec.reduced.placements:
+        return spec.reduced
     mesh = spec.topology
     places = checked_placements(what, mesh, grad_placements, spec.ndim)
     pairs = zip(spec.placements, places, strict=True)
@@ -106,7 +118,7 @@ def _refuse_slots(what: str, spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
     raise LayoutError(
         f"{what}: grad_placements {list(grad_spec.placements)} of local tensors of {spec}: a "
         "virtual mesh keeps one local tensor for all replicas, which has one gradient. Partial "
-        "gradients need Shard or Partial tensors there, and those of Partial ones are Partial."
+        "gradients need Shard or Partial tensors there."
     )
 
 
@@ -125,12 +137,12 @@ def _warn_of_equal_gradients() -> None:
 def from_local(
     local_tensor: torch.Tensor | PerRank,
     device_mesh: AnyMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     run_check: bool | None = None,
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
-    grad_placements: Sequence[Placement] | None = None,
+    grad_placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of local tensors: the one of this rank, or a `PerRank` in a virtual mesh.
 
@@ -315,7 +327,7 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: AnyMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     cuts: Sequence[Sequence[int] | None] | None = None,
     src_data_rank: int | None = 0,

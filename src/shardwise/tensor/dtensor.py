@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .._torch import untraced
+from .._torch import take_lists, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, checked_placements, default_placements
+from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import (
@@ -95,7 +95,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     to_local = to_local
 
     @untraced
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
         Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
@@ -110,7 +110,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         cuts: Sequence[Sequence[int] | None] | None = None,
         async_op: bool = False,
@@ -281,12 +281,13 @@ class _Pending(AsyncValue, DTensor):  # type: ignore[override]  # _locals waits
 Wrapper.public = DTensor
 Wrapper.pending = _Pending  # type: ignore[attr-defined]
 Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
+take_lists(DTensor, _Pending, _Deferred)
 
 
 def _target(
     tensor: DTensor,
     device_mesh: AnyMesh | None,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     cuts: Sequence[Sequence[int] | None] | None = None,
 ) -> DTensorSpec:
     """The spec that a redistribution moves to."""
@@ -309,7 +310,7 @@ def _served(mesh: Topology) -> str:
 @untraced
 def redistribute_all(
     tensors: Sequence[DTensor],
-    placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    placements: Placements | Sequence[Placements],
     *,
     device_mesh: AnyMesh | None = None,
     async_op: bool = False,
@@ -333,7 +334,9 @@ def redistribute_all(
                 f"redistribute_all: DTensors are needed, but got {type(each).__name__}. "
                 "Use distribute_tensor for plain tensors."
             )
-    one_for_all = all(isinstance(place, Placement) for place in placements)
+    one_for_all = isinstance(placements, Mapping) or all(
+        isinstance(place, Placement) for place in placements
+    )
     if not one_for_all and len(placements) != len(tensors):
         raise LayoutError(
             f"redistribute_all: {len(placements)} lists of placements were given for "
