@@ -91,7 +91,7 @@ def convolution(call: Call) -> Rule:
     halo = conv.halo
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {0: halo.reads(outputs[0], inputs[0])}
+        return {0: halo.tables(outputs[0], inputs[0], Slide.reads)}
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         x, weight, bias, stride, pad, *rest, _ = args
@@ -156,7 +156,7 @@ class _Gradients:
     def windows(self, inputs: Any, outputs: Any) -> dict[int, Tables]:
         grad, x = inputs[:2]
         if not self.mask[0]:
-            return {1: self.halo.reads(grad, x) if self.mask[1] else {}}
+            return {1: self.halo.tables(grad, x, Slide.reads) if self.mask[1] else {}}
         return {
             0: {
                 dim: tuple(map(slide.touching, x.pieces(dim), grad.pieces(dim)))

@@ -127,18 +127,11 @@ class Halo:
         """True if a dim with windows is sharded."""
         return any(spec.dim_axes[self.first :])
 
-    def reads(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
-        """What the shards of `reader`, a result, read of `read`."""
-        return self._tables(reader, read, Slide.reads)
-
-    def readers(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
-        """The gradients `read` that the shards of `reader`, an image, take part in."""
-        return self._tables(reader, read, Slide.readers)
-
-    def _tables(
+    def tables(
         self, reader: DTensorSpec, read: DTensorSpec, reach: Callable[[Slide, Interval], Interval]
     ) -> Tables:
-        """The intervals of the sharded dims of `read` that the shards of `reader` reach."""
+        """The intervals of the sharded dims of `read` that the shards of `reader` reach: by
+        `Slide.reads` those of a result, by `Slide.readers` those of an image."""
         return {
             dim: tuple(clipped(reach(slide, p), read.meta.shape[dim]) for p in reader.pieces(dim))
             for dim, slide in enumerate(self.slides, self.first)
@@ -220,7 +213,7 @@ def max_pool(call: Call) -> Rule:
     kernel, stride = ([getattr(s, name) for s in halo.slides] for name in ("kernel", "stride"))
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {0: halo.reads(outputs[0], inputs[0])}
+        return {0: halo.tables(outputs[0], inputs[0], Slide.reads)}
 
     def unless(site: Site) -> bool:
         return not halo.is_cut(site.inputs[0]) and prod(site.out_shapes[0]) > 0
@@ -254,7 +247,7 @@ def max_pool_backward(call: Call) -> Rule:
         return rule
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {i: halo.readers(outputs[0], inputs[i]) for i in (0, 2)}
+        return {i: halo.tables(outputs[0], inputs[i], Slide.readers) for i in (0, 2)}
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         grad, index, box = args[0], args[-1], site.out_boxes[0]
