@@ -403,6 +403,28 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def leaf_of_gradient() -> Any:
+    """The leaf into whose `.grad` the gradient goes that a hook of the leaf has been given; None if
+    `torch.autograd.grad` returns the gradient."""
+    node = torch._C._current_autograd_node()
+    try:
+        goes = node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it refuses leaves whose gradients are returned
+        return None
+    return getattr(node, "variable", None) if goes else None
+
+
+def current_backward() -> int:
+    """The number of the backward that runs in this thread; one within another has its own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs, before `backward()` returns. It is
+    dropped if the backward fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def autograd_node() -> Any:
     """The autograd node whose backward runs in this thread, if there is one."""
     return torch._C._current_autograd_node()

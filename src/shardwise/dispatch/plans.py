@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import local_function, new_wrapper, wrapper_arguments
+from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
 from ..redistribute import redistribute_locals
@@ -18,12 +18,14 @@ from ..storage import policy
 from ..storage.halo import fetch_parts
 from ..storage.match_meta import in_memory_order
 from ..storage.operands import (
+    all_in_layout,
     announce_moves,
     cached_reduction,
     in_layout,
     mark_written,
     mark_written_in_layout,
 )
+from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
 
 
@@ -203,6 +205,8 @@ class CallPlan(Plan):
 
     A call that would pass a Partial on takes the reduced value of an operand instead if that is
     cached, so that the result need not be reduced again: `_pending` are the operands to look at.
+    In a backward the product of a Partial gradient and another tensor reduces it, if its last dim
+    is whole: in a norm that is several operators, each later one would have its own to reduce.
     """
 
     def __init__(
@@ -249,6 +253,12 @@ class CallPlan(Plan):
         passes = written is None and not aliases and self.is_local
         passes = passes and any(spec.sums for spec in outputs)
         self._pending = tuple([i for i, spec in enumerate(specs) if spec.sums and passes])
+        self._reduces_in_backward = (
+            op is torch.ops.aten.mul.Tensor
+            and self._pending == (0,)
+            and len(specs[0].sums) == 1
+            and not (specs[0].dim_axes and specs[0].dim_axes[-1])
+        )
         topology = inputs[0].topology
         axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
         coords = topology.coords_here(sorted(axes))
@@ -312,7 +322,7 @@ class CallPlan(Plan):
     def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
         places, pending = self._places, self._pending
-        if not places:
+        if not places or self._reduces_in_backward:
             return None
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
@@ -337,6 +347,8 @@ class CallPlan(Plan):
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._pending:
+            if self._reduces_in_backward and current_backward() >= 0:
+                reduce_partial(self._op, operands[0])  # it is cached
             found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
             if any(found.values()):
                 return self._on_reduced(found, args, kwargs)
@@ -344,8 +356,13 @@ class CallPlan(Plan):
             announce_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
         written = self._written
-        for index, spec in self._moves:
-            local[index] = in_layout(operands[index], spec, fresh=index == written)
+        if len(self._moves) > 1 and written is None:
+            made = all_in_layout([(operands[index], spec, False) for index, spec in self._moves])
+            for (index, _), parts in zip(self._moves, made, strict=True):
+                local[index] = parts
+        else:
+            for index, spec in self._moves:
+                local[index] = in_layout(operands[index], spec, fresh=index == written)
         for index in self._staying:  # those that move may not be made real as they are
             local[index] = operands[index]._locals
         for index, spec, tables in self._windows:
