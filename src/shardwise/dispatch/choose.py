@@ -264,7 +264,7 @@ def _by_rule(
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
     call = _call(entry, specs, args, kwargs, metas, structure)
-    decision, local = _decided(entry, call, written, structure)
+    decision, local = _decided(entry, call, written)
     form = entry.form
     if form is not None and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
@@ -324,13 +324,11 @@ def _row_price(call: Call, decision: Decision) -> int:
     return price
 
 
-def _decided(
-    entry: Operator, call: Call, written: int | None, structure: Any
-) -> tuple[Decision, dict[str, Any]]:
+def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision, dict[str, Any]]:
     """The layouts of a call, and what its rule says of the local call."""
     user = entry.user
     if user is not None and user.decide is not None:
-        decision, local = user.decide(call, structure, written)
+        decision, local = user.decide(call, written)
         return decision, {"local": local}
     assert entry.family is not None
     rule = entry.family(call)
@@ -342,7 +340,7 @@ def _decided(
         )
     decision = decide(rule, call, written)
     if user is not None and user.check is not None:
-        user.check(call, rule, decision, structure)
+        user.check(call, rule, decision)
     return decision, {
         "local": _physical if entry.copies else rule.local,
         "unless": rule.unless,
