@@ -1,5 +1,6 @@
 """Whole modules on a mesh."""
 
+from .follow import follow_layouts
 from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .module import distribute_module
 from .plan import Plan, make_plan
@@ -17,6 +18,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Plan",
     "distribute_module",
+    "follow_layouts",
     "full_state_dict",
     "fully_shard",
     "load_checkpoint",
