@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 NEWEST := .venv-newest
 DOCS := .venv-docs
 
-.PHONY: test test-newest demo lint docs package verify redistribute programs bench clean
+.PHONY: test test-newest demo lint docs package verify redistribute programs bench bench-newest clean
 
 test: lint
 	$(BIN)/python -m pytest -m ''
@@ -49,11 +49,12 @@ redistribute: $(READY)
 programs: $(READY)
 	$(BIN)/python benchmarks/programs.py
 
+# Times beside PyTorch's DTensor; make bench ARGS=--quick, or ARGS='--only step list'.
 bench: $(READY)
-	$(BIN)/python benchmarks/dispatch.py
-	$(BIN)/python benchmarks/random_numbers.py
-	$(BIN)/python benchmarks/redistribute.py
-	$(BIN)/python benchmarks/redistribute.py --time
+	$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m benchmarks.bench --page benchmarks/results-newest.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(DOCS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from . import __version__
 from .errors import MeshError
-from .layout.links import links_file
 from .tools.calibrate import calibrate
 
 
@@ -22,25 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = commands.add_parser(
         "calibrate",
         help="measure latency and bandwidth of each axis of a mesh, for the planner",
-        description="Measure latency and bandwidth of each axis of a mesh and keep them in a file "
-        "that is read when such a mesh is made. Run it under torchrun, as the program will run.",
+        description="Measure latency and bandwidth of each axis of a mesh and write them to a file "
+        "for init_device_mesh(links=). Run it under torchrun, as the program will run.",
     )
     command.add_argument("--mesh", required=True, type=_shape, help="the shape, such as 2,4")
     command.add_argument("--device", default="cpu", help="the device type (cpu)")
-    command.add_argument("--file", type=Path, help=f"where to keep it ({links_file()})")
-    command.add_argument("--megabytes", type=int, default=16, help="size of the large shards (16)")
+    command.add_argument("--file", type=Path, default=Path("links.json"), help="(links.json)")
     given = parser.parse_args(arguments)
     try:
-        links = calibrate(given.device, given.mesh, large=given.megabytes << 20, file=given.file)
+        links = calibrate(given.device, given.mesh, given.file)
     except MeshError as error:
         parser.error(str(error))
     if dist.get_rank() == 0:
         for axis, link in enumerate(links):
-            print(
-                f"axis {axis}: {link.latency * 1e6:.1f} us, {link.bandwidth / 1e9:.3f} GB/s",
-                flush=True,
-            )
-        print(f"written to {given.file or links_file()}", flush=True)
+            rate = f"{link.bandwidth / 1e9:.3f} GB/s"
+            print(f"axis {axis}: {link.latency * 1e6:.1f} us, {rate}", flush=True)
+        print(f"written to {given.file}", flush=True)
     dist.destroy_process_group()
 
 

@@ -14,8 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+pytree = torch.utils._pytree
+"""Values in lists, tuples and dicts one by one, also in classes that users have registered."""
 
 OpOverload = torch._ops.OpOverload
 """The class of operators that `__torch_dispatch__` gets."""
@@ -199,14 +203,6 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     return make_known
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
-    """True if a tensor stands for another one while PyTorch traces a program."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch.compiler.is_compiling()
-
-
 def is_recorded(tensor: torch.Tensor) -> bool:
     """True if `make_fx` records what this thread does with a tensor."""
     from torch.fx.experimental import proxy_tensor
@@ -319,17 +315,6 @@ def take_composite(op: Any, kernel: Callable[..., Any]) -> None:
     _library.impl(f"{name}.{op._overloadname}".removesuffix(".default"), kernel, _DTENSORS)
 
 
-def take_differentiable(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """As `take_composite`, for an operator with a gradient; returns the operator without kernel."""
-
-    def below(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_dtensors):
-            return op(*args, **kwargs)
-
-    take_composite(op, kernel)
-    return below
-
-
 def is_composite(op: Any) -> bool:
     """True if PyTorch decomposes an operator before it reaches autograd.
 
@@ -355,9 +340,19 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def autograd_node() -> Any:
+    """The autograd node whose backward runs in this thread, if there is one."""
+    return torch._C._current_autograd_node()
+
+
+def next_node_number() -> int:
+    """The number that the next autograd node of this thread gets, its `_sequence_nr()`."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
 def autograd_node_name() -> str | None:
     """The name of the autograd node whose backward runs in this thread, like "MmBackward0"."""
-    node = torch._C._current_autograd_node()
+    node = autograd_node()
     return None if node is None else str(node.name())
 
 

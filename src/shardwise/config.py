@@ -6,17 +6,13 @@ thread in which PyTorch runs a backward has the settings of the thread that call
 
 from __future__ import annotations
 
-import threading
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
-
-import torch
+from typing import Any, Literal, get_args
 
 from ._torch import inherited, set_inherited
 from .errors import CommunicationError, LayoutError
 
-Module = TypeVar("Module", bound=torch.nn.Module)
 Action = Literal["auto", "warn", "error"]
 PlainMode = Literal["check", "check_always", "trust", "error"]
 RandomMode = Literal["exact", "counter"]
@@ -38,6 +34,8 @@ class Settings:
     lockstep: bool = False
     meshes: tuple[Any, ...] = ()
     """The virtual meshes of `with mesh:`, innermost last; PyTorch keeps those over processes."""
+    outer: Settings | None = None
+    """The settings outside of the innermost block."""
 
     @property
     def silent(self) -> bool:
@@ -54,39 +52,23 @@ def current() -> Settings:
     return found
 
 
-class _Before(threading.local):
-    """The settings before each time that this thread entered a block."""
-
-    def __init__(self) -> None:
-        self.settings: list[Settings] = []
-
-
 class Block(ContextDecorator):
     """A `with` block of other settings; it may be entered again, inside itself too."""
 
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
-        self._before = _Before()
 
     def __enter__(self) -> None:
         before = current()
-        self._before.settings.append(before)
-        set_inherited(replace(before, **self._changes))
+        set_inherited(replace(before, outer=before, **self._changes))
 
     def __exit__(self, *_: object) -> None:
-        set_inherited(self._before.settings.pop())
+        set_inherited(current().outer)
 
 
-def enter_mesh(mesh: Any) -> None:
-    """Put a virtual mesh in force, as `with mesh:` does."""
-    before = current()
-    set_inherited(replace(before, meshes=(*before.meshes, mesh)))
-
-
-def leave_mesh() -> None:
-    """Take back the last mesh that was put in force."""
-    before = current()
-    set_inherited(replace(before, meshes=before.meshes[:-1]))
+def set_meshes(meshes: tuple[Any, ...]) -> None:
+    """Put virtual meshes in force, as `with mesh:` does."""
+    set_inherited(replace(current(), meshes=meshes))
 
 
 def _check(what: str, value: str, modes: Any, error: type[Exception] = CommunicationError) -> None:
@@ -94,12 +76,12 @@ def _check(what: str, value: str, modes: Any, error: type[Exception] = Communica
         raise error(f"{what}: {value!r} is none of {', '.join(map(repr, get_args(modes)))}.")
 
 
-class communication(Block):
+def communication(mode: Action, *, fallback: Action | None = None) -> Block:
     """Allow implicit communication ("auto"), or warn of it ("warn"), or forbid it ("error").
 
     `mode` is for operators that move operands, `fallback` for operators without a rule that run on
-    replicated inputs; without `fallback` that setting stays. Use it as a context manager, or give
-    it to a module for good: `communication("error").apply(module)`.
+    replicated inputs; without `fallback` that setting stays. Like all settings it is a context
+    manager, and a decorator: `module.forward = communication("error")(module.forward)`.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
@@ -111,21 +93,10 @@ class communication(Block):
     shardwise.errors.CommunicationError: aten.add.Tensor moves operand 1 from [S(1)] to [S(0)] \
 (exchange, 16 B received per rank), and communication("error") forbids implicit communication. ...
     """
-
-    def __init__(self, mode: Action, *, fallback: Action | None = None) -> None:
-        changes = {"moves": mode} if fallback is None else {"moves": mode, "fallback": fallback}
-        for value in changes.values():
-            _check("communication", value, Action)
-        super().__init__(**changes)
-
-    def apply(self, module: Module) -> Module:
-        """Put this in force whenever `module` runs forward; returns the module.
-
-        The backward runs later, under the policy in force where `backward()` is called.
-        """
-        module.register_forward_pre_hook(lambda *_: self.__enter__(), prepend=True)
-        module.register_forward_hook(lambda *_: self.__exit__(), always_call=True)
-        return module
+    changes = {"moves": mode} if fallback is None else {"moves": mode, "fallback": fallback}
+    for value in changes.values():
+        _check("communication", value, Action)
+    return Block(**changes)
 
 
 def plain_tensors(mode: PlainMode) -> Block:
@@ -147,8 +118,7 @@ def ragged_results() -> Block:
     """Leave results whose size depends on values sharded; by default they are replicated.
 
     `nonzero`, `masked_select` and `x[mask]` of a tensor that is sharded on dim 0 stay where they
-    were found, with ragged cuts, and only the counts move. Of the results of `unique`,
-    `unique_consecutive` and `bincount` each rank keeps its share.
+    were found, with ragged cuts, and only the counts move.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))

@@ -8,7 +8,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from .errors import LayoutError, MeshError
 from .layout.mesh import VirtualMesh
 from .layout.placement import Partial, Placement, Replicate, Shard
-from .tensor.conversion import from_local
 from .tensor.dtensor import DTensor
 
 
@@ -26,10 +25,10 @@ def from_torch(tensor: torch_dtensor.DTensor) -> DTensor:
             places.append(_in_blocks(place, tensor))
         else:
             raise LayoutError(f"from_torch: {place} has no counterpart. Redistribute it first.")
-    made: DTensor = from_local(
-        tensor.to_local(), tensor.device_mesh, places, False, tensor.shape, tensor.stride()
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(
+        tensor.to_local(), tensor.device_mesh, places, run_check=False, shape=shape, stride=stride
     )
-    return made
 
 
 def _in_blocks(place: _StridedShard, tensor: torch_dtensor.DTensor) -> Placement:

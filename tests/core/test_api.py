@@ -302,14 +302,6 @@ FACTORIES: dict[str, Any] = {
         lambda: torch.full((5, 3), 0.5),
     ),
     "eye": (lambda **k: shardwise.eye(5, 3, **k), lambda: torch.eye(5, 3)),
-    "tril_indices": (
-        lambda **k: shardwise.tril_indices(3, 4, -1, **k),
-        lambda: torch.tril_indices(3, 4, -1),
-    ),
-    "triu_indices": (
-        lambda **k: shardwise.triu_indices(3, 4, **k),
-        lambda: torch.triu_indices(3, 4),
-    ),
     "rand": (lambda **k: shardwise.rand(5, 3, **k), lambda: torch.rand(5, 3)),
     "randn": (lambda **k: shardwise.randn(5, 3, **k), lambda: torch.randn(5, 3)),
     "randn double": (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -157,10 +157,14 @@ def test_what_reads_values_ends_a_graph() -> None:
         torch.testing.assert_close(compiled(function)(ours).full_tensor(), function(x))
 
 
-def test_a_gradient_that_reads_values_is_refused() -> None:
+@pytest.mark.parametrize("product", [lambda t: t.prod(), lambda t: t.cumprod(0).sum()])
+def test_gradients_of_products(product: Any) -> None:
+    plain = numbers(6, 4).requires_grad_()
     x = distribute_tensor(numbers(6, 4), virtual(2), [S0]).requires_grad_()
-    with pytest.raises(BackendCompilerFailed, match=r"ProdBackward.* cannot be compiled"):
-        compiled(lambda t: t.prod())(x)
+    compiled(product)(x).backward()
+    product(plain).backward()
+    assert isinstance(x.grad, DTensor)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
 def test_an_index_out_of_range_raises() -> None:

@@ -30,6 +30,8 @@ ORDER = [
     "interop",
     "parallel",
     "tools",
+    "experimental",
+    "debug",
     "__init__",
     "__main__",
 ]

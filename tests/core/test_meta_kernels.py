@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -132,3 +134,13 @@ def test_errors_of_other_libraries_are_those_of_their_kernels() -> None:
     given = [spread(value, virtual(2), (Shard(0),)) for value in (numbers(7, 4), numbers(9))]
     with pytest.raises(IndexError), sw.communication("auto", fallback="auto"):
         kept_boxes(*given, 0)
+
+
+def test_a_first_call_imports_no_compiler() -> None:
+    program = """
+import sys, torch, shardwise as sw
+x = sw.distribute_tensor(torch.ones(4, 4), sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+((x + x) * 2.0 @ x).relu().sum().item()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

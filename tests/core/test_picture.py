@@ -11,6 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.debug import visualize_sharding
 
 
 def laid(places: list[Any], *shape: int, mesh: tuple[int, ...]) -> Any:
@@ -103,3 +104,12 @@ def test_the_reductions_drawn_make_the_value(ops: tuple[str, str]) -> None:
     known = {"sum": lambda *terms: sum(terms), "max": max, "min": min}
     text = re.sub(r"\d+", lambda rank: str(values[int(rank.group())]), cell)
     assert eval(text, known) == x.full_tensor().item()
+
+
+def test_visualize_sharding_prints_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    x = laid([Shard(0), Shard(2)], 3, 2, 4, mesh=(2, 2))
+    visualize_sharding(x)
+    visualize_sharding(x, header="weight", use_rich=True)
+    assert capsys.readouterr().out == f"{sw.picture(x)}\nweight\n{sw.picture(x)}\n"
+    with pytest.raises(sw.errors.LayoutError, match="a DTensor"):
+        visualize_sharding(torch.ones(2))  # type: ignore[arg-type]

@@ -276,7 +276,6 @@ ODD: dict[str, Callable[[], Any]] = {
     "partial": lambda: sw.rand(5, 2, device_mesh=virtual(2), placements=[Partial()]),
     "partial randperm": lambda: sw.randperm(5, device_mesh=virtual(2), placements=[Partial()]),
     "empty randperm": lambda: sw.randperm(0, device_mesh=virtual(2), placements=[Shard(0)]),
-    "normal": lambda: sw.normal(3.0, 0.5, (5, 2), device_mesh=virtual(2), placements=[Shard(1)]),
     "a plain mean": lambda: torch.normal(torch.ones(4), laid_out(torch.ones(4, 4), Shard(0))),
     "a plain count": lambda: torch.binomial(
         torch.full((4, 4), 5.0), laid_out(torch.full((4, 4), 0.5), Shard(0))

@@ -195,27 +195,20 @@ def test_what_cannot_be_pending_is_said_before_anything_moves() -> None:
 # --- what moves ---------------------------------------------------------------------------------
 
 
-class Heard:
-    """The collectives that ran."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[int, ...], int]] = []
-
-    def on_collective(
-        self, kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int
-    ) -> None:
-        self.calls.append((kind, axes, nbytes))
-
-
 def heard(src: DTensorSpec, dst: DTensorSpec) -> list[tuple[str, tuple[int, ...], int]]:
-    listener = Heard()
+    """The collectives that ran."""
+    calls: list[tuple[str, tuple[int, ...], int]] = []
+
+    def listener(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) -> None:
+        calls.append((kind, axes, nbytes))
+
     before = stored(src, scatter(src, whole_numbers(src.shape)))
     listen(listener)
     try:
         redistribute_locals(src, dst, tuple(before))
     finally:
         unlisten(listener)
-    return listener.calls
+    return calls
 
 
 @pytest.mark.parametrize("size", [(8, 8), (7, 5), (3, 2)], ids=str)

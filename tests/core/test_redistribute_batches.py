@@ -16,7 +16,6 @@ from shardwise.comm.native import prefers_own
 from shardwise.errors import CommunicationError, LayoutError, MeshError
 from shardwise.layout.cost import PRESETS, links_of
 from shardwise.layout.geometry import all_coords, box_numel, box_shape, intersect
-from shardwise.layout.links import read_links, write_links
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.redistribute import redistribute_locals, run_all, run_between, steps_between
 from shardwise.tools.calibrate import calibrate
@@ -115,21 +114,24 @@ def test_links_that_cannot_be_are_refused() -> None:
         Link(latency=-1, bandwidth=1e9)
 
 
-def test_measured_links_are_kept_by_shape(tmp_path: Any) -> None:
-    file = tmp_path / "deep" / "links.json"
-    assert read_links("cpu", (2, 2), file) is None
-    write_links("cpu", (2, 2), [Link(1e-5, 1e9), Link(2e-5, 2e9)], file)
-    write_links("cpu", (4,), [Link(3e-5, 3e9)], file)
-    assert read_links("cpu", (2, 2), file) == (Link(1e-5, 1e9), Link(2e-5, 2e9))
-    assert read_links("cpu", (4, 1), file) is None
-    file.write_text('{"cpu 4": [[1, 2, 3]]}')
-    with pytest.raises(MeshError, match="Measure again"):
-        read_links("cpu", (4,), file)
+def test_links_are_read_from_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "links.json"
+    file.write_text("[[1e-5, 1e9], [2e-5, 2e9]]")
+    mesh = sw.init_device_mesh("cpu", (2, 2), links=file)
+    assert mesh.links == (Link(1e-5, 1e9), Link(2e-5, 2e9))
+    with pytest.raises(MeshError, match="2 links were given for a mesh of 1 axes"):
+        sw.init_device_mesh("cpu", (2,), links=file)
+    for text in ("[[1, 2, 3]]", "[[-1, 1e9]]", "{", "4"):
+        file.write_text(text)
+        with pytest.raises(MeshError, match=r"calibrate|latency is in"):
+            sw.init_device_mesh("cpu", (2,), links=file)
+    with pytest.raises(MeshError, match="No such file"):
+        sw.init_device_mesh("cpu", (2,), links=tmp_path / "none.json")
 
 
-def test_calibration_needs_processes(capsys: Any) -> None:
+def test_calibration_needs_processes(capsys: Any, tmp_path: Any) -> None:
     with pytest.raises(MeshError, match="torchrun"):
-        calibrate("cpu", (2, 2))
+        calibrate("cpu", (2, 2), tmp_path / "links.json")
     for arguments, said in (
         (["calibrate", "--mesh", "2,2"], "torchrun --nproc-per-node 4"),
         (["calibrate", "--mesh", "2,x"], "'2,x' is no shape"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,27 +64,6 @@ CASES: dict[str, tuple[Any, ...]] = {
 def test_as_on_one_device(name: str, shape: tuple[int, ...]) -> None:
     f, *inputs = CASES[name]
     check(f, *inputs, mesh=virtual(*shape), limit=6, grad="rows" in name)
-
-
-def assert_divided(mesh: Any) -> None:
-    whole = ints(37, high=11)
-    i = distribute_tensor(whole, mesh, [Shard(0)])
-    calls: dict[str, Callable[[Any], Any]] = {
-        "unique": lambda x: x.unique(return_counts=True),
-        "unique_consecutive": lambda x: x.unique_consecutive(return_counts=True),
-        "bincount": lambda x: (x.bincount(minlength=13), x.bincount(x.double())),
-    }
-    for call in calls.values():
-        with ragged_results():
-            made = call(i)
-        for got, want in zip(made, call(whole), strict=True):
-            assert got.placements == (Shard(0),)
-            assert torch.equal(got.full_tensor(), want)
-
-
-def test_what_is_counted_is_divided_on_request() -> None:
-    assert_divided(virtual(4))
-    assert_divided(virtual(1))
 
 
 RUNS = torch.tensor([3, 3, 3, 3, 3, 3, 1, 1, 2, 2, 2, 5, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0])

@@ -35,6 +35,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         TABLE, WORDS, torch.cat([STARTS, torch.tensor([300])]),
     ),
     "rows of indices": (lambda w, i: F.embedding_bag(i, w, mode="max"), TABLE, WORDS.view(30, 10)),
+    "sums of rows": (lambda w, i: F.embedding_bag(i, w, mode="sum"), TABLE, WORDS.view(30, 10)),
     "short integers": (bags, TABLE, WORDS.int(), STARTS.int()),
     "sums": (lambda w, i, o: bags(w, i, o, "sum", padding_idx=3), TABLE, WORDS % 7, STARTS),
     "means": (lambda w, i, o: bags(w, i, o, "mean", padding_idx=3), TABLE, WORDS % 7, STARTS),
@@ -63,6 +64,8 @@ LAYOUTS = {
     "rows": ((4,), [(S(0),)] * 3),
     "rows and columns": ((2, 2), [(S(0), S(1)), (S(0), S(0)), (S(0), R)]),
     "whole rows": ((4,), [(R,), (S(0),), (S(0),)]),
+    "replicated": ((2,), [(R,), (R,), (R,)]),
+    "columns": ((2,), [(S(1),), (R,), (R,)]),
 }
 
 

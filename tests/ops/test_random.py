@@ -56,12 +56,7 @@ def test_normal_numbers_have_the_dtype_of_out() -> None:
 
 
 BY_VALUE = {
-    "bernoulli": lambda p: torch.bernoulli(p),
     "bernoulli of a number": lambda p: torch.bernoulli(p, 0.3),
-    "bernoulli_": lambda p: torch.zeros_like(p).bernoulli_(p),
-    "normal around": lambda p: torch.normal(p, 2.0),
-    "normal by": lambda p: torch.normal(1.0, p),
-    "normal": lambda p: torch.normal(p, p[0]),
     "one of many": lambda p: torch.multinomial(p, 1),
     "some of many": lambda p: torch.multinomial(p, 3),
 }

@@ -37,8 +37,6 @@ def assert_unique(x: torch.Tensor, mesh: Any, where: Any) -> None:
         alone = torch.unique(spread(x, mesh, where))
     for got, want in zip((*made, alone), (*EVERY(x), x.unique()), strict=True):
         assert got.dtype == want.dtype and got.full_tensor().equal(want)
-    assert made[0].cuts == made[2].cuts == alone.cuts
-    assert all(any(p.is_shard() for p in got.placements) for got in (made[0], made[2], alone))
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -198,6 +198,7 @@ def test_a_mesh_is_made_of_what_was_saved(processes: Pools, tmp_path: Path) -> N
     processes(4).stop()  # others read than those who wrote
     for text in processes(4).run(read, folder):
         assert "ranks [3, 1]" in text
+    processes(4).stop()
     texts = processes(4).run(read_on_one, folder)
     assert "ranks [0, 1, 3] did not" in texts[2] and texts[0] == ""
 

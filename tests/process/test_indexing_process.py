@@ -49,7 +49,6 @@ def ragged() -> None:
         got = x[x[:, 0] > 0]
     assert got.placements == (Shard(0),) and sum(comm.bytes.values()) <= 4 * 8
     assert torch.equal(got.full_tensor(), whole[whole[:, 0] > 0])
-    test_counting.assert_divided(mesh)
 
 
 def masks() -> None:

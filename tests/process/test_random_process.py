@@ -118,7 +118,7 @@ def counted(check: bool) -> tuple[int, int]:
     with sw.random.mode("counter", check=check), sw.CommDebugMode() as comm:
         torch.rand_like(x)
         F.dropout(x, 0.5)
-        torch.normal(x, 1.0)
+        torch.randn_like(x)
     return comm.get_total_counts(), comm.checks
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import time
 import weakref
@@ -20,9 +19,8 @@ from shardwise import Link, Partial, Replicate, Shard
 from shardwise.comm import native
 from shardwise.comm.failures import wait
 from shardwise.errors import CommunicationError, MeshError
-from shardwise.layout.cost import DEFAULT
+from shardwise.layout.cost import DEFAULT, links_of
 from shardwise.layout.geometry import stride_like
-from shardwise.layout.links import read_links, write_links
 from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Placement
@@ -334,25 +332,25 @@ def test_ranks_agree_on_the_links_of_the_first(processes: Pools) -> None:
         assert groups == [(1, 2)]
 
 
-def links_from_file(cache: str) -> list[float]:
-    os.environ["XDG_CACHE_HOME"] = cache if dist.get_rank() == 2 else "/nowhere"
+def links_from_file(file: Path) -> list[float] | str:
+    own = file if dist.get_rank() == 2 else Path("/nowhere")
     try:
-        mesh = DeviceMesh("cpu", [[2, 3]])
-    finally:
-        del os.environ["XDG_CACHE_HOME"]
+        mesh = DeviceMesh("cpu", [[2, 3]], links=own)
+    except MeshError as error:
+        return str(error)
     return [link.bandwidth for link in topology(mesh).links]
 
 
-def test_a_mesh_reads_what_its_first_rank_measured(processes: Pools, tmp_path: Any) -> None:
-    write_links(
-        "cpu", (1, 2), [Link(1e-5, 1e9), Link(1e-5, 7e8)], tmp_path / "shardwise/links.json"
-    )
-    assert processes(4).run(links_from_file, str(tmp_path)) == [[1e9, 7e8]] * 4
+def test_a_mesh_reads_the_file_of_its_first_rank(processes: Pools, tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    file.write_text("[[1e-5, 1e9], [1e-5, 7e8]]")
+    assert processes(4).run(links_from_file, file) == [[1e9, 7e8]] * 4
+    missing = processes(4).run(links_from_file, tmp_path / "no")
+    assert all("No such file" in text for text in missing)
 
 
 def calibrated(file: Path) -> list[tuple[Link, ...]]:
-    first = calibrate("cpu", (2, 1, 2), large=1 << 14, file=file)
-    return [first, read_links("cpu", (2, 1, 2), file) or ()]
+    return [calibrate("cpu", (2, 1, 2), file, large=1 << 14), links_of(file, 3)]
 
 
 def test_calibration_measures_and_keeps(processes: Pools, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ stays on its rank is copied.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -80,13 +80,13 @@ def rounds(
             yield from _in_chunks(group, job, out)
             continue
         if total + nbytes > room:
-            yield _Round(group, tuple(small)).launch
+            yield partial(_launch, group, small)
             small, total = [], 0
         if nbytes:
             small.append((job, out))
             total += nbytes
     if small:
-        yield _Round(group, tuple(small)).launch
+        yield partial(_launch, group, small)
 
 
 def largest_share(group: Group, job: Job) -> int:
@@ -106,7 +106,7 @@ def _in_chunks(group: Group, job: Job, out: torch.Tensor | None) -> Iterator[Lau
     parcels = [parcel for pair in pairs if (parcel := job.task.parcel(*pair))]
     counts = [len(chunks(parcel.box, most)) for parcel in parcels]
     for index in range(max(counts, default=0)):
-        yield _Round(group, ((job, out),), index, most).launch
+        yield partial(_launch, group, [(job, out)], index, most)
 
 
 class Packet(NamedTuple):
@@ -131,61 +131,60 @@ class Packet(NamedTuple):
         return narrow(self.out, self.parcel.place)
 
 
-@dataclass(frozen=True)
-class _Round:
-    """One all-to-all: the pieces of some jobs, or the chunk number `index` of each piece of one."""
+Part = tuple[Job, torch.Tensor | None]
+"""A job, and this rank's result of it."""
 
-    group: Group
-    parts: tuple[tuple[Job, torch.Tensor | None], ...]
-    index: int = 0
-    most: int = 0
 
-    def launch(self) -> Wait:
-        group, me, jobs = self.group, self.group.me, [job for job, _ in self.parts]
-        leaving = [self._packets(group.senders[me], dst) for dst in group.receivers]
-        coming = [self._packets(src, group.receivers[me]) for src in group.senders]
-        own = [(packet, packet.held()) for packet in leaving[me]]
-        leaving[me], coming[me] = [], []
-        outgoing, incoming = [[_nbytes(each) for each in way] for way in (leaving, coming)]
-        sent, received = [
-            torch.empty(sum(sizes), dtype=torch.uint8, device=jobs[0].device)
-            for sizes in (outgoing, incoming)
-        ]
-        _pack(leaving, sent)
-        wait = all_to_all(group, received, sent, incoming, outgoing)
-        if not jobs[0].task.op:
-            _put(own)
-            own = []
-        elif any(job.async_op for job in jobs):  # the program may write into the source meanwhile
-            own = [(packet, value.clone()) for packet, value in own]
+def packets(
+    parts: Sequence[Part], src: Coord | None, dst: Coord | None, index: int = 0, most: int = 0
+) -> list[Packet]:
+    """What `src` sends `dst`: a piece of each job, or chunk number `index` of it if pieces are sent
+    in chunks of at most `most` elements."""
+    found: list[Packet] = []
+    for job, out in parts:
+        parcel = None if src is None or dst is None else job.task.parcel(src, dst)
+        if src is None or dst is None or parcel is None:
+            continue
+        if most:
+            cut = chunks(parcel.box, most)[index : index + 1]
+            ends = job.task.src.box(src), job.task.dst.box(dst)
+            found += [Packet(job, out, src, Parcel.of(box, *ends)) for box in cut]
+        else:
+            found.append(Packet(job, out, src, parcel))
+    return found
 
-        def land() -> None:
-            wait()
-            _put([*_received(coming, received), *own])
-            give_back([sent, received])
 
-        return land
+def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) -> Wait:
+    """Start one all-to-all: the pieces of some jobs, or a chunk of each piece of one."""
+    me, jobs = group.me, [job for job, _ in parts]
+    leaving = [packets(parts, group.senders[me], dst, index, most) for dst in group.receivers]
+    coming = [packets(parts, src, group.receivers[me], index, most) for src in group.senders]
+    own = [(packet, packet.held()) for packet in leaving[me]]
+    leaving[me], coming[me] = [], []
+    outgoing, incoming = (
+        [sum([packet.nbytes for packet in each]) for each in way] for way in (leaving, coming)
+    )
+    sent, received = (
+        torch.empty(sum(sizes), dtype=torch.uint8, device=jobs[0].device)
+        for sizes in (outgoing, incoming)
+    )
+    _pack(leaving, sent)
+    wait = all_to_all(group, received, sent, incoming, outgoing)
+    if not jobs[0].task.op:
+        _put(own)
+        own = []
+    elif any(job.async_op for job in jobs):  # the program may write into the source meanwhile
+        own = [(packet, value.clone()) for packet, value in own]
 
-    def _packets(self, src: Coord | None, dst: Coord | None) -> list[Packet]:
-        if src is None or dst is None:
-            return []
-        found: list[Packet] = []
-        for job, out in self.parts:
-            parcel = job.task.parcel(src, dst)
-            if parcel is not None and self.most:
-                ends = job.task.src.box(src), job.task.dst.box(dst)
-                cut = chunks(parcel.box, self.most)
-                parcel = Parcel.of(cut[self.index], *ends) if self.index < len(cut) else None
-            if parcel is not None:
-                found.append(Packet(job, out, src, parcel))
-        return found
+    def land() -> None:
+        wait()
+        _put([*_received(coming, received), *own])
+        give_back([sent, received])
+
+    return land
 
 
 # --- packing -------------------------------------------------------------------------------------
-
-
-def _nbytes(packets: list[Packet]) -> int:
-    return sum([packet.nbytes for packet in packets])
 
 
 def _split(

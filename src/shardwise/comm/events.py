@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..layout.mesh import Topology
 
-
-class Listener(Protocol):
-    """Gets every collective."""
-
-    def on_collective(
-        self, kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int
-    ) -> None: ...
-
-
+Listener = Callable[[str, Topology, tuple[int, ...], int], None]
 Watcher = Callable[[object, str], None]
 
 _listeners: list[Listener] = []
@@ -45,7 +36,7 @@ def unheard() -> Iterator[None]:
 def record(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) -> None:
     """Report a collective; `nbytes` is what the rank that receives most receives."""
     for listener in _listeners:
-        listener.on_collective(kind, topology, axes, nbytes)
+        listener(kind, topology, axes, nbytes)
 
 
 def planned(op: object, tier: str) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..layout.mesh import Topology, VirtualMesh
+from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import refuse_forked
 from .all_to_all import buffer_size, give_back, rounds
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
@@ -63,16 +63,18 @@ class ProcessEngine:
         return bool(low[0] == -low[1])
 
 
-def broadcast_from(topology: Topology, value: torch.Tensor, source: int) -> None:
-    """Give all ranks of a mesh of processes the `value` of its rank number `source`, in place."""
+def broadcast_from(
+    topology: Topology, axes: Sequence[int], value: torch.Tensor, origin: Coord
+) -> None:
+    """Give the ranks along `axes` of a mesh of processes the `value` of the one among them that is
+    at `origin` there, in place. All ranks of the mesh make the call."""
     here = topology.coordinate
     assert here is not None and not isinstance(topology.mesh, VirtualMesh)
     _begin(topology)
     if is_compared():
         compare(topology.ranks, f"a broadcast of {value.numel()} bytes")
-    origin = topology.group_coords((0,) * topology.ndim, range(topology.ndim))[source]
-    for axis in range(topology.ndim):
-        if here[axis + 1 :] == origin[axis + 1 :]:
+    for place, axis in enumerate(axes):
+        if all(here[later] == origin[later] for later in axes[place + 1 :]):
             first = topology.rank_of((*here[:axis], origin[axis], *here[axis + 1 :]))
             broadcast(topology.mesh.get_group(axis), value, first)()
 

@@ -14,8 +14,8 @@ import torch
 from .._torch import functional_all_reduce, functional_all_to_all
 from ..errors import CommunicationError
 from ..layout.geometry import Box
-from ..layout.mesh import Coord, Topology
-from .all_to_all import Packet, by_place, largest_share
+from ..layout.mesh import Topology
+from .all_to_all import Packet, by_place, largest_share, packets
 from .dtypes import backend_op, backends_reduce, from_backend, reduce_list, to_backend
 from .group import Group, group_of, reduction_groups
 from .protocol import Finish, Job, Parcel, narrow
@@ -72,9 +72,9 @@ def _exchange(group: Group, job: Job) -> list[tuple[Packet, torch.Tensor]]:
             "process group of their own, and messages between pairs of ranks are not traced. Use "
             "a mesh over all processes, or call redistribute outside of the compiled function."
         )
-    leaving = [_packet(job, from_me, dst) for dst in group.receivers]
-    coming = [_packet(job, src, to_me) for src in group.senders]
-    sent = [job.flat(each.held().resolve_conj().resolve_neg()) for each in leaving if each]
+    leaving = [packets([(job, None)], from_me, dst) for dst in group.receivers]
+    coming = [packets([(job, None)], src, to_me) for src in group.senders]
+    sent = [job.flat(p.held().resolve_conj().resolve_neg()) for each in leaving for p in each]
     # A rank that sends nothing of a tensor has it in the graph too: the collective that made it is
     # then needed on this rank as on the others.
     sent += [part.reshape(-1)[:0] for part in job.local]
@@ -82,20 +82,14 @@ def _exchange(group: Group, job: Job) -> list[tuple[Packet, torch.Tensor]]:
     as_bytes = job.dtype not in _MOVED
     width = job.dtype.itemsize if as_bytes else 1
     incoming, outgoing = (
-        [width * (each.parcel.numel if each else 0) for each in way] for way in (coming, leaving)
+        [width * sum([p.parcel.numel for p in each]) for each in way] for way in (coming, leaving)
     )
     flat = flat.view(torch.uint8) if as_bytes else flat
     arrived = functional_all_to_all(flat, incoming, outgoing, group.process_group)
     arrived = arrived.view(job.dtype) if as_bytes else arrived
-    found = [each for each in coming if each is not None]
-    pieces = arrived.split([each.parcel.numel for each in found]) if found else ()
-    shaped = [job.shaped(p, each.parcel.box) for p, each in zip(pieces, found, strict=True)]
-    return list(zip(found, shaped, strict=True))
-
-
-def _packet(job: Job, src: Coord | None, dst: Coord | None) -> Packet | None:
-    parcel = None if src is None or dst is None else job.task.parcel(src, dst)
-    return None if parcel is None or src is None else Packet(job, None, src, parcel)
+    found = [packet for each in coming for packet in each]
+    pieces = arrived.split([packet.parcel.numel for packet in found]) if found else ()
+    return [(p, job.shaped(flat, p.parcel.box)) for p, flat in zip(found, pieces, strict=True)]
 
 
 def _assembled(job: Job, box: Box, received: list[tuple[Packet, torch.Tensor]]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._torch import fake_tensors, suggest_memory_format
+from ..layout.geometry import contiguous_stride
 from ..layout.spec import DTensorSpec, TensorMeta
 from .cache import kept
 from .plans import Fixed, filled
@@ -73,6 +74,10 @@ def _infer(
     by_values = any(tag in op.tags for tag in _DYNAMIC) and not _by_integers(op, args)
     if by_values and name not in _CORRECTED:
         raise Unknown
+    if torch.Tag.pointwise in op.tags and not kwargs.get("dtype"):
+        found = _pointwise(op, args, kwargs, metas)
+        if found is not None:
+            return found
     tensors = [torch.empty_strided(*meta[:2], dtype=meta.dtype, device="meta") for meta in metas]
     given, named = filled(args, kwargs, iter(tensors))
     if named.get("device") is not None:
@@ -91,6 +96,32 @@ def _infer(
             raise Unknown from error
         raise
     return _listed(_in_order_of_devices(op, given, made))
+
+
+def _pointwise(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[TensorMeta]
+) -> Results | None:
+    """The result of a pointwise call whose operands are contiguous and of one shape, or numbers.
+
+    It has their shape and strides; one element tells the dtype. PyTorch's meta kernels of such
+    operators are in Python: the first of them imports the compiler, which takes a second.
+    """
+    sizes = {meta.shape for meta in metas if meta.shape}
+    if len(sizes) != 1:
+        return None
+    shape = sizes.pop()
+    stride = contiguous_stride(shape)
+    if any(meta.shape and meta.stride != stride for meta in metas):
+        return None
+    ones = [torch.ones((1,) * bool(meta.shape), dtype=meta.dtype) for meta in metas]
+    given, named = filled(args, kwargs, iter(ones))
+    try:
+        made = op(*given, **named)
+    except (NotImplementedError, RuntimeError):
+        return None  # what is wrong is for the meta kernel to say
+    if not isinstance(made, torch.Tensor) or made.shape != (1,):
+        return None
+    return (TensorMeta(shape, stride, made.dtype),), 0
 
 
 def _spare_the_meta_kernel(name: str, op: Any, given: list[Any]) -> None:

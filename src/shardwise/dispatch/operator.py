@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload, is_composite, take_composite, take_differentiable
+from .._torch import OpOverload, is_composite, take_composite
 from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..rules.resample import READ_NUMBERS
@@ -67,11 +67,6 @@ def register_form(
 def register_composite(op: OpOverload, run: Callable[..., Any]) -> None:
     """Register a distributed form of an operator that PyTorch takes apart above autograd."""
     take_composite(op, _telling(run))
-
-
-def register_differentiable(op: OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a form of an operator with a gradient of its own; returns the operator without."""
-    return take_differentiable(op, _telling(run))
 
 
 def _telling(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Distributed forms: operators as a few lines over DTensors, which move less than their rules."""
 
-from . import (
+from . import (  # noqa: F401  # registers them
     batch_norm,
     composites,
     cross_entropy,
@@ -13,27 +13,7 @@ from . import (
     memory,
     nested,
     order,
-    prod,
     recurrent,
     scan,
     values,
 )
-
-__all__ = [
-    "batch_norm",
-    "composites",
-    "cross_entropy",
-    "decomposed",
-    "embedding_bag",
-    "foreach",
-    "index",
-    "join",
-    "mask",
-    "memory",
-    "nested",
-    "order",
-    "prod",
-    "recurrent",
-    "scan",
-    "values",
-]

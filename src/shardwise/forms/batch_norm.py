@@ -109,30 +109,28 @@ def native_batch_norm(x: Any, *args: Any) -> Any:
     return op(_on_mesh(x, weight, bias), weight, bias, True, momentum, eps)
 
 
-@register_form("cudnn_batch_norm", always=True)
-def cudnn_batch_norm(x: Any, *args: Any) -> Any:
-    """As `native_batch_norm`, with an empty reserve: the backward here does not use it."""
-    return *native_batch_norm(x, *args), x.new_empty([0], dtype=torch.uint8)
-
-
 @register_form("_batch_norm_with_update", always=True)
 def batch_norm_with_update(x: Any, *args: Any) -> Any:
-    """As `cudnn_batch_norm` in training; the last arguments are momentum and eps."""
-    return cudnn_batch_norm(x, *args[:-2], True, *args[-2:])
+    """Training, with an empty reserve: the backward here does not use it."""
+    return *native_batch_norm(x, *args[:-2], True, *args[-2:]), _reserve(x)
 
 
 @register_form("_batch_norm_no_update", always=True)
 def batch_norm_no_update(x: Any, *args: Any) -> Any:
-    """As `cudnn_batch_norm` in evaluation."""
-    return cudnn_batch_norm(x, *args[:-2], False, *args[-2:])
+    """Evaluation, with an empty reserve."""
+    return *native_batch_norm(x, *args[:-2], False, *args[-2:]), _reserve(x)
 
 
 @register_form("_batch_norm_with_update_functional", always=True)
 def batch_norm_with_update_functional(x: Any, *args: Any) -> tuple[Any, ...]:
-    """Training that returns a reserve and new running statistics."""
+    """Training that returns an empty reserve and new running statistics."""
     op = aten._native_batch_norm_legit_functional.default
     out, *saved, mean, var = op(x, *args[:-2], True, *args[-2:])
-    return out, *saved, x.new_empty([0], dtype=torch.uint8), mean, var
+    return out, *saved, _reserve(x), mean, var
+
+
+def _reserve(x: Any) -> Any:
+    return x.new_empty([0], dtype=torch.uint8)
 
 
 @register_form("native_batch_norm_backward", cost=_if_training)
@@ -171,16 +169,3 @@ def batch_norm_backward(
         of_weight.to(dtype) if output_mask[1] else None,
         of_bias.to(dtype) if output_mask[2] else None,
     )
-
-
-@register_form("cudnn_batch_norm_backward", "miopen_batch_norm_backward", always=True)
-def cudnn_batch_norm_backward(x: Any, grad: Any, *args: Any) -> Any:
-    """As `batch_norm_backward`, of cuDNN's results; the last arguments are eps and the reserve."""
-    *given, eps = args[:6]
-    return aten.native_batch_norm_backward.default(grad, x, *given, True, eps, [True] * 3)
-
-
-@register_form("batch_norm_backward", always=True)
-def any_batch_norm_backward(*args: Any) -> Any:
-    """As `batch_norm_backward`, whatever the backend; the last argument is the reserve."""
-    return aten.native_batch_norm_backward.default(*args[:10])

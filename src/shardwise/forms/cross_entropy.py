@@ -15,7 +15,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def _if_mean(call: Call) -> tuple[()] | None:
-    return () if call.get("reduction") in (_MEAN, "mean") else None
+    return () if call.get("reduction") == _MEAN else None
 
 
 def _mean_nll(
@@ -32,25 +32,3 @@ def _mean_nll(
 for _op in (aten.nll_loss_forward, aten.nll_loss2d_forward):
     _name = _op.default._schema.name.removeprefix("aten::")
     register_form(_name, cost=_if_mean, blocks=True)(partial(_mean_nll, _op.default))
-
-
-@register_form("torch_nn::_linear_cross_entropy_batch_chunked", cost=_if_mean)
-def linear_cross_entropy(
-    x: Any,
-    matrix: Any,
-    target: Any,
-    bias: Any,
-    weight: Any,
-    reduction: str,
-    ignored: int,
-    *rest: Any,
-) -> Any:
-    """The sum and its gradients, divided by the weight of all targets that are not ignored."""
-    op = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
-    made = op(x, matrix, target, bias, weight, "sum", ignored, *rest)
-    counts = target != ignored
-    if weight is None:
-        total = counts.sum()
-    else:
-        total = torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
-    return tuple(each / total for each in made)

@@ -1,12 +1,11 @@
-"""embedding_bag: each rank adds up what its rows, columns and bags give.
+"""embedding_bag: rows of the table by `embedding`, added up in bags.
 
-Bags of one size may be sharded as the indices are; other indices are gathered. Rows that are
-sharded give sums that are left Partial.
+Bags of one size may be sharded as the indices are; other indices are gathered. A table whose rows
+are sharded gives Partial sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,8 @@ import torch
 
 from ..dispatch.fallback import mesh_of
 from ..dispatch.operator import register_form
-from ..layout.placement import Partial, Placement
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..rules.indexing import within
 from ..rules.reductions import wide
-from ..storage.ragged import as_dtensor, gather_plain, move_to, reduce_partial
-from ..storage.wrapper import wrap
+from ..storage.ragged import as_dtensor, gather_plain, reduce_partial
 from .index import no_sparse_gradient
 
 aten = torch.ops.aten
@@ -44,54 +39,42 @@ def embedding_bag(
     weight, indices, offsets, *factors = (
         reduce_partial(op, as_dtensor(each, mesh)) for each in (weight, *given)
     )
-    table, starts = weight._spec, gather_plain(op, offsets)
+    starts = gather_plain(op, offsets)
     count = len(starts) - bool(include_last_offset)
     width = 0 if mode == _MAX or padding_idx >= 0 else _bag_width(indices.shape[0], starts, count)
-    lead = _index_spec(indices._spec, table, width)
-    indices = move_to(op, indices, lead)
-    factors = [move_to(op, f, f._spec.with_placements(lead.placements, lead.cuts)) for f in factors]
-    whole = [None] if lead.is_sharded() or not factors else [factors[0]._locals[0]]
-    options = (scale_grad_by_freq, mode, sparse, *whole, include_last_offset, padding_idx)
-    if mode == _MAX or not (lead.is_sharded() or table.is_sharded()):
-        made = op(gather_plain(op, weight), indices._locals[0], starts, *options)
-        return tuple(as_dtensor(each, mesh) for each in made)
-    # The other results do not depend on the table, nor on the indices of bags of one size.
-    every = indices._locals[0].new_zeros(lead.shape) if lead.is_sharded() else indices._locals[0]
-    zeros = weight._locals[0].new_zeros(1, 1).expand(table.shape[0], 1)
-    _, *known = op(zeros, every, starts, *options)
-    out = _bag_spec(table, lead, count, width)
-    sizes = known[1] if mode == _MEAN else None
-    bags = _sums(weight, indices, factors, starts[:count], out, padding_idx, sizes)
-    return wrap(out, tuple(bags)), *(as_dtensor(each, mesh) for each in known)
 
+    def made(table: torch.Tensor, index: torch.Tensor, *factor: torch.Tensor) -> tuple[Any, ...]:
+        options = (scale_grad_by_freq, mode, sparse, *(factor or [None]))
+        found = op(table, index, starts, *options, include_last_offset, padding_idx)
+        return tuple(as_dtensor(each, mesh) for each in found)
 
-def _sums(
-    weight: Any,
-    indices: Any,
-    factors: Sequence[Any],
-    starts: torch.Tensor,
-    out: DTensorSpec,
-    padding: int,
-    sizes: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """The sums over the rows and the bags of each rank; means if `sizes` are given."""
-    table, lead = weight._spec, indices._spec
-    bag = _bag_of(lead.shape[0], starts)
-    parts = []
-    for coord in out.slots:
-        index, *own = (each._locals[each._spec.slot(coord)] for each in (indices, *factors))
-        (start, stop), (first, last) = lead.box(coord)[0], out.box(coord)[0]
-        place, here = within(index, table.box(coord)[0], table.shape[0])
-        here = here & (index != padding)
-        rows = weight._locals[table.slot(coord)][place[here]].to(wide(table.dtype))
-        for each in own:
-            rows = rows * each[here].unsqueeze(1)
-        total = rows.new_zeros(last - first, rows.shape[1])
-        total.index_add_(0, bag[start:stop][here] - first, rows)
-        if sizes is not None:
-            total /= sizes[first:last].clamp(min=1).unsqueeze(1)
-        parts.append(total.to(table.dtype))
-    return parts
+    both = zip(weight._spec.placements, indices._spec.placements, strict=True)
+    apart = not any(place.is_shard() and own.is_shard() for place, own in both)
+    in_shards = bool(width) and apart and indices._spec.is_sharded()
+    if in_shards:  # the results but the bags do not depend on the indices of bags of one size
+        whole = [each._locals[0].new_zeros(each.shape) for each in (indices, *factors)]
+    else:
+        whole = [gather_plain(op, each) for each in (indices, *factors)]
+        indices, *factors = (as_dtensor(each, mesh) for each in whole)
+    if mode == _MAX or not (in_shards or weight._spec.is_sharded()):
+        return made(gather_plain(op, weight), *whole)
+    # Nor do they depend on the table.
+    zeros = weight._locals[0].new_zeros(1, 1).expand(weight.shape[0], 1)
+    _, *known = made(zeros, *whole)
+    rows = aten.embedding.default(weight, indices)
+    for factor in factors:
+        rows = rows * factor.unsqueeze(1)
+    if padding_idx >= 0:
+        rows = rows.masked_fill((indices == padding_idx).unsqueeze(1), 0)
+    if width:
+        bags = rows.view(count, width, -1).sum(1)
+    else:
+        bag = as_dtensor(_bag_of(indices.shape[0], starts[:count]), mesh)
+        rows = rows.to(wide(weight.dtype))
+        bags = rows.new_zeros(count, rows.shape[1]).index_add(0, bag, rows)
+    if mode == _MEAN:
+        bags = bags * known[1].clamp(min=1).unsqueeze(1).to(bags.dtype).reciprocal()
+    return bags.to(weight.dtype), *known
 
 
 def _bag_width(count: int, starts: torch.Tensor, bags: int) -> int:
@@ -105,30 +88,6 @@ def _bag_of(count: int, starts: torch.Tensor) -> torch.Tensor:
     """The bag of each of `count` indices."""
     places = torch.arange(count, dtype=starts.dtype, device=starts.device)
     return torch.searchsorted(starts, places, right=True) - 1
-
-
-def _index_spec(indices: DTensorSpec, table: DTensorSpec, width: int) -> DTensorSpec:
-    """The layout of the indices: as it is if each rank has all indices of its bags, else
-    replicated."""
-    axes = indices.dim_axes[0]
-    apart = not any(table.placements[axis].is_shard() for axis in axes)
-    if axes and width and apart and not any(size % width for size in indices.dim_cuts[0]):
-        return indices
-    return indices.with_placements(default_placements(indices.topology))
-
-
-def _bag_spec(table: DTensorSpec, lead: DTensorSpec, count: int, width: int) -> DTensorSpec:
-    """The layout of the bags: sharded as the indices and as the columns of the table, Partial where
-    the rows of the table are sharded."""
-    places: list[Placement] = [
-        own if own.is_shard() else Partial() if place.is_shard(0) else place
-        for own, place in zip(lead.placements, table.placements, strict=True)
-    ]
-    cuts = tuple(size // width for size in lead.dim_cuts[0]) if lead.is_sharded() else None
-    meta = TensorMeta((count, table.shape[1]), (table.shape[1], 1), table.dtype)
-    return DTensorSpec(
-        table.topology, places, meta, cuts=[cuts, None if table.cuts is None else table.cuts[1]]
-    )
 
 
 for _name in ("_embedding_bag", "_embedding_bag_forward_only"):

@@ -1,5 +1,5 @@
-"""Rows by index where tensor and index are both sharded: each row moves between its owner and the
-rank that has the index. The rules in `rules/indexing.py` serve all other calls."""
+"""Rows by index where tensor and index are both sharded: each row moves from its owner to the rank
+that has the index. The rules in `rules/indexing.py` serve all other calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dispatch.fallback import mesh_of
 from ..dispatch.operator import register_form
 from ..errors import LayoutError, OutOfRangeError
 from ..layout.geometry import contiguous_stride
@@ -20,7 +19,7 @@ from ..redistribute import DimMap
 from ..rules import Call
 from ..rules.indexing import has_mask
 from ..storage.halo import fetch_all
-from ..storage.ragged import as_dtensor, gather_plain, move_to
+from ..storage.ragged import gather_plain
 from ..storage.wrapper import Locals, wrap
 from .mask import is_mask, masked_index
 
@@ -40,9 +39,9 @@ def _vector_spec(
 
 
 class Exchange(NamedTuple):
-    """Vectors of which each element is sent to the shard that owns it.
+    """A vector of which each element is sent to the shard that owns it.
 
-    The vectors are sharded as `spec` is. `orders` sorts the elements of each local vector by owner,
+    It is sharded as `spec` is. `orders` sorts the elements of each local vector by owner,
     `counts[i][j]` is how many elements shard i sends to shard j.
     """
 
@@ -51,35 +50,27 @@ class Exchange(NamedTuple):
     orders: list[torch.Tensor]
     counts: list[list[int]]
 
-    def send(self, *vectors: Sequence[torch.Tensor]) -> list[Locals]:
-        """What arrives of each vector, in order of the sending shards; all in one collective."""
-        ordered = [
-            tuple(part[order] for part, order in zip(parts, self.orders, strict=True))
-            for parts in vectors
-        ]
+    def send(self, vector: Sequence[torch.Tensor]) -> Locals:
+        """What arrives of the vector, in order of the sending shards."""
+        ordered = [part[order] for part, order in zip(vector, self.orders, strict=True)]
         return self._ship(ordered, self.counts)
 
     def reply(self, answers: Sequence[torch.Tensor]) -> Locals:
         """One answer for each element that arrived, in the order of the elements sent."""
-        (found,) = self._ship([tuple(answers)], list(zip(*self.counts, strict=True)))
+        found = self._ship(answers, list(zip(*self.counts, strict=True)))
         return tuple(
             torch.empty_like(new).index_copy_(0, order, new)
             for order, new in zip(self.orders, found, strict=True)
         )
 
-    def _ship(self, vectors: Sequence[Locals], counts: Sequence[Sequence[int]]) -> list[Locals]:
+    def _ship(self, parts: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> Locals:
         cuts = [sum(row) for row in counts]
+        spec = _vector_spec(self.spec, (sum(cuts), *parts[0].shape[1:]), parts[0].dtype, cuts)
         wanted = []
-        for parts in vectors:
-            shape = (sum(cuts), *parts[0].shape[1:])
-            spec = _vector_spec(self.spec, shape, parts[0].dtype, cuts)
-            for (start, _), row in zip(spec.pieces(0), counts, strict=True):
-                ends = [start, *(start + end for end in accumulate(row))]
-                table = tuple(pairwise(ends))
-                wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
-        found = iter(fetch_all(self.op, wanted))
-        came = [[next(found) for _ in counts] for _ in vectors]
-        return [tuple(map(torch.cat, zip(*pieces, strict=True))) for pieces in came]
+        for (start, _), row in zip(spec.pieces(0), counts, strict=True):
+            table = tuple(pairwise([start, *(start + end for end in accumulate(row))]))
+            wanted.append((spec, tuple(parts), {0: DimMap(spec.dim_axes[0], table)}))
+        return tuple(map(torch.cat, zip(*fetch_all(self.op, wanted), strict=True)))
 
 
 def exchange(
@@ -113,22 +104,10 @@ def exchange(
     return Exchange(op, index, orders, [row[2:] for row in table])
 
 
-def _exchange_cost(index: DTensorSpec, *widths: int) -> tuple[int, ...]:
-    """The bytes received for the table of counts, and for each vector that has `width` bytes for
-    an index."""
-    count = index.num_shards
-    received = prod(index.largest_shape) * (count - 1) // count
-    return (8 * (count - 1) * (count + 2), *(received * width for width in widths))
-
-
 def _sharded_alone(spec: DTensorSpec, dim: int) -> bool:
     """True if `dim` is the only sharded dim, and nothing is Partial."""
     own = spec.dim_axes[dim]
     return bool(own and prod(spec.shape)) and own == spec.slot_axes and not spec.sums
-
-
-def _row_bytes(spec: DTensorSpec, dim: int) -> int:
-    return prod(spec.shape) // spec.shape[dim] * spec.dtype.itemsize
 
 
 def _is_index(spec: DTensorSpec) -> bool:
@@ -139,7 +118,8 @@ def _is_index(spec: DTensorSpec) -> bool:
 
 
 def _pick_cost(call: Call) -> tuple[int, ...] | None:
-    """The cost of fetching rows from their owners: index and tensor are sharded on one axis set."""
+    """The bytes received to fetch rows from their owners: the table of counts, the indices, the
+    rows. Index and tensor are sharded over the same axes."""
     indices = call.get("indices")
     by_list = isinstance(indices, (list, tuple))
     if by_list and has_mask(call):
@@ -150,7 +130,9 @@ def _pick_cost(call: Call) -> tuple[int, ...] | None:
     dim = next(d for d, i in enumerate(indices) if i is not None) if by_list else call.get("dim", 0)
     if not _sharded_alone(x, dim) or not _is_index(index) or index.slot_axes != x.slot_axes:
         return None
-    return _exchange_cost(index, 8, _row_bytes(x, dim))
+    count, row = index.num_shards, prod(x.shape) // x.shape[dim] * x.dtype.itemsize
+    received = prod(index.largest_shape) * (count - 1) // count
+    return 8 * (count - 1) * (count + 2), received * 8, received * row
 
 
 def _pick(op: Any, x: Any, dim: int, index: Any, wraps: bool = False) -> Any:
@@ -160,7 +142,7 @@ def _pick(op: Any, x: Any, dim: int, index: Any, wraps: bool = False) -> Any:
     if wraps:
         flat = [torch.where(part < 0, part + spec.shape[dim], part) for part in flat]
     sent = exchange(op, at, flat, spec, dim, wraps)
-    (wanted,) = sent.send(flat)
+    wanted = sent.send(flat)
     starts = [spec.box(coord)[dim][0] for coord in spec.slots]
     answers = [
         part.movedim(dim, 0)[own - start]
@@ -206,46 +188,6 @@ def index(x: Any, indices: Sequence[Any]) -> Any:
         return masked_index(x, indices)
     ((dim, given),) = ((dim, each) for dim, each in enumerate(indices) if each is not None)
     return _pick(aten.index.Tensor, x, dim, given, wraps=True)
-
-
-# --- writing -------------------------------------------------------------------------------------
-
-
-def _add_cost(call: Call) -> tuple[int, ...] | None:
-    """The cost of sending rows to their owners: tensor and rows are sharded on one axis set."""
-    x, index, source = call.specs
-    if not x.ndim or source.ndim != x.ndim or not _is_index(index):
-        return None
-    dim = call.get("dim") % x.ndim
-    if not _sharded_alone(x, dim) or not _sharded_alone(source, dim):
-        return None
-    like = _index_spec(index, source, dim)
-    if x.slot_axes != source.slot_axes or (index is not like and not index.is_replicated()):
-        return None
-    return _exchange_cost(like, 8 + _row_bytes(source, dim))
-
-
-def _index_spec(index: DTensorSpec, source: DTensorSpec, dim: int) -> DTensorSpec:
-    """The layout of an index beside its rows."""
-    places = [Shard(0) if place.is_shard() else place for place in source.placements]
-    return index.with_placements(places, [source.dim_cuts[dim]])
-
-
-@register_form("index_add", cost=_add_cost)
-def index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
-    """Each rank adds the rows that it is sent."""
-    op = aten.index_add.default
-    mesh, dim = mesh_of(op, [x, index, source]), dim % x.ndim
-    x, index, source = (as_dtensor(each, mesh) for each in (x, index, source))
-    index = move_to(op, index, _index_spec(index._spec, source._spec, dim))
-    spec, flat = x._spec, [part.to(torch.int64) for part in index._locals]
-    sent = exchange(op, index._spec, flat, spec, dim)
-    wanted, came = sent.send(flat, [part.movedim(dim, 0) for part in source._locals])
-    parts = []
-    for coord, part, own, new in zip(spec.slots, x._locals, wanted, came, strict=True):
-        at = own - spec.box(coord)[dim][0]
-        parts.append(part.index_add(dim, at, new.movedim(0, dim), alpha=alpha))
-    return wrap(spec, tuple(parts))
 
 
 # --- one place of a dim --------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Masks, and results whose size depends on values.
 
-Such results are replicated. With `ragged_results()` they are sharded: what each rank finds in its
-own shard of dim 0 stays there, and only the counts are gathered.
+Such results are replicated. With `ragged_results()` what masks find is sharded: what each rank
+finds in its own shard of dim 0 stays there, and only the counts are gathered.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from ..rules import Call
 from ..rules.indexing import has_mask
 from ..storage.ragged import (
     as_dtensor,
-    divided,
     gather_plain,
     is_requested,
     joined,
     move_to,
     reduce_partial,
 )
-from ..storage.wrapper import Wrapper
 
 aten = torch.ops.aten
 
@@ -53,25 +51,6 @@ def nonzero(x: Any) -> Any:
     )
 
 
-# Its strides are not those that PyTorch tells before it runs.
-register_form("nonzero_static", always=True)(fallback_form(aten.nonzero_static.default))
-
-
-def _divided(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The values and counts of a gathered tensor. With `ragged_results()` each rank keeps a share
-    of them."""
-    made = fallback_form(op)(x, *args, **kwargs)
-    if not isinstance(x, Wrapper):
-        return made
-    axes = x._spec.slot_axes
-    if not isinstance(made, (list, tuple)):
-        return divided(op, made, axes)
-    dim = kwargs.get("dim", args[0] if "dim" in op._schema.name else None) or 0
-    cut = dim % max(x.ndim, 1)
-    values, inverse, *counts = made
-    return divided(op, values, axes, cut), inverse, *(divided(op, each, axes) for each in counts)
-
-
 for _name in (
     "_unique",
     "_unique2",
@@ -80,7 +59,9 @@ for _name in (
     "unique_dim_consecutive",
     "bincount",
 ):
-    register_form(_name)(partial(_divided, getattr(aten, _name).default))
+    register_form(_name)(fallback_form(getattr(aten, _name).default))
+# Its strides are not those that PyTorch tells before it runs.
+register_form("nonzero_static", always=True)(fallback_form(aten.nonzero_static.default))
 
 
 # --- reading by masks ----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..storage import policy
 from ..storage.match_meta import in_memory_order
-from ..storage.operands import describe_moves
+from ..storage.operands import announce_moves
 from ..storage.plain import full_local
 from ..storage.ragged import as_dtensor, gather_plain
 from ..storage.wrapper import Wrapper, wrap
@@ -108,17 +108,14 @@ def _entered(op: Any, value: Any, example: Any) -> Any:
 
 def _laid_out(op: Any, values: Sequence[Any], targets: Sequence[DTensorSpec]) -> list[Any]:
     """DTensors in other layouts, in few collectives and as the policy on communication allows."""
-    specs = [value._spec for value in values]
-    moves = [(i, t) for i, (t, s) in enumerate(zip(targets, specs, strict=True)) if t is not s]
+    moves = [(i, t) for i, t in enumerate(targets) if t is not values[i]._spec]
     made = list(values)
-    if not moves:
-        return made
-    if not policy.current().silent and (texts := describe_moves(moves, specs)):
-        policy.on_moves(op, texts)
-    goals = tuple(t for _, t in moves)
-    moved = Redistribute.apply(goals, False, None, *(made[i] for i, _ in moves))
-    for (index, _), value in zip(moves, moved, strict=True):
-        made[index] = value
+    if moves:
+        announce_moves(op, moves, values)
+        goals = tuple(target for _, target in moves)
+        moved = Redistribute.apply(goals, False, None, *(made[index] for index, _ in moves))
+        for (index, _), value in zip(moves, moved, strict=True):
+            made[index] = value
     return made
 
 

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from .._torch import root_mesh, shared_store
+from .._torch import is_alone
 from ..errors import MeshError
-from .cost import Link, LinkLike, links_of
-from .links import told_by_first
+from .cost import Link, Links, links_of
 from .mesh import (
     AnyMesh,
     Topology,
@@ -44,14 +43,14 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
-    links: LinkLike | Sequence[LinkLike] | None = None,
+    links: Links = None,
     lockstep: bool = False,
 ) -> AnyMesh:
     """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
 
-    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
-    one per axis, the same for as long as the mesh lives. Processes that are told nothing read what
-    `shardwise calibrate` has measured; all take what the mesh's first rank has. With `lockstep` the
+    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", one
+    of these per axis, or the `Path` of a file that `shardwise calibrate` has written. All processes
+    take what the mesh's first rank has, for as long as the mesh lives. With `lockstep` the
     ranks compare what they run before each collective, as in `shardwise.lockstep`, until the
     process group is destroyed.
 
@@ -121,7 +120,7 @@ class DeviceMesh(metaclass=_DeviceMeshMeta):
         mesh: torch.Tensor | Sequence[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
-        links: LinkLike | Sequence[LinkLike] | None = None,
+        links: Links = None,
     ) -> AnyMesh:
         if not distributed_is_on():
             return VirtualMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, links=links)
@@ -130,11 +129,9 @@ class DeviceMesh(metaclass=_DeviceMeshMeta):
         return _made(made, links)
 
 
-def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) -> TorchDeviceMesh:
+def _made(mesh: TorchDeviceMesh, links: Links) -> TorchDeviceMesh:
     """A mesh over processes, with its links and its flattened groups: every rank comes here."""
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    own = None if links is None else links_of(links, mesh.ndim)
-    agreed = told_by_first(mesh.device_type, tuple(mesh.shape), ranks, own)
+    agreed = _agreed_links(mesh, links)
     known = find(mesh)
     if known is not None and known.links != agreed:
         if links is not None:
@@ -149,6 +146,21 @@ def _made(mesh: TorchDeviceMesh, links: LinkLike | Sequence[LinkLike] | None) ->
     share_random_state(mesh)
     current_world().find_addresses(where.ranks)  # all have said so: they took part in the above
     return mesh
+
+
+def _agreed_links(mesh: TorchDeviceMesh, links: Links) -> tuple[Link, ...]:
+    """The links that the first rank of a new mesh has, on every rank of the world: ranks outside
+    the mesh price moves to it too."""
+    told: list[Any] = []
+    try:
+        told.append(links_of(links, mesh.ndim))
+    except MeshError as error:
+        told.append(error)
+    if not is_alone():
+        dist.broadcast_object_list(told, int(mesh.mesh.flatten()[0]))
+    if isinstance(told[0], MeshError):
+        raise told[0]
+    return told[0]  # type: ignore[no-any-return]
 
 
 def _flattened_groups(where: Topology) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -242,17 +254,11 @@ _LOAD_SECONDS = 60.0
 """How long a rank that loads a tensor waits for the others before it makes the mesh with them."""
 
 
-class _Made:
-    """How many meshes the ranks have made of files: every rank counts alike."""
-
-    times = 0
-
-
 def _wait_for_all(mesh: str) -> None:
     """Return when every rank is about to make a mesh; an error if some do not come."""
-    store, here = shared_store(), dist.get_rank()
-    name = f"shardwise/loading/{_Made.times}/{mesh}"
-    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+    world = current_world()
+    store, here = world.store, world.rank
+    keys = [world.key("loading", mesh, rank) for rank in range(world.size)]
     store.set(keys[here], "")
     try:
         store.wait(keys, timedelta(seconds=_LOAD_SECONDS))
@@ -264,7 +270,6 @@ def _wait_for_all(mesh: str) -> None:
             f"ranks must load the tensor, but within {_LOAD_SECONDS:g} s ranks {late} did not. "
             "Make the mesh with shardwise.init_device_mesh before the file is loaded."
         ) from None
-    _Made.times += 1
 
 
 def _part_of_known(
@@ -272,13 +277,10 @@ def _part_of_known(
 ) -> Topology | None:
     """The sub-mesh of a known mesh over processes that has these axes and ranks."""
     for whole in list(topologies.values()):
-        if isinstance(whole.mesh, VirtualMesh) or whole.device_type != device_type:
+        axes = [axis for axis, name in enumerate(whole.names) if name in names]
+        if whole.coordinate is None or tuple(whole.names[axis] for axis in axes) != names:
             continue
-        axes = [whole.names.index(name) for name in names if name in whole.names]
-        root = root_mesh(whole.mesh) is whole.mesh and whole.coordinate is not None
-        if not root or len(axes) != len(names) or axes != sorted(axes):
-            continue
-        assert whole.coordinate is not None
-        if tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes))) == ranks:
+        found = tuple(map(whole.rank_of, whole.group_coords(whole.coordinate, axes)))
+        if found == ranks and whole.device_type == device_type:
             return topology(whole.mesh[names])
     return None

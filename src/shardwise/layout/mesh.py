@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from .._torch import entered_torch_mesh, root_mesh
-from ..config import current, enter_mesh, leave_mesh
+from ..config import current, set_meshes
 from ..errors import MeshError
-from .cost import Link, LinkLike, links_of
-from .geometry import all_coords
+from .cost import Link, Links, links_of
+from .geometry import all_coords, flat_index
 from .placement import Placement
 from .world import World, at_end, current_world
 
@@ -42,7 +42,7 @@ class VirtualMesh:
         mesh: torch.Tensor | Sequence[Any],
         *,
         mesh_dim_names: Sequence[str] | None = None,
-        links: LinkLike | Sequence[LinkLike] | None = None,
+        links: Links = None,
     ) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         if ranks.numel() == 0:
@@ -93,11 +93,11 @@ class VirtualMesh:
 
     def __enter__(self) -> VirtualMesh:
         """Make it the mesh of all calls in the block that name none."""
-        enter_mesh(self)
+        set_meshes((*current().meshes, self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        leave_mesh()
+        set_meshes(current().meshes[:-1])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VirtualMesh) and self._key() == other._key()
@@ -182,10 +182,7 @@ class Topology:
 
     def rank_of(self, coord: Coord) -> int:
         """The rank at a coordinate."""
-        index = 0
-        for size, place in zip(self.shape, coord, strict=True):
-            index = index * size + place
-        return self.ranks[index]
+        return self.ranks[flat_index(coord, self.shape, range(self.ndim))]
 
     def __repr__(self) -> str:
         return f"({axes_text(self.shape, self.mesh.mesh_dim_names)})"
@@ -234,11 +231,13 @@ _lock = threading.Lock()
 topologies: dict[tuple[object, ...], Topology] = {}
 
 
-def topology(mesh: AnyMesh | None, links: tuple[Link, ...] | None = None) -> Topology:
+def topology(mesh: AnyMesh | Topology | None, links: tuple[Link, ...] | None = None) -> Topology:
     """The interned `Topology` of a mesh: meshes that are the same have the same one.
 
-    None is the mesh of the innermost `with mesh:`.
+    None is the mesh of the innermost `with mesh:`. To find that of a PyTorch mesh takes a while.
     """
+    if isinstance(mesh, Topology):
+        return mesh
     mesh = _entered() if mesh is None else mesh
     found = find(mesh)
     if found is None:

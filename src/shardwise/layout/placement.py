@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ..errors import LayoutError
 
@@ -17,7 +17,22 @@ class Placement:
     Placements are interned: equal placements are one object, so comparing and hashing are free.
     """
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
+    _all: ClassVar[dict[tuple[Any, ...], Placement]] = {}
+
+    @classmethod
+    def _interned(cls, *values: Any) -> Self:
+        """The one placement of this class whose slots have these values."""
+        found: Any = cls._all.get((cls, *values))
+        if found is None:
+            made = object.__new__(cls)
+            for name, value in zip(cls.__slots__, values, strict=True):
+                object.__setattr__(made, name, value)
+            found = cls._all.setdefault((cls, *values), made)
+        return found  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, name) for name in self.__slots__)
 
     def is_replicate(self) -> bool:
         """True for `Replicate()`."""
@@ -50,21 +65,15 @@ class Replicate(Placement):
     """
 
     __slots__ = ()
-    _one: ClassVar[Replicate | None] = None
 
     def __new__(cls) -> Replicate:
-        if cls._one is None:
-            cls._one = super().__new__(cls)
-        return cls._one
+        return cls._interned()
 
     def is_replicate(self) -> bool:
         return True
 
     def __repr__(self) -> str:
         return "R"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Replicate, ()
 
 
 class Shard(Placement):
@@ -90,21 +99,14 @@ class Shard(Placement):
     __slots__ = ("dim", "split")
     dim: int
     split: int
-    _all: ClassVar[dict[tuple[int, int], Shard]] = {}
 
     def __new__(cls, dim: int, split: int = 1) -> Shard:
         for name, value in (("dim", dim), ("split", split)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise LayoutError(f"Shard: the {name} must be an int, but got {value!r}.")
-        found = cls._all.get((dim, split))
-        if found is None:
-            if split < 1:
-                raise LayoutError(f"Shard: the split must be at least 1, but got {split}.")
-            found = super().__new__(cls)
-            object.__setattr__(found, "dim", dim)
-            object.__setattr__(found, "split", split)
-            found = cls._all.setdefault((dim, split), found)
-        return found
+        if split < 1:
+            raise LayoutError(f"Shard: the split must be at least 1, but got {split}.")
+        return cls._interned(dim, split)
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -115,9 +117,6 @@ class Shard(Placement):
 
     def __repr__(self) -> str:
         return f"S({self.dim})" if self.split == 1 else f"S({self.dim}, split={self.split})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Shard, (self.dim, self.split)
 
 
 class Partial(Placement):
@@ -133,19 +132,13 @@ class Partial(Placement):
 
     __slots__ = ("reduce_op",)
     reduce_op: str
-    _all: ClassVar[dict[str, Partial]] = {}
 
     def __new__(cls, reduce_op: str = "sum") -> Partial:
         if reduce_op not in REDUCE_OPS:
             also = f" (did you mean {_NEAR[reduce_op]!r}?)" if str(reduce_op) in _NEAR else ""
             ops = ", ".join(map(repr, REDUCE_OPS))
             raise LayoutError(f"Partial: unknown reduce op {reduce_op!r}. Use one of {ops}{also}.")
-        found = cls._all.get(reduce_op)
-        if found is None:
-            found = super().__new__(cls)
-            object.__setattr__(found, "reduce_op", reduce_op)
-            found = cls._all.setdefault(reduce_op, found)
-        return found
+        return cls._interned(reduce_op)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or reduce_op == self.reduce_op
@@ -156,9 +149,6 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return f"P({self.reduce_op})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Partial, (self.reduce_op,)
 
 
 def block_groups(

@@ -18,9 +18,11 @@ from torch import nn
 from .._torch import PARAMETER, Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
 from ..comm import engine_of
 from ..errors import LayoutError
+from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import checked_placements
+from ..layout.spec import DTensorSpec, TensorMeta, checked_placements
+from ..storage.wrapper import wrap
 from ..tensor.autograd import is_leaf_hook
 from ..tensor.dtensor import DTensor, distribute_tensor
 from ..tensor.saving import plain_attributes, reserved_attributes
@@ -55,12 +57,15 @@ def convert_module(
     device_mesh: AnyMesh,
     layout_of: Callable[[list[str], torch.Tensor], Layout],
     optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    src_data_rank: int | None = 0,
 ) -> list[nn.Module]:
     """Make the plain parameters and buffers of a module DTensors in place, and the state that
     optimizers have of them.
 
     `layout_of(names, tensor)` is asked once for each tensor, with all names that it has in the
-    module. `what` names the caller in errors. Returns the submodules that have some of the tensors.
+    module. `what` names the caller in errors. All ranks take the values of rank `src_data_rank` of
+    the mesh, or with None their own. Returns the submodules that have some of the tensors.
     """
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
@@ -77,7 +82,7 @@ def convert_module(
         for optimizer in optimizers:
             if change.tensor in optimizer.state:
                 change.states.append(optimizer.state[change.tensor])
-    _convert_all(what, every, device_mesh)
+    _convert_all(what, every, device_mesh, src_data_rank)
     return list(owners)
 
 
@@ -95,13 +100,15 @@ class _Change:
         return " = ".join(self.names)
 
 
-def _convert_all(what: str, changes: Sequence[_Change], device_mesh: AnyMesh) -> None:
+def _convert_all(
+    what: str, changes: Sequence[_Change], device_mesh: AnyMesh, source: int | None = 0
+) -> None:
     mesh = topology(device_mesh)
     problem = next(filter(None, [_problem(what, change, mesh) for change in changes]), None)
     problem = problem or _shared_memory(changes)
     _agree(what, mesh, changes, problem)
     for change in changes:
-        _change(change, device_mesh)
+        _change(change, device_mesh, source)
 
 
 # --- the first phase: checks ---------------------------------------------------------------------
@@ -117,8 +124,6 @@ def _problem(what: str, change: _Change, mesh: Topology) -> str | None:
         )
     if tensor.layout is not torch.strided:
         return f"{name} has layout {tensor.layout}, but only dense tensors can be on a mesh."
-    if tensor.is_meta:
-        return f"{name} is on the meta device and has no values. Use module.to_empty() first."
     holder = graph_or_view_of(tensor)
     if holder is not None:
         return (
@@ -153,7 +158,7 @@ def _shared_memory(changes: Sequence[_Change]) -> str | None:
     ends: list[tuple[int, int, _Change]] = []
     for change in changes:
         tensor = change.tensor
-        if tensor.numel() and type(tensor) in (torch.Tensor, nn.Parameter):
+        if tensor.numel() and not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter):
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * step for size, step in steps) + 1
             start = tensor.data_ptr()
@@ -202,7 +207,7 @@ def _text(change: _Change) -> str:
 # --- the second phase: changes -------------------------------------------------------------------
 
 
-def _change(change: _Change, mesh: AnyMesh) -> None:
+def _change(change: _Change, mesh: AnyMesh, source: int | None) -> None:
     tensor, layout = change.tensor, change.layout
     requires_grad, grad, extra = tensor.requires_grad, tensor.grad, dict(tensor.__dict__)
     hooks = hooks_of(tensor)
@@ -213,7 +218,7 @@ def _change(change: _Change, mesh: AnyMesh) -> None:
         extra |= plain_attributes(layout)
         hooks = hooks if _has_hooks(tensor) else hooks_of(layout)
     else:
-        made = distribute_tensor(tensor.detach(), mesh, layout)
+        made = _distributed(tensor.detach(), mesh, layout, source)
     if isinstance(tensor, nn.Parameter):
         extra[PARAMETER] = True
     tensor.grad = None
@@ -227,6 +232,40 @@ def _change(change: _Change, mesh: AnyMesh) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == tensor.shape:
                 _lay_out(value, tensor)
+
+
+def _distributed(
+    tensor: torch.Tensor, mesh: AnyMesh, layout: Sequence[Placement] | None, source: int | None
+) -> DTensor:
+    """A plain tensor on a mesh; one without values has local tensors without values."""
+    if not tensor.is_meta:
+        return distribute_tensor(tensor, mesh, layout, src_data_rank=source)
+    stride = stride_like(tensor.shape, memory_order(tensor.stride()))
+    meta = TensorMeta(tuple(tensor.shape), stride, tensor.dtype)
+    where = topology(mesh)
+    spec = DTensorSpec(where, checked_placements("", where, layout, tensor.ndim), meta)
+    made: DTensor = wrap(spec, empty_locals(spec, "meta"))
+    return made
+
+
+def empty_locals(spec: DTensorSpec, device: str) -> tuple[torch.Tensor, ...]:
+    """Local tensors of a spec, in the order of dims in memory that the spec says."""
+    order = memory_order(spec.stride)
+    made = []
+    for coord in spec.slots:
+        shape = spec.local_shape(coord)
+        stride = stride_like(shape, order)
+        made.append(torch.empty_strided(shape, stride, dtype=spec.dtype, device=device))
+    return tuple(made)
+
+
+def set_device(tensor: DTensor, device: str) -> None:
+    """Give a DTensor empty memory on another device, or none on "meta", in place."""
+    requires_grad, hooks = tensor.requires_grad, hooks_of(tensor)
+    made = wrap(tensor._spec, empty_locals(tensor._spec, device))
+    _become(tensor, made, plain_attributes(tensor))
+    tensor.requires_grad_(requires_grad)
+    _give_hooks(tensor, hooks)
 
 
 def _become(tensor: torch.Tensor, made: DTensor, extra: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def distribute_module(
     module: M,
-    device_mesh: AnyMesh,
+    device_mesh: AnyMesh | None = None,
     partition_fn: Callable[[str, nn.Module, AnyMesh], None] | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
@@ -33,7 +33,8 @@ def distribute_module(
     `partition_fn(name, submodule, mesh)` replaces the parameters of a submodule by DTensors as it
     likes; what it leaves is replicated. `input_fn(module, inputs, mesh)` and
     `output_fn(module, outputs, mesh)` get the inputs and outputs of the whole module and may return
-    others; they may also leave out the module.
+    others; they may also leave out the module. Without `device_mesh` it is the mesh of the
+    innermost `with mesh:`.
 
     Every parameter and buffer stays the same object and becomes a DTensor: ties, hooks, attributes,
     gradients and optimizers that hold it go on. It requires grad if it did, and if what
@@ -53,7 +54,7 @@ def distribute_module(
     >>> linear(torch.ones(3, 4)).placements
     (S(1),)
     """
-    topology(device_mesh)
+    device_mesh = topology(device_mesh).mesh
     before = None if input_fn is None else _with_module("input_fn", input_fn)
     after = None if output_fn is None else _with_module("output_fn", output_fn)
     replaced = _Replaced(module)

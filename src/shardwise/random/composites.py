@@ -14,11 +14,8 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..dispatch.fallback import laid_out
 from ..dispatch.random_ops import DISTRIBUTIONS
 from ..storage.ragged import reduce_partial
-from ..storage.wrapper import Wrapper
-from .agree import begin
 
 Given = Mapping[str, Any]
 """The arguments of a call, by name."""
@@ -40,56 +37,17 @@ def _randint_like(op: OpOverload, given: Given) -> Any:
 
 
 def _bernoulli(op: OpOverload, given: Given) -> Any:
-    """One number is drawn for each probability, whatever it is: no rank needs those of others."""
-    target, p, generator = given["self"], given.get("p", given["self"]), given["generator"]
-    if op._overloadname == "p":
-        made = torch.empty_like(target, memory_format=torch.contiguous_format)
-        return made.bernoulli_(p, generator=generator)
-    if op._overloadname == "float" or not isinstance(p, Wrapper):
+    """By one probability for all elements; other calls read their probabilities."""
+    if op._overloadname != "p":
         return NotImplemented
-    p = reduce_partial(op, p)
-    fits = p.shape == target.shape and p.dtype.is_floating_point and p._spec.groups is None
-    if not fits or not bool(((p >= 0) & (p <= 1)).all()):
-        return NotImplemented
-    begin(op, p._spec.topology, generator)
-    if op._overloadname == "default":
-        drawn = torch.bernoulli(_held(p), generator=generator)
-    else:
-        drawn = empty_whole(target).bernoulli_(_held(p), generator=generator)
-    made = laid_out(drawn, p._spec.topology, p._spec)
-    return made if op._overloadname == "default" else target.copy_(made)
+    made = torch.empty_like(given["self"], memory_format=torch.contiguous_format)
+    return made.bernoulli_(given["p"], generator=given["generator"])
 
 
 def empty_whole(x: Any) -> torch.Tensor:
     """A whole tensor of the shape, strides and dtype of a DTensor, not initialised."""
     shape, stride, dtype = x._spec.meta
     return torch.empty_strided(shape, stride, dtype=dtype, device=x.device)
-
-
-def _held(x: Any) -> torch.Tensor:
-    """The whole tensor, with zeros where it is not held here."""
-    spec, whole = x._spec, empty_whole(x).zero_()
-    for coord, part in zip(spec.slots, x._locals, strict=True):
-        whole[tuple(slice(*piece) for piece in spec.box(coord))] = part
-    return whole
-
-
-def _normal(op: OpOverload, given: Given) -> Any:
-    """Numbers around zero are drawn, then scaled and shifted."""
-    mean, std = given["mean"], given["std"]
-    tensors = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
-    fits = all(isinstance(each, Wrapper) and each.dtype.is_floating_point for each in tensors)
-    if not fits or not tensors or len({each.dtype for each in tensors}) > 1:
-        return NotImplemented
-    if isinstance(std, torch.Tensor) and not bool((std >= 0).all()):
-        return NotImplemented
-    base = torch.broadcast_tensors(*tensors)[0] if len(tensors) > 1 else tensors[0]
-    made = torch.empty_like(base, memory_format=torch.contiguous_format)
-    spread = 1.0 if isinstance(std, torch.Tensor) else std
-    made.normal_(0.0, spread, generator=given["generator"])
-    if isinstance(std, torch.Tensor):
-        made = made.mul_(std)
-    return made.add_(mean)
 
 
 def _multinomial(op: OpOverload, given: Given) -> Any:
@@ -113,8 +71,6 @@ COMPOSITES: dict[str, Callable[[OpOverload, Given], Any]] = {
     "randn_like": partial(_filled, "normal_"),
     "randint_like": _randint_like,
     "bernoulli": _bernoulli,
-    "bernoulli_": _bernoulli,
-    "normal": _normal,
     "multinomial": _multinomial,
 }
 """By the name of the operator."""

@@ -1,7 +1,8 @@
 """Adding rules: the native form, and adapters for rules written for PyTorch's own DTensor.
 
 `register_rule` takes a rule in index notation. `register_prop_rule` and `register_op_strategy` take
-functions as `torch.distributed.tensor` knows them: only their imports change.
+functions as `torch.distributed.tensor` knows them: only their imports change. So does
+`register_sharding`.
 """
 
 from ..layout.spec import DTensorSpec, TensorMeta
@@ -31,6 +32,7 @@ from .schema import (
     StrategyType,
     TupleStrategy,
 )
+from .sharding import register_sharding
 
 __all__ = [
     "DTensorSpec",
@@ -56,6 +58,7 @@ __all__ = [
     "register_op_strategy",
     "register_prop_rule",
     "register_rule",
+    "register_sharding",
     "replicate_tensor_dim",
     "unshard_tensor_dim",
 ]

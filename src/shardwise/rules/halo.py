@@ -8,7 +8,7 @@ its piece, calls the operator's backward on the span of those windows, and cuts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -82,26 +82,10 @@ class InProportion:
         return tuple(b - a for a, b in pairwise([*ends[:-1], self.other]))
 
 
-def in_proportion(factor: str, size: int, other: int) -> Along:
-    """A dim of size `other` that walks along a factor of size `size`."""
-    return Along(factor, None if size == other else InProportion(size, other))
-
-
 def clipped(piece: Interval, size: int) -> Interval:
     """The part of an interval that lies in a dim of this size."""
     start = min(max(piece[0], 0), size)
     return start, min(max(piece[1], start), size)
-
-
-def tables(
-    reader: DTensorSpec, read: DTensorSpec, reaches: Mapping[int, Callable[[Interval], Interval]]
-) -> Tables:
-    """The intervals of the sharded dims of `read` that the shards of `reader` reach."""
-    return {
-        dim: tuple(clipped(reach(piece), read.meta.shape[dim]) for piece in reader.pieces(dim))
-        for dim, reach in reaches.items()
-        if read.dim_axes[dim]
-    }
 
 
 def narrowed(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> torch.Tensor:
@@ -129,11 +113,12 @@ class Halo:
 
     def dims(self) -> tuple[Dims, Dims]:
         """The dims of what is read and of the result."""
-        lead = tuple(Along(f"i{dim}") for dim in range(self.first))
-        slides = list(enumerate(self.slides, self.first))
-        places = [Along(f"i{dim}") for dim, _ in slides]
-        stops = [in_proportion(f"i{dim}", slide.size, slide.stops) for dim, slide in slides]
-        return (*lead, *places), (*lead, *stops)
+        places = [Along(f"i{dim}") for dim in range(self.first + len(self.slides))]
+        stops = [
+            Along(at.factor, None if own.size == own.stops else InProportion(own.size, own.stops))
+            for at, own in zip(places[self.first :], self.slides, strict=True)
+        ]
+        return tuple(places), (*places[: self.first], *stops)
 
     def is_cut(self, spec: DTensorSpec) -> bool:
         """True if a dim with windows is sharded."""
@@ -141,13 +126,21 @@ class Halo:
 
     def reads(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
         """What the shards of `reader`, a result, read of `read`."""
-        reaches = {dim: slide.reads for dim, slide in enumerate(self.slides, self.first)}
-        return tables(reader, read, reaches)
+        return self._tables(reader, read, Slide.reads)
 
     def readers(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
         """The gradients `read` that the shards of `reader`, an image, take part in."""
-        reaches = {dim: slide.readers for dim, slide in enumerate(self.slides, self.first)}
-        return tables(reader, read, reaches)
+        return self._tables(reader, read, Slide.readers)
+
+    def _tables(
+        self, reader: DTensorSpec, read: DTensorSpec, reach: Callable[[Slide, Interval], Interval]
+    ) -> Tables:
+        """The intervals of the sharded dims of `read` that the shards of `reader` reach."""
+        return {
+            dim: tuple(clipped(reach(slide, p), read.meta.shape[dim]) for p in reader.pieces(dim))
+            for dim, slide in enumerate(self.slides, self.first)
+            if read.dim_axes[dim]
+        }
 
     def spans(self, box: Box) -> list[Interval]:
         """The elements, with padding, that the readers of a box read."""
@@ -224,124 +217,80 @@ def _pool(call: Call, image: Sequence[int], result: Sequence[int]) -> Halo | Non
         strict=True,
     )
     slides = tuple(Slide(*each) for each in numbers)
-    if "max" in call.name:
-        simple = all(slide.dilation == 1 for slide in slides)
-    else:  # every window has as many elements
-        simple = not any(s.pad or s.reads((0, s.stops))[1] > s.size for s in slides)
-    return Halo(slides, len(image) - count) if simple and all(image) else None
+    simple = all(image) and all(slide.dilation == 1 for slide in slides)
+    return Halo(slides, len(image) - count) if simple else None
 
 
-def _forward(call: Call, fill: float, run: Callable[[Any, torch.Tensor, Halo, Site], Any]) -> Rule:
-    """The rule of a pooling: `run(op, window, halo, site)` makes the results of a window."""
-    halo = _pool(call, call.shape(0), call.results[0].shape)
-    rule = whole_planes(call)
+def max_pool(call: Call) -> Rule:
+    """`"n c h~ w~ -> n c h~ w~, n c h~ w~"`: values, and their indices into the whole plane."""
+    rule, halo = whole_planes(call), _pool(call, call.shape(0), call.results[0].shape)
     if halo is None:
         return rule
+    dtype = call.specs[0].dtype
+    least = float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+    kernel, stride = ([getattr(s, name) for s in halo.slides] for name in ("kernel", "stride"))
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
         return {0: halo.reads(outputs[0], inputs[0])}
 
     def unless(site: Site) -> bool:
-        return not halo.is_cut(site.inputs[0]) and all(map(prod, site.out_shapes))
+        return not halo.is_cut(site.inputs[0]) and prod(site.out_shapes[0]) > 0
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         if unless(site):
             return op(*args, **kwargs)
-        if not all(map(prod, site.out_shapes)):
+        if not prod(site.out_shapes[0]):
             return zeros_at(call, site, args[0])
-        return run(op, halo.window(args[0], site.out_boxes[0], fill), halo, site)
-
-    return _windowed(rule, halo, call.shape(0), False, local=local, unless=unless, windows=windows)
-
-
-def _backward(call: Call, run: Callable[[Any, Sequence[Any], Halo, list[int], Site], Any]) -> Rule:
-    """The rule of a pooling's gradient: `run(op, args, halo, shape, site)` gives that of the span
-    of a box's readers. The operands are the gradient of the result, the image, and indices."""
-    halo = _pool(call, call.shape(1), call.shape(0))
-    rule = whole_planes(call)
-    if halo is None:
-        return rule
-
-    def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {i: halo.readers(outputs[0], inputs[i]) for i in (0, 2) if i < len(inputs)}
-
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        if not (args[0].numel() and prod(site.out_shapes[0])):
-            return zeros_at(call, site, args[0])
-        if not halo.is_cut(site.outputs[0]):
-            return op(*args, **kwargs)
-        shape = halo.span_shape(site.out_shapes[0], site.out_boxes[0])
-        return halo.cut_out(run(op, args, halo, shape, site), site.out_boxes[0])
-
-    return _windowed(rule, halo, call.shape(1), True, local=local, unless=None, windows=windows)
-
-
-def _windowed(rule: Rule, halo: Halo, shape: Sequence[int], back: bool, **more: Any) -> Rule:
-    """A rule of whole planes, changed to one whose planes may be sharded."""
-    places, stops = halo.dims()
-    inputs = (stops, places, stops)[: len(rule.inputs)] if back else (places,)
-    outputs = (places if back else stops,) * len(rule.outputs)
-    sizes = {f"i{dim}": size for dim, size in enumerate(shape)}
-    return replace(rule, inputs=inputs, outputs=outputs, sizes=sizes, **more)
-
-
-def _numbers(halo: Halo) -> tuple[list[int], list[int], list[int]]:
-    """The kernel, the stride, and a padding of zero."""
-    slides = halo.slides
-    return [s.kernel for s in slides], [s.stride for s in slides], [0] * len(slides)
-
-
-def avg_pool(call: Call) -> Rule:
-    """`"n c h~ w~ -> n c h~ w~"`"""
-
-    def run(op: Any, window: torch.Tensor, halo: Halo, site: Site) -> Any:
-        return op(window, *_numbers(halo), False, True, call.get("divisor_override"))
-
-    return _forward(call, 0, run)
-
-
-def avg_pool_backward(call: Call) -> Rule:
-    """Each element gets its part of the gradient of every window that reads it."""
-
-    def run(op: Any, args: Sequence[Any], halo: Halo, shape: list[int], site: Site) -> Any:
-        example = args[0].new_empty(()).expand(shape)
-        divisor = call.get("divisor_override")
-        return op(args[0], example, *_numbers(halo), False, True, divisor)
-
-    return _backward(call, run)
-
-
-def max_pool(call: Call) -> Rule:
-    """`"n c h~ w~ -> n c h~ w~, n c h~ w~"`: values, and their indices into the whole plane."""
-    dtype = call.specs[0].dtype
-    least = float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-    def run(op: Any, window: torch.Tensor, halo: Halo, site: Site) -> Any:
-        made, index = op(window, *_numbers(halo), 1, False)
+        window = halo.window(args[0], site.out_boxes[0], least)
+        made, index = op(window, kernel, stride, [0] * len(kernel), 1, False)
         total = torch.zeros_like(index)
-        shape = window.shape[halo.first :]
-        pieces = site.out_boxes[0][halo.first :]
+        shape, pieces = window.shape[halo.first :], site.out_boxes[0][halo.first :]
         for at, (slide, piece) in enumerate(zip(halo.slides, pieces, strict=True)):
             place = index // prod(shape[at + 1 :]) % shape[at] + slide.reads(piece)[0]
             # The first of equal elements is taken, which is padding if all are the least number.
             total = total * slide.size + place.clamp(min=0)
         return made, total
 
-    return _forward(call, least, run)
+    places, stops = halo.dims()
+    sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(0))}
+    rule = replace(rule, inputs=(places,), outputs=(stops, stops), sizes=sizes)
+    return replace(rule, local=local, unless=unless, windows=windows)
 
 
 def max_pool_backward(call: Call) -> Rule:
-    """The gradient of each window goes to its largest element."""
+    """The gradient of each window goes to its largest element. The operands are the gradient of the
+    result, the image, and indices."""
+    rule, halo = whole_planes(call), _pool(call, call.shape(1), call.shape(0))
+    if halo is None:
+        return rule
 
-    def run(op: Any, args: Sequence[Any], halo: Halo, shape: list[int], site: Site) -> Any:
-        grad, index = args[0], args[-1]
-        mine = torch.zeros_like(index)
-        inner = prod(slide.size for slide in halo.slides)
-        for slide, (start, stop) in zip(halo.slides, halo.spans(site.out_boxes[0]), strict=True):
-            inner //= slide.size
-            mine = mine * (stop - start) + index // inner % slide.size - start
-        made = grad.new_zeros(*shape[: halo.first], prod(shape[halo.first :]))
-        made.scatter_add_(-1, mine.flatten(halo.first), grad.flatten(halo.first))
-        return made.view(shape)
+    def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
+        return {i: halo.readers(outputs[0], inputs[i]) for i in (0, 2)}
 
-    return _backward(call, run)
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        grad, index, box = args[0], args[-1], site.out_boxes[0]
+        if not (grad.numel() and prod(site.out_shapes[0])):
+            return zeros_at(call, site, grad)
+        if not halo.is_cut(site.outputs[0]):
+            return op(*args, **kwargs)
+        shape = halo.span_shape(site.out_shapes[0], box)
+        return halo.cut_out(_scattered(grad, index, halo, shape, box), box)
+
+    places, stops = halo.dims()
+    sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(1))}
+    rule = replace(rule, inputs=(stops, places, stops), outputs=(places,), sizes=sizes)
+    return replace(rule, local=local, unless=None, windows=windows)
+
+
+def _scattered(
+    grad: torch.Tensor, index: torch.Tensor, halo: Halo, shape: list[int], box: Box
+) -> torch.Tensor:
+    """Gradients added up where their indices into the whole plane say, on the span of a box."""
+    mine = torch.zeros_like(index)
+    inner = prod(slide.size for slide in halo.slides)
+    for slide, (start, stop) in zip(halo.slides, halo.spans(box), strict=True):
+        inner //= slide.size
+        mine = mine * (stop - start) + index // inner % slide.size - start
+    made = grad.new_zeros(*shape[: halo.first], prod(shape[halo.first :]))
+    made.scatter_add_(-1, mine.flatten(halo.first), grad.flatten(halo.first))
+    return made.view(shape)

@@ -177,7 +177,7 @@ def check_plain(
         what = f"{op}: a plain tensor among DTensors is compared over the ranks"
         all_arrive(what, mesh, f"{call.hex()} {times}")
     for operand in found:
-        _check_equal(op, operand)
+        check_equal(op, mesh, operand._locals[0])
     _checked[call] = times + 1
     return True
 
@@ -187,11 +187,11 @@ def _described(operand: Any) -> str:
     return f"{kind}{operand._spec} {operand._spec.stride} {operand._spec.topology.ranks}"
 
 
-def _check_equal(op: OpOverload, operand: Plain) -> None:
-    value, topology = operand._locals[0], operand._spec.topology
-    if not engine_of(topology).check_equal(topology, digest(value)):
+def check_equal(what: object, mesh: Topology, value: torch.Tensor) -> None:
+    """An error, on every rank, if a plain tensor is not equal on all ranks of a mesh."""
+    if not engine_of(mesh).check_equal(mesh, digest(value)):
         raise PlainTensorError(
-            f"{op}: a plain {operand._spec.dtype} tensor of shape {list(value.shape)} is "
+            f"{what}: a plain {value.dtype} tensor of shape {list(value.shape)} is "
             "mixed with DTensors, but it is not equal on all ranks. A plain tensor counts as "
             "replicated.\n"
             "If each rank has its own part of a batch, say so: "

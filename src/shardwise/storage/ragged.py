@@ -43,11 +43,7 @@ def move_to(op: object, x: Any, spec: DTensorSpec) -> Any:
 
 def reduce_partial(op: object, x: Any) -> Any:
     """A DTensor with Replicate on the axes on which it was Partial."""
-    spec = x._spec
-    if not spec.sums:
-        return x
-    places = [Replicate() if place.is_partial() else place for place in spec.placements]
-    return move_to(op, x, spec.with_placements(places, spec.cuts))
+    return move_to(op, x, x._spec.reduced)
 
 
 def gather_plain(op: object, x: Any) -> torch.Tensor:
@@ -108,13 +104,3 @@ def joined(
     own_cuts = [cuts, *(rest_cuts if rest_cuts is not None else [None] * len(rest))]
     spec = DTensorSpec(topology, places, meta, cuts=own_cuts)
     return wrap(spec, tuple(parts))
-
-
-def divided(op: object, x: Any, axes: Sequence[int], dim: int = 0) -> Any:
-    """A result that was put together on all ranks as it is, or if the user asked for it in shards
-    over `axes`."""
-    if not current().ragged:
-        return x
-    spec = x._spec
-    places = [Shard(dim) if axis in axes else place for axis, place in enumerate(spec.placements)]
-    return move_to(op, x, spec.with_placements(places))

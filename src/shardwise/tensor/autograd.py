@@ -132,23 +132,36 @@ class WholeLocal(torch.autograd.Function):
 
 
 class ToLocal(torch.autograd.Function):
-    """From a DTensor to its local tensors.
+    """From a DTensor to its local tensors, one for each place on the mesh axes `axes`: those over
+    which the tensor or its gradient varies.
 
     Backwards here call other functions of this file, so that they can be differentiated again.
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
-        ctx.spec = grad_spec
+    def forward(ctx: Any, value: Any, grad_spec: DTensorSpec, axes: Sequence[int]) -> Any:
+        ctx.spec, ctx.coords = grad_spec, grad_spec.topology.coords_here(axes)
         # A rank outside the mesh holds nothing.
         empty = torch.empty(0, dtype=value.dtype, device=value.device)
-        return tuple(part.view_as(part) for part in exposed_locals(value)) or (empty,)
+        parts = exposed_locals(value)
+        found = [parts[value._spec.slot(coord)] for coord in ctx.coords]
+        return tuple(part.view_as(part) for part in found) or (empty,)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        spec: DTensorSpec = ctx.spec
+        parts: dict[int, torch.Tensor] = {}
+        for coord, grad in zip(ctx.coords, grads, strict=False):
+            first = parts.setdefault(spec.slot(coord), grad)
+            if first is not grad and not torch.allclose(first, grad, equal_nan=True):
+                raise LayoutError(
+                    f"the gradients of local tensors differ between ranks, but are taken to be "
+                    f"equal: they make up a gradient with {list(spec.placements)}. If each is a "
+                    "part of it, say so with grad_placements=[Partial()]."
+                )
         # User code may have given the gradients another order of dims in memory.
-        parts = [in_memory_order(ctx.spec, grad) for grad in grads[: len(ctx.spec.slots)]]
-        return FromLocal.apply(ctx.spec, None, *parts), None
+        ordered = [in_memory_order(spec, grad) for grad in parts.values()]
+        return FromLocal.apply(spec, None, *ordered), None, None
 
 
 class FromLocal(torch.autograd.Function):
@@ -175,7 +188,7 @@ class FromLocal(torch.autograd.Function):
         back = spec.reduced.with_meta(grad._spec.meta)
         if ctx.grad_spec is not None:
             back = ctx.grad_spec.with_meta(grad._spec.meta)
-        whole = ToLocal.apply(redistributed(grad, back), back)
+        whole = ToLocal.apply(redistributed(grad, back), back, back.slot_axes)
         scale = 1
         for axis, place in enumerate(spec.placements):
             if place.is_partial("avg"):
@@ -185,8 +198,8 @@ class FromLocal(torch.autograd.Function):
                     f"the gradient of local tensors that make up a {place!r} is not defined. "
                     "Reduce with redistribute before going on."
                 )
-        parts = [whole[back.slot(coord)] / scale for coord in spec.slots]
-        return None, None, *parts
+        parts = [whole[back.slot(coord)] for coord in spec.slots]
+        return None, None, *(parts if scale == 1 else [part / scale for part in parts])
 
 
 class Replaced(torch.autograd.Function):

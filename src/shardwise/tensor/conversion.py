@@ -6,29 +6,52 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._torch import PARAMETER, is_traced
+from .._torch import PARAMETER, is_tracing, untraced
 from ..comm import engine_of
 from ..comm.dtypes import as_bytes
 from ..comm.process import broadcast_from
-from ..errors import LayoutError, MeshError, PlainTensorError
+from ..errors import LayoutError, MeshError
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
-from ..layout.placement import Partial, Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from ..layout.placement import Placement, Replicate, Shard
+from ..layout.spec import (
+    DTensorSpec,
+    Placements,
+    TensorMeta,
+    checked_placements,
+    default_placements,
+)
+from ..redistribute import ordered
 from ..storage import policy
 from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
-from ..storage.plain import check_dense, digest
+from ..storage.plain import check_dense, check_equal, digest
 from ..storage.wrapper import Wrapper, exposed_locals, wrap
 from .autograd import FromLocal, Replaced, ToLocal, refuse_recording
 from .per_rank import PerRank
 
+if TYPE_CHECKING:
+    from .dtensor import DTensor
 
-def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
+
+@untraced
+def to_local(tensor: DTensor, *, grad_placements: Placements | None = None) -> Any:
+    """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
+
+    `grad_placements` are the placements of the gradient whose parts are the gradients of the
+    local tensors; by default those of the tensor, with Replicate in place of Partial. So the
+    gradient of a replicated tensor is taken to be the same on all ranks.
+    """
+    if is_tracing():
+        # The result shares memory with this tensor, and writes into it would not be seen.
+        raise NotImplementedError(
+            "DTensor.to_local cannot be compiled: it runs between the graphs of "
+            "torch.compile. With fullgraph=True call it outside."
+        )
     refuse_recording("to_local", (tensor,))
     spec = tensor._spec
     grad_spec = spec.reduced
@@ -37,15 +60,15 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> Any:
     if tensor.requires_grad and torch.is_grad_enabled():
         if grad_placements is None and any(place.is_replicate() for place in spec.placements):
             _warn_of_equal_gradients()
-        if spec.topology.virtual and spec.slot_axes != grad_spec.slot_axes:
-            _refuse_slots("to_local", spec, grad_spec)
-        parts = ToLocal.apply(tensor, grad_spec)
+        axes = tuple(sorted({*spec.slot_axes, *grad_spec.slot_axes}))
+        parts = ToLocal.apply(tensor, grad_spec, axes)
     else:
+        axes = spec.slot_axes
         parts = exposed_locals(tensor)
     if getattr(tensor, PARAMETER, False):
         parts = tuple(map(_as_parameter, parts))
     if spec.topology.virtual:
-        return PerRank(spec.topology, spec.slot_axes, parts)
+        return PerRank(spec.topology, axes, parts)
     # A rank that is not in the mesh holds nothing.
     return parts[0] if parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
@@ -57,18 +80,24 @@ def _as_parameter(part: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
+def whole_local(whole: Any, grad_placements: Placements) -> torch.Tensor:
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
     if not whole._locals:
         raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
-    local = to_local(whole, grad_placements)
+    spec = whole._spec
+    grad_spec = _given_grads("full_tensor", spec, grad_placements)
+    if spec.topology.virtual and grad_spec.slot_axes:
+        _refuse_slots("full_tensor", spec, grad_spec)
+    local = to_local(whole, grad_placements=grad_placements)
     part: torch.Tensor = local.parts[0] if isinstance(local, PerRank) else local
     return part.clone()
 
 
-def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
+def _given_grads(what: str, spec: DTensorSpec, grad_placements: Placements) -> DTensorSpec:
     """The spec of a gradient with `grad_placements`; its shards must have the shapes of those of
     `spec`."""
+    if tuple(grad_placements) == spec.reduced.placements:
+        return spec.reduced
     mesh = spec.topology
     places = checked_placements(what, mesh, grad_placements, spec.ndim)
     pairs = zip(spec.placements, places, strict=True)
@@ -89,7 +118,7 @@ def _refuse_slots(what: str, spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
     raise LayoutError(
         f"{what}: grad_placements {list(grad_spec.placements)} of local tensors of {spec}: a "
         "virtual mesh keeps one local tensor for all replicas, which has one gradient. Partial "
-        "gradients need Shard or Partial tensors there, and those of Partial ones are Partial."
+        "gradients need Shard or Partial tensors there."
     )
 
 
@@ -100,19 +129,43 @@ def _warn_of_equal_gradients() -> None:
         "to_local() of a replicated DTensor that requires grad: the gradient of its local tensor "
         "is taken to be equal on all ranks. If each rank computes a part of it, say so with "
         "grad_placements=[Partial()]. This is said once.",
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
+@untraced
 def from_local(
-    local: Any,
-    device_mesh: AnyMesh | None,
-    placements: Sequence[Placement] | None,
-    run_check: bool | None,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None = None,
-) -> Any:
+    local_tensor: torch.Tensor | PerRank,
+    device_mesh: AnyMesh | None = None,
+    placements: Placements | None = None,
+    *,
+    run_check: bool | None = None,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Placements | None = None,
+) -> DTensor:
+    """A DTensor of local tensors: the one of this rank, or a `PerRank` in a virtual mesh.
+
+    If the tensor is sharded and no `shape` is given, the ranks exchange their local shapes in
+    one small all-gather, and the global shape follows, also from unequal parts.
+
+    - `run_check=True` always exchanges them. It also makes replicas equal to the first rank's,
+      and compares dtypes, the order of dims in memory, and `requires_grad`.
+    - `run_check=False` never does: all ranks are taken to hold tensors of this rank's size.
+    - `shape` and `stride` are the global ones; nothing is exchanged then.
+
+    Without `device_mesh` it is the mesh of the innermost `with mesh:`.
+
+    `grad_placements` are the placements of the gradient whose parts are the gradients of the
+    local tensors; by default those of the tensor, with Replicate in place of Partial.
+
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> local = shardwise.per_rank(mesh, lambda coord: torch.ones(2 + coord[0]))
+    >>> shardwise.DTensor.from_local(local, mesh, [shardwise.Shard(0)])
+    DTensor([1., 1., 1., 1., 1.], float32[5@0(2+3)] on (2))
+    """
+    local: Any = local_tensor
     mesh = topology(device_mesh)
     if isinstance(local, Wrapper) or not isinstance(local, (torch.Tensor, PerRank)):
         raise LayoutError(
@@ -128,19 +181,21 @@ def from_local(
     ask = run_check
     if run_check is None:
         ask = shape is None and any(place.is_shard() for place in places)
-    held = _held(local, mesh, bool(ask) and not is_traced(sample))
+    traced = is_tracing() or hasattr(sample, "fake_mode")
+    held = _held(local, mesh, bool(ask) and not traced)
     if held is not None:
         check_alike(mesh, held, gradients=bool(run_check), order=stride is None)
     spec = _inferred(mesh, places, held, sample, shape, stride)
     parts = _place_local(local, spec, held)
     if run_check and held is not None and not mesh.virtual:
         parts = _same_replicas(spec, parts)
-    if grad_placements is None:
-        return FromLocal.apply(spec, None, *parts)
-    grad_spec = _given_grads("from_local", spec, grad_placements)
-    if mesh.virtual and not set(grad_spec.slot_axes) <= set(spec.slot_axes):
-        _refuse_slots("from_local", spec, grad_spec)
-    return FromLocal.apply(spec, grad_spec, *parts)
+    grad_spec = None
+    if grad_placements is not None:
+        grad_spec = _given_grads("from_local", spec, grad_placements)
+        if mesh.virtual and not set(grad_spec.slot_axes) <= set(spec.slot_axes):
+            _refuse_slots("from_local", spec, grad_spec)
+    made: DTensor = FromLocal.apply(spec, grad_spec, *parts)
+    return made
 
 
 def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
@@ -262,22 +317,33 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
     axes = [axis for axis, place in enumerate(spec.placements) if place.is_replicate()]
     if not axes or not parts:
         return parts
-    places = [Partial("sum") if axis in axes else p for axis, p in enumerate(spec.placements)]
-    first = all(spec.slots[0][axis] == 0 for axis in axes)
-    mine = parts[0].detach() if first else torch.zeros_like(parts[0])
-    as_sum = wrap(DTensorSpec(spec.topology, places, spec.meta, cuts=spec.cuts), (mine,))
-    whole = in_layout(as_sum, spec)[0]
-    return (Replaced.apply(parts[0], whole),)
+    order = memory_order(spec.stride)
+    value = ordered(parts[0].detach().clone(), order)
+    broadcast_from(spec.topology, axes, as_bytes(value.permute(order)), (0,) * len(spec.placements))
+    return (Replaced.apply(parts[0], value),)
 
 
-def distribute(
+@untraced
+def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: AnyMesh | None,
-    placements: Sequence[Placement] | None,
-    cuts: Sequence[Sequence[int] | None] | None,
-    source: int | None,
-) -> Any:
-    """A whole tensor laid out on a mesh, with the value of rank `source` of the mesh."""
+    device_mesh: AnyMesh | None = None,
+    placements: Placements | None = None,
+    *,
+    cuts: Sequence[Sequence[int] | None] | None = None,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """A whole tensor laid out on a mesh: a leaf, with the input's `requires_grad`.
+
+    All ranks take the value of rank `src_data_rank` of the mesh. With None the tensors of the ranks
+    are taken to be equal, and nothing is communicated. `cuts` gives for each dim the sizes of its
+    pieces, None for those of `torch.chunk`. Without `device_mesh` it is the mesh of the innermost
+    `with mesh:`.
+
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> shardwise.distribute_tensor(torch.arange(5), mesh, [shardwise.Shard(0)])
+    DTensor([0, 1, 2, 3, 4], int64[5@0] on (2))
+    """
     if isinstance(tensor, Wrapper) or not isinstance(tensor, torch.Tensor):
         raise LayoutError(
             f"distribute_tensor: a plain tensor is needed, but got {type(tensor).__name__}. "
@@ -293,10 +359,10 @@ def distribute(
     whole = DTensorSpec(mesh, default_placements(mesh), meta)
     target = DTensorSpec(mesh, places, meta, cuts=cuts)
     parts: tuple[torch.Tensor, ...] = (value,) if whole.slots else ()
-    if source is not None and not mesh.virtual:
-        parts = _from_source(whole, parts, source)
+    if src_data_rank is not None and not mesh.virtual:
+        parts = _from_source(whole, parts, src_data_rank)
     local = in_layout(wrap(whole, parts), target, fresh=True)
-    made: Any = wrap(target, local)
+    made: DTensor = wrap(target, local)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -306,16 +372,11 @@ def laid_out_like(value: torch.Tensor, like: DTensorSpec) -> Any:
     mesh = like.topology
     check_dense("data", value)
     policy.on_plain("data", tuple(value.shape))
-    if not mesh.virtual and policy.current().plain in ("check", "check_always"):
-        plain = value.detach().resolve_conj().resolve_neg()
-        if not engine_of(mesh).check_equal(mesh, digest(plain)):
-            raise PlainTensorError(
-                f"data: a plain tensor of shape {list(value.shape)} counts as replicated, but it "
-                "is not equal on all ranks. Use distribute_tensor, which takes the first rank's."
-            )
+    if policy.current().plain in ("check", "check_always"):
+        check_equal("data", mesh, value)
     places = [place if _fits(place, value) else Replicate() for place in like.placements]
     cuts = like.cuts if tuple(value.shape) == tuple(like.shape) else None
-    return distribute(value.detach(), like.mesh, places, cuts, None)
+    return distribute_tensor(value.detach(), like.mesh, places, cuts=cuts, src_data_rank=None)
 
 
 def _fits(place: Placement, value: torch.Tensor) -> bool:
@@ -345,5 +406,7 @@ def _from_source(
             f"gives {value.dtype}{list(value.shape)}. All must give the same shape and "
             "dtype; use DTensor.from_local(..., run_check=True) for parts of different sizes."
         )
-    broadcast_from(mesh, as_bytes(value), source)
+    axes = range(mesh.ndim)
+    origin = mesh.group_coords((0,) * mesh.ndim, axes)[source]
+    broadcast_from(mesh, axes, as_bytes(value), origin)
     return (value,)

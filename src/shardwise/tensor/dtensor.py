@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .._torch import is_tracing, untraced
+from .._torch import untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, checked_placements, default_placements
+from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import (
@@ -27,9 +27,9 @@ from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .checkpoint import CheckpointProtocol
 from .compiled import CompileProtocol
-from .conversion import distribute, from_local, laid_out_like, to_local, whole_local
+from .conversion import distribute_tensor as distribute_tensor
+from .conversion import from_local, laid_out_like, to_local, whole_local
 from .inplace_views import as_strided, in_place
-from .per_rank import PerRank
 from .printing import text_of
 from .saving import plain_attributes, saved
 
@@ -91,62 +91,11 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     # --- ways in and out ---------------------------------------------------------------------
 
-    @staticmethod
-    @untraced
-    def from_local(
-        local_tensor: torch.Tensor | PerRank,
-        device_mesh: AnyMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        *,
-        run_check: bool | None = None,
-        shape: Sequence[int] | None = None,
-        stride: Sequence[int] | None = None,
-        grad_placements: Sequence[Placement] | None = None,
-    ) -> DTensor:
-        """A DTensor of local tensors: the one of this rank, or a `PerRank` in a virtual mesh.
-
-        If the tensor is sharded and no `shape` is given, the ranks exchange their local shapes in
-        one small all-gather, and the global shape follows, also from unequal parts.
-
-        - `run_check=True` always exchanges them. It also makes replicas equal to the first rank's,
-          and compares dtypes, the order of dims in memory, and `requires_grad`.
-        - `run_check=False` never does: all ranks are taken to hold tensors of this rank's size.
-        - `shape` and `stride` are the global ones; nothing is exchanged then.
-
-        Without `device_mesh` it is the mesh of the innermost `with mesh:`.
-
-        `grad_placements` are the placements of the gradient whose parts are the gradients of the
-        local tensors; by default those of the tensor, with Replicate in place of Partial.
-
-        >>> import torch, shardwise
-        >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-        >>> local = shardwise.per_rank(mesh, lambda coord: torch.ones(2 + coord[0]))
-        >>> DTensor.from_local(local, mesh, [shardwise.Shard(0)])
-        DTensor([1., 1., 1., 1., 1.], float32[5@0(2+3)] on (2))
-        """
-        made: DTensor = from_local(
-            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
-        )
-        return made
+    from_local = staticmethod(from_local)
+    to_local = to_local
 
     @untraced
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
-        """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
-
-        `grad_placements` are the placements of the gradient whose parts are the gradients of the
-        local tensors; by default those of the tensor, with Replicate in place of Partial. So the
-        gradient of a replicated tensor is taken to be the same on all ranks.
-        """
-        if is_tracing():
-            # The result shares memory with this tensor, and writes into it would not be seen.
-            raise NotImplementedError(
-                "DTensor.to_local cannot be compiled: it runs between the graphs of "
-                "torch.compile. With fullgraph=True call it outside."
-            )
-        return to_local(self, grad_placements)
-
-    @untraced
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
         Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
@@ -161,7 +110,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         cuts: Sequence[Sequence[int] | None] | None = None,
         async_op: bool = False,
@@ -343,7 +292,7 @@ Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
 def _target(
     tensor: DTensor,
     device_mesh: AnyMesh | None,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     cuts: Sequence[Sequence[int] | None] | None = None,
 ) -> DTensorSpec:
     """The spec that a redistribution moves to."""
@@ -366,7 +315,7 @@ def _served(mesh: Topology) -> str:
 @untraced
 def redistribute_all(
     tensors: Sequence[DTensor],
-    placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    placements: Placements | Sequence[Placements],
     *,
     device_mesh: AnyMesh | None = None,
     async_op: bool = False,
@@ -390,7 +339,9 @@ def redistribute_all(
                 f"redistribute_all: DTensors are needed, but got {type(each).__name__}. "
                 "Use distribute_tensor for plain tensors."
             )
-    one_for_all = all(isinstance(place, Placement) for place in placements)
+    one_for_all = isinstance(placements, Mapping) or all(
+        isinstance(place, Placement) for place in placements
+    )
     if not one_for_all and len(placements) != len(tensors):
         raise LayoutError(
             f"redistribute_all: {len(placements)} lists of placements were given for "
@@ -407,29 +358,4 @@ def redistribute_all(
 def _alias(tensor: DTensor) -> DTensor:
     """A view of the whole tensor that autograd knows of. `view` would unshard dims of size 1."""
     made: DTensor = torch.ops.aten.alias.default(tensor)
-    return made
-
-
-@untraced
-def distribute_tensor(
-    tensor: torch.Tensor,
-    device_mesh: AnyMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    *,
-    cuts: Sequence[Sequence[int] | None] | None = None,
-    src_data_rank: int | None = 0,
-) -> DTensor:
-    """A whole tensor laid out on a mesh: a leaf, with the input's `requires_grad`.
-
-    All ranks take the value of rank `src_data_rank` of the mesh. With None the tensors of the ranks
-    are taken to be equal, and nothing is communicated. `cuts` gives for each dim the sizes of its
-    pieces, None for those of `torch.chunk`. Without `device_mesh` it is the mesh of the innermost
-    `with mesh:`.
-
-    >>> import torch, shardwise
-    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
-    >>> shardwise.distribute_tensor(torch.arange(5), mesh, [shardwise.Shard(0)])
-    DTensor([0, 1, 2, 3, 4], int64[5@0] on (2))
-    """
-    made: DTensor = distribute(tensor, device_mesh, placements, cuts, src_data_rank)
     return made

@@ -10,8 +10,13 @@ import torch
 
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
-from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from ..layout.spec import (
+    DTensorSpec,
+    Placements,
+    TensorMeta,
+    checked_placements,
+    default_placements,
+)
 from ..random import permuted
 from ..storage.wrapper import Locals, wrap
 from .dtensor import DTensor, distribute_tensor
@@ -21,7 +26,7 @@ class _Where(TypedDict, total=False):
     """The keyword arguments of every factory."""
 
     device_mesh: AnyMesh
-    placements: Sequence[Placement] | None
+    placements: Placements | None
     dtype: torch.dtype | None
     requires_grad: bool
 
@@ -119,18 +124,6 @@ def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> D
     return _random("normal_", (), _sizes(size), generator, where)
 
 
-def normal(
-    mean: float,
-    std: float,
-    size: Sequence[int],
-    *,
-    generator: Generator = None,
-    **where: Unpack[_Where],
-) -> DTensor:
-    """Normal random numbers on a mesh, as `torch.normal(mean, std, size)` gives them."""
-    return _random("normal_", (mean, std), tuple(size), generator, where)
-
-
 def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Random integers on a mesh: `randint(high, size)` or `randint(low, high, size)`.
 
@@ -185,18 +178,6 @@ def logspace(
 ) -> DTensor:
     """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
     return _kept(where, torch.logspace, start, end, steps, base)
-
-
-def tril_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The indices of a lower triangle, on a mesh: those of `torch.tril_indices`."""
-    where["dtype"] = where.get("dtype") or torch.int64
-    return _kept(where, torch.tril_indices, row, col, offset)
-
-
-def triu_indices(row: int, col: int, offset: int = 0, **where: Unpack[_Where]) -> DTensor:
-    """The indices of an upper triangle, on a mesh: those of `torch.triu_indices`."""
-    where["dtype"] = where.get("dtype") or torch.int64
-    return _kept(where, torch.triu_indices, row, col, offset)
 
 
 def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:

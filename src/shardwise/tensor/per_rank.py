@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import LayoutError, MeshError
+from ..layout.geometry import flat_index
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..storage.wrapper import Wrapper
 
@@ -35,10 +36,7 @@ class PerRank:
 
     def at(self, coord: Coord) -> Any:
         """The value of the rank at `coord`."""
-        index = 0
-        for axis in self.axes:
-            index = index * self.mesh.shape[axis] + coord[axis]
-        return self.parts[index]
+        return self.parts[flat_index(coord, self.mesh.shape, self.axes)]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):

@@ -13,7 +13,7 @@ from ..layout.placement import Partial, Replicate, Shard
 from ..layout.spec import DTensorSpec, rebuild_spec
 from ..storage.wrapper import Wrapper, wrap
 
-_OWN = (
+_OWN = [
     "_spec",
     "_locals",
     "_cell",
@@ -24,7 +24,7 @@ _OWN = (
     "_ready",
     "_watched",
     "_to_write",
-)
+]
 
 
 def plain_attributes(tensor: Wrapper) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""`shardwise calibrate`: measure the links of a mesh, and write them to a file that meshes read.
+"""`shardwise calibrate`: measure the links of a mesh and write them to a file.
 
     torchrun --nproc-per-node 4 -m shardwise calibrate --mesh 2,2
 
-Each axis is measured alone, all its groups at once, as they are when a program runs.
+The file is for `init_device_mesh(..., links=Path(file))`. Each axis is measured alone, all its
+groups at once, as they are when a program runs.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,44 +19,40 @@ import torch.distributed as dist
 
 from ..errors import MeshError
 from ..layout.cost import DEFAULT, Link
-from ..layout.links import write_links
 from ..layout.make_mesh import init_device_mesh
-from ..layout.mesh import topology
-from ..layout.placement import Replicate, Shard
-from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import redistribute_locals, steps_between
+from ..layout.mesh import VirtualMesh
 
 _SMALL = 1024
 _TURNS = 9
 
 
 def calibrate(
-    device_type: str, mesh_shape: Sequence[int], *, large: int = 16 << 20, file: Path | None = None
+    device_type: str, mesh_shape: Sequence[int], file: Path, *, large: int = 16 << 20
 ) -> tuple[Link, ...]:
     """For each axis the time to start a collective, and the bytes that a rank receives per second.
 
     All ranks return the numbers of the slowest. The first rank writes them to the file.
     """
-    where = topology(init_device_mesh(device_type, mesh_shape, links=DEFAULT))
-    if where.virtual:
+    mesh = init_device_mesh(device_type, mesh_shape)
+    if isinstance(mesh, VirtualMesh):
         raise MeshError(
             "calibrate: there are no processes to measure. Start them with torchrun: "
             "torchrun --nproc-per-node 4 -m shardwise calibrate --mesh 2,2"
         )
-    links = tuple(_link(mesh_shape, device_type, axis, large) for axis in range(where.ndim))
+    links = tuple(_link(mesh.get_group(axis), device_type, large) for axis in range(mesh.ndim))
     if dist.get_rank() == 0:
-        write_links(device_type, mesh_shape, links, file)
+        file.write_text(json.dumps([[link.latency, link.bandwidth] for link in links]) + "\n")
     dist.barrier()
     return links
 
 
-def _link(mesh_shape: Sequence[int], device_type: str, axis: int, large: int) -> Link:
-    if mesh_shape[axis] == 1:
+def _link(group: dist.ProcessGroup, device_type: str, large: int) -> Link:
+    others, count = group.size() - 1, group.size()
+    if not others:
         return DEFAULT  # nobody to talk to
-    few, many = (_exchange(mesh_shape, device_type, axis, size) for size in (_SMALL, large))
-    extra = max(many[1] - few[1], 1)
-    bandwidth = extra / max(many[0] - few[0], 1e-9)
-    return Link(latency=_rough(few[0]), bandwidth=max(1.0, _rough(bandwidth)))
+    few, many = (_exchange(group, device_type, size // count) for size in (_SMALL, large))
+    bandwidth = max((large - _SMALL) // count * others, 1) / max(many - few, 1e-9)
+    return Link(latency=_rough(few), bandwidth=max(1.0, _rough(bandwidth)))
 
 
 def _rough(value: float) -> float:
@@ -62,31 +60,16 @@ def _rough(value: float) -> float:
     return float(f"{value:.1e}")
 
 
-def _exchange(
-    mesh_shape: Sequence[int], device_type: str, axis: int, nbytes: int
-) -> tuple[float, int]:
-    """The seconds of an all-to-all along `axis` of shards of `nbytes`, and the bytes received."""
-    mesh = init_device_mesh(device_type, mesh_shape)
-    count = mesh_shape[axis]
-    rows = max(count, int((nbytes * count / 4) ** 0.5) // count * count)
-    meta = TensorMeta((rows, rows), (rows, 1), torch.float32)
-    sides = []
-    for dim in (0, 1):
-        places = [Shard(dim) if other == axis else Replicate() for other in range(mesh.ndim)]
-        sides.append(DTensorSpec(mesh, places, meta))
-    src, dst = sides
-    local = tuple(torch.ones(src.local_shape(coord), device=device_type) for coord in src.slots)
-    taken = _median(lambda: redistribute_locals(src, dst, local), device_type)
-    return taken, steps_between(src, dst)[0].elements_received * 4
-
-
-def _median(run: Callable[[], object], device_type: str) -> float:
-    """The median time of a run on the slowest rank, after a warm-up."""
+def _exchange(group: dist.ProcessGroup, device_type: str, nbytes: int) -> float:
+    """The median seconds of an all-to-all of `nbytes` for each member on the slowest rank, after a
+    warm-up."""
+    sent = torch.ones(nbytes * group.size(), dtype=torch.uint8, device=device_type)
+    received = torch.empty_like(sent)
     times = []
     for _ in range(_TURNS + 1):
         dist.barrier()
         start = time.perf_counter()
-        run()
+        dist.all_to_all_single(received, sent, group=group)
         if device_type != "cpu":
             torch.get_device_module(device_type).synchronize()
         times.append(time.perf_counter() - start)

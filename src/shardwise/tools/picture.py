@@ -1,4 +1,4 @@
-"""`picture`: draw which ranks hold which part of a tensor."""
+"""`picture` and `visualize_sharding`: draw which ranks hold which part of a tensor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec
 from ..layout.split_dims import held_of
 from ..storage.wrapper import Wrapper
+from ..tensor.per_rank import is_first_rank
 
 Intervals = tuple[Interval, ...]
 
@@ -69,6 +70,31 @@ def picture(tensor: Wrapper | DTensorSpec) -> str:
             ]
         found.append(_panel(", ".join(title), [pieces[dim] for dim in drawn], part))
     return "\n\n".join(found)
+
+
+def visualize_sharding(
+    dtensor: Wrapper | DTensorSpec, header: str = "", use_rich: bool = False
+) -> None:
+    """Print the `picture` of a tensor below a header, on the first rank.
+
+    Any number of dims, layout and size can be drawn. `use_rich` is there for PyTorch's scripts and
+    changes nothing: the drawing needs no package.
+
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.distribute_tensor(torch.zeros(3, 4), mesh, [shardwise.Shard(0)])
+    >>> visualize_sharding(x, header="rows")
+    rows
+         0:4
+        +-----+
+    0:2 | 0   |
+        +-----+
+    2:3 | 1   |
+        +-----+
+    """
+    drawn = picture(dtensor)
+    if is_first_rank():
+        print(f"{header}\n{drawn}" if header else drawn)
 
 
 def _ranks(spec: DTensorSpec, coords: Sequence[Coord]) -> str:

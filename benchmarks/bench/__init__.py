@@ -1,0 +1,1 @@
+"""Times beside PyTorch's own DTensor and plain tensors: `make bench`."""
