@@ -35,7 +35,7 @@ class Together:
         if self._mesh is None:
             return list(numbers)
         value = torch.tensor(list(numbers), device=self._mesh.device_type)
-        broadcast_from(self._mesh, value, 0)
+        broadcast_from(self._mesh, (0,), value, (0,))
         return value.tolist()
 
     def check_same(self, description: str) -> None:
