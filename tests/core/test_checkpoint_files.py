@@ -23,6 +23,7 @@ from shardwise import (
     Shard,
     distribute_tensor,
     full_state_dict,
+    fully_shard,
     load_checkpoint,
     load_safetensors,
     save_checkpoint,
@@ -251,6 +252,44 @@ def test_what_is_loaded_is_seen_by_views(tmp_path: Path) -> None:
     load_safetensors({"x": y}, tmp_path)
     assert torch.equal(row.full_tensor(), numbers(6, 4)[3])
     assert torch.equal((doubled * 2).full_tensor(), 2 * numbers(6, 4).t())
+
+
+def test_a_model_on_the_meta_device_is_loaded_into_its_layout(tmp_path: Path) -> None:
+    model, _ = made("rows", seed=3)
+    save_safetensors(model, tmp_path)
+    save_checkpoint({"model": model}, tmp_path)
+    for load in (load_safetensors, lambda model, folder: load_checkpoint({"model": model}, folder)):
+        with torch.device("meta"):
+            other = Tied()
+        refused("scale is on the meta device", lambda load=load, x=other: load(x, tmp_path))
+        shard_module(other, virtual(2, 2, names=("dp", "tp")), PLANS["both"])
+        optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+        load(other, tmp_path)
+        assert_equal(other.state_dict(), model.state_dict())
+        assert other.head.weight is other.embedding.weight
+        assert other.inner.weight.placements == (Shard(0), Shard(1))
+        plain = Tied()
+        plain.load_state_dict(full_state_dict(model))
+        expected = steps(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), 3)
+        assert steps(other, optimizer, 3) == pytest.approx(expected, rel=1e-5)
+
+
+def test_fully_sharded_models(tmp_path: Path) -> None:
+    plain, of_plain = made(None)
+    steps(plain, of_plain, 3)
+    then = steps(plain, of_plain, 4)
+    mesh = virtual(2, names=("dp",))
+    torch.manual_seed(0)
+    model = Tied()
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    steps(model, optimizer, 3)
+    save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    steps(model, optimizer, 1)
+    for state in ((model, optimizer), made("both", seed=4)):
+        load_checkpoint(dict(zip(("model", "optimizer"), state, strict=True)), tmp_path)
+        assert steps(*state, 4) == pytest.approx(then, rel=1e-5)
 
 
 # --- killed at any moment ------------------------------------------------------------------------

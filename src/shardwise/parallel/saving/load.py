@@ -17,6 +17,7 @@ from torch import nn
 from ...errors import CheckpointError
 from ...tensor.checkpoint import chunks
 from ...tensor.dtensor import DTensor
+from ..in_place import set_device
 from .format import Stored, read_header, read_part
 from .save import REST
 from .state import flatten, unique_names
@@ -34,7 +35,8 @@ def load_safetensors(
     `paths` is a folder with `model.safetensors` or an index, a file, or several files. All ranks
     call it; each reads only the bytes of its own parts. Names and shapes must fit, and are checked
     before anything is changed; with `strict=False` names may be missing or unknown. Values are
-    converted between floating dtypes, as `load_state_dict` does.
+    converted between floating dtypes, as `load_state_dict` does. Sharded parameters on the meta
+    device get memory for their parts.
     """
     tensors, _ = flatten(model)
     together = Together("load_safetensors", tensors.values())
@@ -182,6 +184,8 @@ def _listed(names: list[str]) -> str:
 
 def _misfit(wanted: _Wanted) -> str | None:
     have, want = wanted.stored, wanted.tensor
+    if want.is_meta and not isinstance(want, DTensor):
+        return f"{wanted.name} is on the meta device. Call shard_module first, or to_empty()"
     if have.shape != tuple(want.shape):
         return f"{wanted.name} is {list(have.shape)} in the file and {list(want.shape)} here"
     floats = have.dtype.is_floating_point and want.dtype.is_floating_point
@@ -198,6 +202,9 @@ def _read(wanted: Iterable[_Wanted]) -> None:
         opened: dict[Path, int] = {}
         for each in wanted:
             path, tensor, stored = each.stored.file, each.tensor, each.stored
+            if tensor.is_meta and isinstance(tensor, DTensor):
+                set_device(tensor, tensor._spec.topology.device_type)
+                tensor.__create_chunk_list__()  # a user has the new memory, too
             if path not in opened:
                 opened[path] = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, opened[path])
