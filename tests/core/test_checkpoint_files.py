@@ -258,7 +258,11 @@ def test_a_model_on_the_meta_device_is_loaded_into_its_layout(tmp_path: Path) ->
     model, _ = made("rows", seed=3)
     save_safetensors(model, tmp_path)
     save_checkpoint({"model": model}, tmp_path)
-    for load in (load_safetensors, lambda model, folder: load_checkpoint({"model": model}, folder)):
+
+    def load_as_state(model: nn.Module, folder: Path) -> None:
+        load_checkpoint({"model": model}, folder)
+
+    for load in (load_safetensors, load_as_state):
         with torch.device("meta"):
             other = Tied()
         refused("scale is on the meta device", lambda load=load, x=other: load(x, tmp_path))
@@ -272,6 +276,20 @@ def test_a_model_on_the_meta_device_is_loaded_into_its_layout(tmp_path: Path) ->
         plain.load_state_dict(full_state_dict(model))
         expected = steps(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), 3)
         assert steps(other, optimizer, 3) == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_goes_on_with_a_model_from_the_meta_device(tmp_path: Path) -> None:
+    plain, of_plain = made(None)
+    steps(plain, of_plain, 2)
+    save_checkpoint({"model": plain, "optimizer": of_plain}, tmp_path)
+    with torch.device("meta"):
+        model, _ = made(None)
+    shard_module(model, virtual(2, 2, names=("dp", "tp")), PLANS["both"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].placements == parameter.placements
+    assert steps(model, optimizer, 3) == pytest.approx(steps(plain, of_plain, 3), rel=1e-5)
 
 
 def test_fully_sharded_models(tmp_path: Path) -> None:
@@ -470,6 +488,24 @@ def test_whole_values_are_those_of_one_device() -> None:
     with torch.no_grad():
         model.inner.weight.zero_()
     assert state["inner.weight"].any()  # a copy
+
+
+class Fresh:
+    """An object whose state is made of tensors that nobody else holds."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((3,), self.number)}
+
+
+def test_states_that_are_made_on_demand_are_not_mixed_up(tmp_path: Path) -> None:
+    made = full_state_dict({str(n): Fresh(n) for n in range(50)})
+    assert [made[str(n)]["x"][0].item() for n in range(50)] == list(range(50))
+    save_safetensors({str(n): Fresh(n) for n in range(50)}, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert [found[f"{n}.x"][0].item() for n in range(50)] == list(range(50))
 
 
 def test_whole_values_of_anything() -> None:

@@ -244,6 +244,18 @@ def test_a_failure_of_one_rank_is_told_by_all(processes: Pools, tmp_path: Path) 
         assert "layouts" in differ
 
 
+def plain_on_one_rank(folder: str) -> None:
+    if dist.get_rank() == 1:  # the others do something else
+        x = torch.zeros(8, 3, dtype=torch.float64)
+        load_safetensors({"x": x}, folder)
+        assert torch.equal(x, numbers(8, 3))
+
+
+def test_a_rank_may_load_plain_tensors_alone(processes: Pools, tmp_path: Path) -> None:
+    save_file({"x": numbers(8, 3)}, tmp_path / "model.safetensors")
+    processes(2).run(plain_on_one_rank, str(tmp_path))
+
+
 def truncated(folder: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(numbers(8, 3), mesh, [Shard(0)])

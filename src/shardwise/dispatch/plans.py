@@ -115,7 +115,6 @@ def quick_call(
     tail: tuple[Any, ...] | None,
     specs: Sequence[DTensorSpec],
     several: type | None,
-    device: torch.device,
     aliases: bool,
 ) -> Callable[..., Any]:
     """One local call as a function of its operands, which stand at `operand_positions`.
@@ -144,7 +143,7 @@ def quick_call(
             local = call(*with_operands(operand_positions, operands, given), **kwargs)
         cell = (base._cell or share_cell(base)) if aliases else None
         if several is None:
-            made: Any = make_wrapper(public, shape, stride, dtype, device)
+            made: Any = make_wrapper(public, shape, stride, dtype, local.device)
             made._spec = first
             made._locals = (local,)
             if aliases:
@@ -271,10 +270,10 @@ class CallPlan(Plan):
         if device is not None and len(coords) == 1 and self.is_local and not self._pending:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
-            self._next_quick = self._quick(device, operands_only)
+            self._next_quick = self._quick(operands_only)
         self.quick = self._next_quick if settled else None
 
-    def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
+    def _quick(self, operands_only: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
         operand_positions = self._operand_positions
         if not operand_positions:
@@ -296,7 +295,7 @@ class CallPlan(Plan):
             several = _returned_type(self._op)
         alone = operands_only and tail is None
         return quick_call(
-            self._call, operand_positions, alone, tail, self.outs, several, device, self._aliases
+            self._call, operand_positions, alone, tail, self.outs, several, self._aliases
         )
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -39,7 +39,7 @@ def load_safetensors(
     device get memory for their parts.
     """
     tensors, _ = flatten(model)
-    together = Together("load_safetensors", tensors.values())
+    together = Together("load_safetensors", tensors.values(), plain_alone=True)
     with together.step("Nothing was changed."):
         stored = _found(paths, "model")
         wanted = _matched(tensors, stored, strict)
@@ -59,7 +59,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | Path) -> None:
             f"load_checkpoint: a dict is needed, but got {type(state).__name__}. Write "
             '{"model": model, "optimizer": optimizer}, as it was saved.'
         )
-    together = Together("load_checkpoint", flatten(state)[0].values())
+    together = Together("load_checkpoint", flatten(state)[0].values(), plain_alone=True)
     with together.step("Nothing was changed."):
         stored = _found(folder, "checkpoint")
         rest = _unpacked(stored)

@@ -31,12 +31,14 @@ from .together import Together
 
 REST = "__rest__"
 """The name of the bytes that hold all of a state that is no tensor."""
+_FILE = 5 * 10**9  # bytes of a file, as Hugging Face's were
 Part = tuple[Sequence[int], torch.Tensor]
 """Where a box of a tensor starts, and its values."""
 
 
 def save_checkpoint(state: Mapping[str, Any], folder: str | Path) -> None:
-    """Save a dict of models, optimizers, tensors and other values, in `checkpoint.safetensors`.
+    """Save a dict of models, optimizers, tensors and other values, in `checkpoint.safetensors`
+    (above 5 GB in several files with an index).
 
     All ranks call it, and each writes its own parts. A checkpoint that is in the folder already is
     replaced at the very end, in one step: whenever a program is killed, the folder has the old one
@@ -59,10 +61,10 @@ def save_checkpoint(state: Mapping[str, Any], folder: str | Path) -> None:
             f"save_checkpoint: a dict is needed, but got {type(state).__name__}. Give a name to "
             'each: {"model": model, "optimizer": optimizer, "step": step}.'
         )
-    _save("save_checkpoint", "checkpoint", state, Path(folder), 1 << 62, {"format": "pt"})
+    _save("save_checkpoint", "checkpoint", state, Path(folder), _FILE)
 
 
-def save_safetensors(model: Any, folder: str | Path, *, max_file_size: int = 5 * 10**9) -> None:
+def save_safetensors(model: Any, folder: str | Path, *, max_file_size: int = _FILE) -> None:
     """Save a model, or a dict of tensors, as the `model.safetensors` that other programs read.
 
     All ranks call it, and each writes its own parts. Above `max_file_size` bytes there are several
@@ -76,12 +78,10 @@ def save_safetensors(model: Any, folder: str | Path, *, max_file_size: int = 5 *
     ...     shardwise.save_safetensors(model, folder)
     ...     shardwise.load_safetensors(model, folder)
     """
-    _save("save_safetensors", "model", model, Path(folder), max_file_size, {"format": "pt"})
+    _save("save_safetensors", "model", model, Path(folder), max_file_size)
 
 
-def _save(
-    what: str, stem: str, state: Any, folder: Path, most: int, metadata: dict[str, str]
-) -> None:
+def _save(what: str, stem: str, state: Any, folder: Path, most: int) -> None:
     tensors, rest = flatten(state)
     together = Together(what, tensors.values())
     names = unique_names(tensors)
@@ -101,7 +101,7 @@ def _save(
     if stem == "checkpoint":
         stored[REST] = Stored(folder, torch.uint8, (size,))
     tied = {name: first for name, first in names.items() if name != first}
-    files = _files(stored, folder, stem, number, most, metadata | tied)
+    files = _files(stored, folder, stem, number, most, {"format": "pt"} | tied)
     together.check_same(f"{stem} {number} {names} {[_described(t) for t in tensors.values()]}")
     parts = _parts(tensors, names, together.is_first)
     if stem == "checkpoint" and together.is_first:

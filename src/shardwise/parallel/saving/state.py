@@ -27,7 +27,7 @@ def full_state_dict(*states: Any, first_rank_only: bool = False) -> Any:
     {'weight': <class 'torch.Tensor'>, 'bias': <class 'torch.Tensor'>}
     """
     keep = is_first_rank() or not first_rank_only
-    done: dict[int, torch.Tensor | None] = {}
+    done: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     made = tuple([_whole(_values(state), keep, done) for state in states])
     made = made if keep else ({},) * len(made)
     return made[0] if len(made) == 1 else made
@@ -41,7 +41,11 @@ def _values(state: Any) -> Any:
     return state.state_dict() if hasattr(state, "state_dict") else state
 
 
-def _whole(value: Any, keep: bool, done: dict[int, torch.Tensor | None]) -> Any:
+def _whole(
+    value: Any, keep: bool, done: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+) -> Any:
+    """A state with whole tensors. `done` has each tensor, so that no other one gets its id, and its
+    whole value."""
     if isinstance(value, dict):
         return {key: _whole(_values(each), keep, done) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -52,8 +56,8 @@ def _whole(value: Any, keep: bool, done: dict[int, torch.Tensor | None]) -> Any:
     if id(value) not in done:
         with torch.no_grad():
             full = value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
-        done[id(value)] = full.cpu() if keep else None
-    return done[id(value)]
+        done[id(value)] = value, full.cpu() if keep else None
+    return done[id(value)][1]
 
 
 def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:

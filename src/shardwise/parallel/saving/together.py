@@ -18,14 +18,20 @@ from ...tensor.dtensor import DTensor
 
 
 class Together:
-    """All processes of the program, or this one if there are no others."""
+    """All processes of the program, or this one if there are no others.
 
-    def __init__(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+    `plain_alone`: without DTensors each process acts by itself.
+    """
+
+    def __init__(
+        self, what: str, tensors: Iterable[torch.Tensor], plain_alone: bool = False
+    ) -> None:
         self.what = what
         meshes = [each._spec.topology for each in tensors if isinstance(each, DTensor)]
         self._mesh: Topology | None = None
         everyone = dist.group.WORLD if dist.is_available() else None
-        if everyone is not None and not any(mesh.virtual for mesh in meshes):
+        alone = any(mesh.virtual for mesh in meshes) or (plain_alone and not meshes)
+        if everyone is not None and not alone:
             device = meshes[0].device_type if meshes else "cpu"
             self._mesh = topology(DeviceMesh.from_group(everyone, device))
         self.is_first = self._mesh is None or dist.get_rank() == 0
