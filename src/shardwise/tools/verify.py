@@ -199,7 +199,7 @@ class Trial:
             inputs,
             inputs,
             outputs,
-            operand_positions=None,
+            places=None,
             structure=self.structure,
             written=self.written,
             target=self.entry.written or 0,
