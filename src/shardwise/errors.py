@@ -1,6 +1,7 @@
 """The errors a user can meet; each is also the built-in class a Python user would catch."""
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "LayoutError",
     "MeshError",
@@ -33,6 +34,10 @@ class PlainTensorError(ShardwiseError, ValueError):
 
 class CommunicationError(ShardwiseError, RuntimeError):
     """Communication that the policy in force forbids, or that failed."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, or cannot be read into a state."""
 
 
 class OutOfRangeError(ShardwiseError, IndexError, RuntimeError):

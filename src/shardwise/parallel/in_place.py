@@ -23,8 +23,8 @@ from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, TensorMeta, checked_placements
 from ..storage.wrapper import wrap
-from ..tensor.autograd import is_leaf_hook
 from ..tensor.dtensor import DTensor, distribute_tensor
+from ..tensor.gradients import is_leaf_hook
 from ..tensor.saving import plain_attributes, reserved_attributes
 
 __all__ = ["convert", "convert_module"]

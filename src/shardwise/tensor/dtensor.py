@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._torch import untraced
+from .._torch import take_lists, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError
@@ -16,19 +16,14 @@ from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
-from .autograd import (
-    Redistribute,
-    WholeLocal,
-    redistributed,
-    take_data,
-    watch_leaf,
-)
+from .autograd import Redistribute, WholeLocal, redistributed
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .checkpoint import CheckpointProtocol
 from .compiled import CompileProtocol
 from .conversion import distribute_tensor as distribute_tensor
 from .conversion import from_local, laid_out_like, to_local, whole_local
+from .gradients import take_data, watch_leaf
 from .inplace_views import as_strided, in_place
 from .printing import text_of
 from .saving import plain_attributes, saved
@@ -167,6 +162,12 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     share_memory_ = _without_memory("share_memory_", "")
     __dlpack__ = _without_memory("__dlpack__", "")
+    # Hugging Face's save_pretrained asks for it.
+    storage = _without_memory(
+        "storage",
+        " To save a model: shardwise.save_safetensors(model, folder), or give save_pretrained "
+        "state_dict=shardwise.full_state_dict(model).",
+    )
     apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 
     def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
@@ -281,6 +282,7 @@ class _Pending(AsyncValue, DTensor):  # type: ignore[override]  # _locals waits
 Wrapper.public = DTensor
 Wrapper.pending = _Pending  # type: ignore[attr-defined]
 Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
+take_lists(DTensor, _Pending, _Deferred)
 
 
 def _target(
