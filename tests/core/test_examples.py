@@ -50,7 +50,7 @@ def test_the_demo_says_what_each_module_communicates(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "loss.png"
     text = printed("train_gpt", "--picture", str(picture))
     assert picture.stat().st_size > 1000
-    assert re.search(r"GPT\.blocks\.0\.up .*all_reduce 2", text)
+    assert re.search(r"GPT\.blocks\.0 +all_reduce 3 +all_reduce 2\n", text)
 
 
 @pytest.mark.parametrize(
