@@ -98,7 +98,7 @@ These do not train on one device in the tiny form made here.
 The same program with `torch.distributed.tensor`: the same placements, the batch sharded over `dp`,
 on four processes with gloo, with its `implicit_replication` on. Its own recipe is another one:
 `parallelize_module` with a style for each layer, by which most activations are local tensors; that
-was not tried here.
+was not tried here. Dropout draws other numbers there, so that one that is wrong may owe it to that.
 
 | model | how it ends |
 |---|---|

@@ -52,8 +52,8 @@ def tiny(made_by: Any, **given: Any) -> Any:
         if name not in given and not set(kinds) <= set(getattr(small, name, None) or ()):
             layers = max(LAYERS, len(kinds))  # one of each kind
             kinds = (kinds * layers)[:layers]
-            if name not in inspect.signature(made_by).parameters:
-                return small
+            if isinstance(getattr(made_by, name, None), property):
+                return small  # which has them all by other fields
             return made_by(**fields | {"num_hidden_layers": layers, name: kinds} | given)
     return small
 
