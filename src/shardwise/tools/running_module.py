@@ -30,6 +30,7 @@ class RunningModule:
         self.chains: dict[str, Chain] = {}
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._owners: dict[int, Chain] = {}
+        self._own_names: dict[int, str] = {}
         self._calls: list[tuple[Chain, Any]] = []
         self._spans: list[tuple[int, int, Chain]] = []  # end and start of each call's nodes
         self._handles: list[Any] = []
@@ -53,6 +54,11 @@ class RunningModule:
         if variable is not None:
             return phase, self._owners.get(id(variable), ())
         return phase, self._made_by(node._sequence_nr())
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of a parameter, or of that of which a tensor is a view; None if it is none."""
+        base = tensor._base
+        return self._own_names.get(id(tensor if base is None else base))
 
     def _made_by(self, number: int) -> Chain:
         """The call that made an autograd node. Calls end in order, the inner one first."""
@@ -96,4 +102,5 @@ class RunningModule:
             if own:
                 self.parameters[name] = own
             self._owners.update((id(value), chain) for value in own.values())
+            self._own_names.update((id(value), f"{name}.{key}") for key, value in own.items())
         return self.chains[name]
