@@ -272,5 +272,5 @@ def _build(
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
         _counts["built"] += 1
-    planned(entry.op, made.tier)
+    planned(entry.op, made.tier, operands)
     return made

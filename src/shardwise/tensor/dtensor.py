@@ -306,6 +306,28 @@ def _served(mesh: Topology) -> str:
     return "virtual" if mesh.virtual else "over processes"
 
 
+def redistribute(
+    tensor: DTensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """The same tensor in another layout: `tensor.redistribute(...)` as a function.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.ones(4, device_mesh=mesh)
+    >>> redistribute(x, placements=[shardwise.Shard(0)]).placements
+    (S(0),)
+    """
+    if not isinstance(tensor, DTensor):
+        raise LayoutError(
+            f"redistribute: a DTensor is needed, but got {type(tensor).__name__}. "
+            "Use distribute_tensor for plain tensors."
+        )
+    return tensor.redistribute(device_mesh, placements, **options)
+
+
 @untraced
 def redistribute_all(
     tensors: Sequence[DTensor],

@@ -32,7 +32,8 @@ class Table:
 
     def __str__(self) -> str:
         right = [
-            any(isinstance(row[i], int) for row in self.rows) for i in range(len(self.columns))
+            any(isinstance(row[i], int | float) for row in self.rows)
+            for i in range(len(self.columns))
         ]
         texts = [[_text(value) for value in row] for row in (self.columns, *self.rows)]
         wide = [max(map(len, column)) for column in zip(*texts, strict=True)]
@@ -50,6 +51,8 @@ class Table:
 
 def _text(value: Any) -> str:
     """A value in its column: of many, the first three."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
     if not isinstance(value, tuple):
         return str(value)
     more = len(value) - 3
