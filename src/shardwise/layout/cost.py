@@ -29,7 +29,9 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not (0 <= self.latency < 1e3 and 1 <= self.bandwidth < 1e15):
+        given = (self.latency, self.bandwidth)
+        numbers = all(isinstance(number, (int, float)) for number in given)
+        if not (numbers and 0 <= self.latency < 1e3 and 1 <= self.bandwidth < 1e15):
             raise MeshError(
                 f"Link: latency={self.latency!r}, bandwidth={self.bandwidth!r}: the latency is in "
                 "seconds (0 or more), the bandwidth in bytes per second (1 or more)."

@@ -10,7 +10,7 @@ import torch
 from .._torch import untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, checked_placements, default_placements
@@ -136,6 +136,8 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         >>> x.redistribute(placements=[Shard(0)], cuts=[(1, 4)]).to_local().parts
         (tensor([0]), tensor([1, 2, 3, 4]))
         """
+        for dtype in (forward_dtype, backward_dtype):
+            need("redistribute", dtype, torch.dtype | None, "a dtype")
         target = _target(self, device_mesh, placements, cuts)
         if forward_dtype is not None:
             target = target.with_meta(target.meta._replace(dtype=forward_dtype))
@@ -306,6 +308,14 @@ def _served(mesh: Topology) -> str:
     return "virtual" if mesh.virtual else "over processes"
 
 
+def _need_dtensor(what: str, value: object) -> None:
+    if not isinstance(value, DTensor):
+        raise LayoutError(
+            f"{what}: a DTensor is needed, but got {type(value).__name__}. "
+            "Use distribute_tensor for plain tensors."
+        )
+
+
 def redistribute(
     tensor: DTensor,
     device_mesh: AnyMesh | None = None,
@@ -320,11 +330,7 @@ def redistribute(
     >>> redistribute(x, placements=[shardwise.Shard(0)]).placements
     (S(0),)
     """
-    if not isinstance(tensor, DTensor):
-        raise LayoutError(
-            f"redistribute: a DTensor is needed, but got {type(tensor).__name__}. "
-            "Use distribute_tensor for plain tensors."
-        )
+    _need_dtensor("redistribute", tensor)
     return tensor.redistribute(device_mesh, placements, **options)
 
 
@@ -349,13 +355,13 @@ def redistribute_all(
     >>> [x.placements for x in redistribute_all(pair, [Shard(1)])]
     [(S(1),), (S(1),)]
     """
+    need("redistribute_all", tensors, (list, tuple), "a list of DTensors")
     for each in tensors:
-        if not isinstance(each, DTensor):
-            raise LayoutError(
-                f"redistribute_all: DTensors are needed, but got {type(each).__name__}. "
-                "Use distribute_tensor for plain tensors."
-            )
-    one_for_all = all(isinstance(place, Placement) for place in placements)
+        _need_dtensor("redistribute_all", each)
+    need("redistribute_all", placements, (list, tuple, dict), "a list of placements")
+    one_for_all = isinstance(placements, dict) or all(
+        isinstance(place, Placement) for place in placements
+    )
     if not one_for_all and len(placements) != len(tensors):
         raise LayoutError(
             f"redistribute_all: {len(placements)} lists of placements were given for "

@@ -72,7 +72,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CallExpl
     aten._softmax(float32[4, 6@tp]): by its rule
     axis  row            price  taken
     tp    S(1) -> S(1)   0.000  *
-    tp    R -> R        10.048
+    tp    R -> R        10.024
     """
     if not callable(function):
         raise LayoutError(f"explain: {function!r} is no function. Give one, and its arguments.")

@@ -21,7 +21,7 @@ from ..dispatch.infer import infer
 from ..dispatch.operator import Operator
 from ..dispatch.plans import CallPlan, filled, tensors_in
 from ..dispatch.random_ops import is_random, is_without_dropout
-from ..errors import LayoutError, RuleError
+from ..errors import LayoutError, RuleError, need
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
 from ..layout.placement import Partial
@@ -114,6 +114,7 @@ def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) ->
 def _default(packet: Any) -> Any:
     if isinstance(packet, torch.library.CustomOpDef):  # type: ignore[attr-defined]
         return packet._opoverload
+    need("verify", packet, torch._ops.OpOverloadPacket, "an operator of torch.ops", RuleError)
     overloads = packet.overloads()
     if "default" not in overloads and len(overloads) > 1:
         raise RuleError(f"verify: {packet} has the overloads {', '.join(overloads)}: give one.")
