@@ -70,6 +70,12 @@ def _forget_plans(_: World) -> None:
     clear()
 
 
+_NO_DDP = (
+    " If it comes from DistributedDataParallel: a module of DTensors needs none. Shard the batch "
+    "instead, with distribute_tensor(batch, mesh, [Shard(0)]), and its gradients are reduced."
+)
+
+
 def _refuse_collective(op: OpOverload) -> None:
     """An error if an operator is a collective of PyTorch, which takes local tensors."""
     namespace, name = op._schema.name.split("::")
@@ -78,6 +84,7 @@ def _refuse_collective(op: OpOverload) -> None:
             f"{op}: a collective of torch.distributed was given a DTensor, but collectives take "
             "local tensors. Use x.to_local() for this rank's part. To have the whole value, or "
             "another layout, no collective is needed: use x.full_tensor() or x.redistribute(...)."
+            f"{_NO_DDP if name == 'broadcast_' else ''}"
         )
 
 
