@@ -30,7 +30,7 @@ from .compiled import CompileProtocol
 from .conversion import distribute_tensor as distribute_tensor
 from .conversion import from_local, laid_out_like, to_local, whole_local
 from .inplace_views import as_strided, in_place
-from .printing import text_of
+from .printing import html_of, text_of
 from .saving import plain_attributes, saved
 
 
@@ -211,6 +211,11 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The values and the layout, without communication between processes."""
         return text_of(self)
+
+    @untraced
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the layout in colours above the values."""
+        return html_of(self)
 
     # --- gradients of leaves -------------------------------------------------------------------
 
