@@ -97,6 +97,30 @@ def uneven_mse(put: Put) -> Any:
     return loss, x.grad
 
 
+@program("mse_loss and gradient, 8 rows sharded")
+def even_mse(put: Put) -> Any:
+    x = put(rows(8).requires_grad_(), 0)
+    loss = F.mse_loss(x, put(rows(8).cos(), 0))
+    loss.backward()
+    return loss, x.grad
+
+
+@program("a linear layer, rows sharded, and the gradient of its weight")
+def data_parallel(put: Put) -> Any:
+    weight = put(rows(4, 4).requires_grad_(), None)
+    loss = (put(rows(8), 0) @ weight).square().mean()
+    loss.backward()
+    return loss, weight.grad
+
+
+@program("an MLP, columns then rows of the weights sharded")
+def tensor_parallel(put: Put) -> Any:
+    up, down = put(rows(6, 4).requires_grad_(), 0), put(rows(4, 6).requires_grad_(), 1)
+    made = F.linear(F.gelu(F.linear(put(rows(3), None), up)), down)
+    made.sum().backward()
+    return made, up.grad, down.grad
+
+
 @program("cross_entropy, 7 rows sharded")
 def uneven_cross_entropy(put: Put) -> Any:
     x = put(rows(7).requires_grad_(), 0)

@@ -32,6 +32,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.layout.split_dims import held_of
+
 WORLD = 4
 SECONDS = 60.0
 ROWS, WIDTH = 256, 128
@@ -222,7 +224,9 @@ def _lacking(case: Case, given: list[Any], made: list[Any], coord: Any) -> int:
 
 def _part(whole: torch.Tensor, like: Any, coord: Any) -> torch.Tensor:
     """The region of a whole tensor that the rank at `coord` holds of `like`."""
-    return whole[tuple(slice(*piece) for piece in like._spec.box(coord))]
+    for dim, pieces in enumerate(held_of(like._spec, coord)):
+        whole = torch.cat([whole.narrow(dim, a, b - a) for a, b in pieces], dim)
+    return whole
 
 
 def allowed(case: Case, given: list[Any], made: list[Any], coord: Any) -> int:

@@ -189,20 +189,15 @@ def train_with_average(loss_of: Loss, model: nn.Module, optimizer: Any, batch: V
 
 
 def accumulate(pending: bool, model: nn.Module, optimizer: Any, batch: Values) -> Values:
-    """Four small batches and one step; with `pending` the gradients are reduced once, together."""
+    """Four small batches and one step; with `pending` the last one reduces the gradients of all."""
     optimizer.zero_grad()
     total = 0.0
-    for tokens, targets in zip(batch["tokens"], batch["targets"], strict=True):
-        with sw.keep_partial_grads() if pending else nullcontext():
+    parts = list(zip(batch["tokens"], batch["targets"], strict=True))
+    for index, (tokens, targets) in enumerate(parts):
+        with sw.keep_partial_grads() if pending and index + 1 < len(parts) else nullcontext():
             loss = next_token(model, {"tokens": tokens, "targets": targets}) / 4
             loss.backward()
         total = total + loss.detach()
-    if pending and isinstance(total, sw.DTensor):
-        leaves = list(model.parameters())
-        grads = [leaf.grad for leaf in leaves]
-        reduced = sw.redistribute_all(grads, [leaf.placements for leaf in leaves])
-        for leaf, grad in zip(leaves, reduced, strict=True):
-            leaf.grad = grad
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return {"loss": total, "norm": norm}

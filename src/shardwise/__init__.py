@@ -25,6 +25,7 @@ from .parallel import (
     distribute_module,
     fully_shard,
     make_plan,
+    materialize,
     parallelize_module,
     shard_module,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "logspace",
     "make_plan",
     "manual_seed",
+    "materialize",
     "ones",
     "parallelize_module",
     "per_rank",

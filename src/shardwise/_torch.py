@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.utils._pytree
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,23 +43,84 @@ _dtensors = torch._C.DispatchKeySet(_parsed)
 _others = torch.library.Library("_", "IMPL")
 _others.fallback(torch.library.fallthrough_kernel, _DTENSORS)
 
-_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+new_wrapper: Any = torch.Tensor._make_wrapper_subclass
+"""Makes a tensor with a shape and no storage of what `wrapper_arguments` gives."""
 _strided = torch.strided
+
+
+def wrapper_arguments(
+    cls: type, shape: Any, strides: Any, dtype: Any, device: Any
+) -> tuple[Any, ...]:
+    """The arguments of `new_wrapper` for a tensor at the key of DTensors.
+
+    PyTorch reads positional arguments faster than named ones.
+    """
+    # fmt: off
+    return (
+        cls, shape, strides, None, None, dtype, _strided, device,
+        False, False, None, False, False, _dtensors,
+    )
+    # fmt: on
 
 
 def make_wrapper(
     cls: type, shape: Any, strides: Any = None, dtype: Any = None, device: Any = None
 ) -> torch.Tensor:
-    """A tensor with a shape and no storage, at the key of DTensors.
-
-    PyTorch reads positional arguments faster than named ones.
-    """
-    # fmt: off
-    return _make_wrapper(  # type: ignore[no-any-return]
-        cls, shape, strides, None, None, dtype, _strided, device,
-        False, False, None, False, False, _dtensors,
+    """A tensor with a shape and no storage, at the key of DTensors."""
+    return new_wrapper(  # type: ignore[no-any-return]
+        *wrapper_arguments(cls, shape, strides, dtype, device)
     )
-    # fmt: on
+
+
+_BOUND: dict[str, tuple[Any, str]] = {
+    "": (
+        torch,
+        "add.Tensor sub.Tensor mul.Tensor div.Tensor mm bmm addmm baddbmm relu exp log sqrt rsqrt "
+        "tanh sigmoid abs sin cos where.self sum sum.dim_IntList mean mean.dim _softmax "
+        "_log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm t "
+        "transpose.int permute unsqueeze cat stack clone detach embedding zeros_like ones_like "
+        "empty_like",
+    ),
+    "method": (
+        torch.Tensor,
+        "view expand select.int add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor copy_ zero_ "
+        "addcmul_ addcdiv_ lerp_.Scalar",
+    ),
+    "network": (torch._C._nn, "gelu silu"),
+}
+
+
+def _bound() -> dict[str, Any]:
+    found = {}
+    for space, names in _BOUND.values():
+        for name in names.split():
+            base, _, overload = name.partition(".")
+            found[f"aten.{base}.{overload or 'default'}"] = getattr(space, base)
+    return found
+
+
+BOUND = _bound()
+"""PyTorch's Python functions that reach the same overload for every call of these operators."""
+
+
+def local_function(op: Any) -> Any:
+    """The fastest function that runs an operator on local tensors.
+
+    PyTorch's Python functions read their arguments faster than operators do.
+    """
+    if op._schema.name.startswith("aten::_foreach_") and op._overloadname != "Tensor":
+        return getattr(torch, op._schema.name.removeprefix("aten::"), op._op)
+    return BOUND.get(str(op), op._op)
+
+
+def take_lists(*classes: Any) -> None:
+    """Let PyTorch's utilities and optimizers use list operators for tensors of these classes.
+
+    `clip_grad_norm_` then computes all norms at once, as for plain tensors, and optimizers choose
+    their foreach form on the devices where that is their default.
+    """
+    for supported in (_utility_types, _optimizer_types):
+        supported.extend([each for each in classes if each not in supported])
 
 
 _INHERITED = "shardwise.settings"
@@ -338,6 +401,28 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def leaf_of_gradient() -> Any:
+    """The leaf into whose `.grad` the gradient goes that a hook of the leaf has been given; None if
+    `torch.autograd.grad` returns the gradient."""
+    node = torch._C._current_autograd_node()
+    try:
+        goes = node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it refuses leaves whose gradients are returned
+        return None
+    return getattr(node, "variable", None) if goes else None
+
+
+def current_backward() -> int:
+    """The number of the backward that runs in this thread; one within another has its own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs, before `backward()` returns. It is
+    dropped if the backward fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def autograd_node() -> Any:

@@ -151,7 +151,8 @@ def ragged_results() -> Block:
 def keep_partial_grads() -> Block:
     """Leave the gradients of leaves partial, so that they accumulate without communication.
 
-    Redistribute them when they are needed: `p.grad = p.grad.redistribute(placements=p.placements)`.
+    Use it for all but the last of several small batches: the next backward outside of the block
+    reduces what has been accumulated, many gradients in one collective.
     """
     return Block(partial_grads=True)
 

@@ -257,10 +257,6 @@ def sparse(model: Any) -> None:
     model.register_buffer("more", torch.eye(3).to_sparse())
 
 
-def no_values(model: Any) -> None:
-    model.register_buffer("more", torch.ones(3, device="meta"))
-
-
 def own_name(model: Any) -> None:
     model.head.weight._spec = 3
 
@@ -280,7 +276,6 @@ def grad_view(model: Any) -> None:
         same_memory,
         subclass,
         sparse,
-        no_values,
         own_name,
         grad_view,
     ],
@@ -290,7 +285,7 @@ def test_what_cannot_be_exchanged_raises_before_anything_changes(
 ) -> None:
     model = Tied()
     held = trouble(model)
-    before = as_it_was(model) if trouble not in (sparse, no_values) else None
+    before = as_it_was(model) if trouble is not sparse else None
     with pytest.raises(LayoutError, match=r"Nothing was changed"):
         distribute_module(model, virtual(2), partition)
     if before is not None:

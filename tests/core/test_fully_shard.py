@@ -131,8 +131,12 @@ def test_beside_tensor_parallelism() -> None:
         "embed.weight": {"tp": Shard(0)},
     }
     made = sharded(sw.shard_module(copy.deepcopy(model), mesh, plan), mesh["dp"])
+    with CommDebugMode() as comm:
+        made.blocks[0](distribute_tensor(torch.ones(4, LENGTH, WIDTH).double(), mesh))
+    assert comm.by_axis["dp"] == {"all_gather": 1}
     assert made.blocks[0].up.weight.placements == (Shard(1), Shard(0))
     assert made.blocks[0].down.weight.placements == (Shard(0), Shard(1))
+    assert made.blocks[0].up.bias.placements == (Shard(0, split=2), Shard(0))
     assert made.blocks[0].norm1.weight.placements == (Shard(0), Replicate())
     check_training(model, made, mesh)
 

@@ -377,3 +377,40 @@ def test_blocks_move_with_any_buffer(name: str, ranks: int) -> None:
             assert_holds(goal, by_coord(goal, x.redistribute(placements=dst)._locals), full)
             later = x.redistribute(placements=dst, async_op=True)
             assert torch.equal(later.full_tensor(), full)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("shape, dim, blocks", [((4, 6, 24), 2, 3), ((5, 21), 1, 3), ((24,), 0, 4)])
+def test_blocks_are_split_and_joined_where_they_are(
+    ranks: int, shape: tuple[int, ...], dim: int, blocks: int
+) -> None:
+    """Queries, keys and values of one layer, and their gradients."""
+    plain = numbers(*shape).requires_grad_()
+    x = distribute_tensor(plain.detach(), virtual(ranks), [Shard(dim, blocks)]).requires_grad_()
+    size = shape[dim] // blocks
+
+    def loss(whole: Any) -> Any:
+        parts = [*whole.split(size, dim), *whole.chunk(blocks, dim)]
+        again = torch.cat(parts[blocks:], dim)
+        return [(i + 1) * part * part for i, part in enumerate([*parts, again])]
+
+    with sw.CommDebugMode() as seen:
+        made = loss(x)
+        torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+    expected = loss(plain)
+    torch.autograd.backward(expected, [torch.ones_like(each) for each in expected])
+    assert seen.get_total_counts() == 0
+    for found, right in zip(made, expected, strict=True):
+        torch.testing.assert_close(found.full_tensor(), right.detach())
+    assert made[0].placements == (Shard(dim),)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def test_slices_across_blocks_are_those_of_one_device() -> None:
+    plain = numbers(3, 24)
+    x = distribute_tensor(plain, virtual(2), [Shard(1, 3)])
+    for part in (slice(0, 12), slice(4, 16), slice(8, 8), slice(0, 24, 8), slice(8, 24)):
+        assert torch.equal(x[:, part].full_tensor(), plain[:, part])
+    x[:, 8:16] = -1.0
+    plain[:, 8:16] = -1.0
+    assert torch.equal(x.full_tensor(), plain)

@@ -395,3 +395,35 @@ def test_gradients_that_are_asked_for_leave_the_leaf_alone() -> None:
     (asked,) = torch.autograd.grad((rows @ leaf).square().sum(), leaf)
     assert asked.placements == (Replicate(),)
     assert leaf.grad is not None and leaf.grad.placements[0].is_partial()
+
+
+def rms_norm(weight: Any, x: Any) -> Any:
+    """As many models write it by hand."""
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5))
+
+
+@pytest.mark.parametrize("norm", [rms_norm, lambda w, x: nn.functional.rms_norm(x, (6,), w)])
+def test_a_norm_before_a_column_parallel_layer_takes_one_collective_in_the_backward(
+    norm: Any,
+) -> None:
+    """The gradient that arrives is reduced; what the norm makes of it is local then."""
+    mesh, values = virtual(2), [numbers(6), numbers(6, 8, seed=1), numbers(8, 6, seed=2)]
+    want = [value.clone().requires_grad_() for value in values]
+    have = [
+        distribute_tensor(value, mesh, [at]).requires_grad_()
+        for value, at in zip(values, [Replicate(), Shard(1), Shard(0)], strict=True)
+    ]
+
+    def block(leaves: list[Any], x: Any) -> Any:
+        scale, up, down = leaves
+        return x + norm(scale, x) @ up @ down
+
+    x = numbers(2, 3, 6, seed=3)
+    for leaves, given in ((want, x), (have, distribute_tensor(x, mesh, [Replicate()]))):
+        y = given.clone().requires_grad_()
+        loss = block(leaves, block(leaves, y)).square().sum()
+        with CommDebugMode() as comm:
+            loss.backward()
+    assert comm.get_comm_counts() == {"all_reduce": 2}
+    for a, b in zip(have, want, strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)

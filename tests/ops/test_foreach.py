@@ -328,3 +328,61 @@ def test_a_list_of_numbers_enters_the_key_by_their_types() -> None:
     x = spread(torch.arange(4), virtual(2), [Shard(0)])
     assert torch._foreach_add([x], [1])[0].dtype is torch.int64
     assert torch._foreach_add([x], [1.5])[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 3)])
+def test_norms_are_one_communication_however_tensors_are_sharded(shape: tuple[int, ...]) -> None:
+    """A tensor counts once: those that an axis does not shard are equal on all of its ranks."""
+    values = [numbers(5, 4, seed=i) for i in range(9)]
+    layouts = list(itertools.product((R, S0, S1), repeat=len(shape)))
+    many = [spread(v, virtual(*shape), at) for v, at in zip(values, layouts, strict=False)]
+    for ord in (2.0, 3, float("inf")):
+        with CommDebugMode() as comm:
+            made = torch._foreach_norm(many, ord)
+        assert comm.get_total_counts() == 1
+        for have, want in zip(made, torch._foreach_norm(values, ord), strict=False):
+            torch.testing.assert_close(have.full_tensor(), want)
+
+
+def test_an_element_reads_what_a_view_of_another_rank_has_by_then() -> None:
+    """`x[2]` lives on another rank: it is read when its turn comes, not before."""
+    plain = numbers(4, 3)
+    ours = spread(plain.clone(), virtual(2), [S0])
+    other = numbers(3, seed=1)
+    mine = spread(other.clone(), virtual(2), [R])
+    torch._foreach_add_([plain, other], [torch.ones(4, 3), plain[2]])
+    torch._foreach_add_([ours, mine], [spread(torch.ones(4, 3), virtual(2), [S0]), ours[2]])
+    torch.testing.assert_close(mine.full_tensor(), other)
+
+
+@pytest.mark.parametrize("numbers_", [(1.0, 0.0), (1.0, float("nan")), (-1.0, 2.0), (0.5, 2.0)])
+def test_a_list_of_numbers_enters_the_key_by_its_ends(numbers_: tuple[float, float]) -> None:
+    value = torch.tensor([1.0, 0.0, -2.0])
+    ours = [spread(value.clone(), virtual(2), [P]) for _ in range(3)]
+    torch._foreach_div_(ours, [1.0, 2.0, 3.0])
+    for given in itertools.permutations((1.0, *numbers_)):
+        ours = [spread(value.clone(), virtual(2), [P]) for _ in range(3)]
+        plain = [value.clone() for _ in range(3)]
+        for each in (ours, plain):
+            torch._foreach_div_(each, list(given))
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, equal_nan=True)
+
+
+def test_clipping_is_one_communication() -> None:
+    """As users call it: PyTorch chooses list operators for DTensors too."""
+    layouts = [(R, R), (S0, R), (S0, S1), (R, S0), (P, S1)]
+    plain = [numbers(4, 6, seed=i).requires_grad_() for i in range(len(layouts))]
+    ours = [p.detach().clone().requires_grad_() for p in plain]
+    ours = [spread(p, virtual(2, 2), (R, R)) for p in ours]
+    for seed, (mine, theirs, at) in enumerate(zip(ours, plain, layouts, strict=True)):
+        theirs.grad = numbers(4, 6, seed=10 + seed)
+        mine.grad = spread(theirs.grad.clone(), virtual(2, 2), at)
+    want = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    with CommDebugMode() as comm:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in ours[:-1]])
+    assert comm.get_total_counts() == 1 and norm.placements == (R, R)
+    have = torch.nn.utils.clip_grad_norm_(ours, 0.5)
+    torch.testing.assert_close(have.full_tensor(), want)
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)

@@ -113,6 +113,15 @@ def different() -> None:
                 values[0].item()
         elif way == "more" and mine:
             x.sum().item()  # one more
+        elif way == "hook":
+            leaves = [
+                sw.distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]).requires_grad_()
+                for _ in range(3)
+            ]
+            if mine:
+                leaves[1].register_hook(lambda grad: None)
+            loss = (x @ leaves[0] @ leaves[1] @ leaves[2]).sum()
+            loss.backward()  # a hook on one rank
 
 
 try:

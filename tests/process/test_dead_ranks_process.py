@@ -115,6 +115,7 @@ LINES = {
     "amax": ("value.item()  # amax or sum", "value.item()  # amax or sum"),
     "order": ("values[0].item()  # first", "values[1].item()  # first"),
     "more": ("x.sum().item()  # one more", "with sw.lockstep()"),
+    "hook": ("loss.backward()  # a hook on one rank", "loss.backward()  # a hook on one rank"),
     "flag more": ("x.prod().item()  # one more", "dist.destroy_process_group()  # at the end"),
     "flag amax": ("x.amax().item()  # instead", "x.sum().item()  # instead"),
 }

@@ -147,7 +147,7 @@ def is_plain(dtype: torch.dtype, op: str) -> bool:
 def buffer_width(task: Task, dtype: torch.dtype) -> int:
     """The bytes per element in a buffer, with the copies that a reduction in another form makes."""
     if task.kind == "all_reduce" and backends_reduce(dtype, task.op):
-        return 2 * dtype.itemsize if is_plain(dtype, task.op) else 32
+        return dtype.itemsize if is_plain(dtype, task.op) else 32
     return dtype.itemsize + (0 if not task.op or _wider(dtype, task.op) is dtype else 24)
 
 

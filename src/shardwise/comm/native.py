@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from .dtypes import as_bytes, backend_op, backends_reduce, from_backend, is_plai
 from .group import Group, all_gather, reduce_scatter
 from .protocol import Job, Wait, narrow
 
-Launcher = Callable[[Group, Job, torch.Tensor], Wait]
+Part = tuple[Job, torch.Tensor]
+"""A job and its result."""
+Launcher = Callable[[Group, Sequence[Part]], Wait]
 
 
 def native_launcher(group: Group, jobs: Sequence[Job]) -> Launcher | None:
@@ -54,54 +56,95 @@ def _shards(group: Group, job: Job) -> tuple[list[Box], Box]:
 
 def _is_even(group: Group, job: Job) -> bool:
     """True if all rows have one size, and a copy of them fits into the buffer if one is needed."""
-    rows, whole = _shards(group, job)
+    rows, _ = _shards(group, job)
     sizes = set(map(box_numel, rows))
     if len(sizes) != 1 or not box_numel(rows[0]):
         return False
+    return _is_direct(group, job) or _packed(group, job) <= buffer_size()
+
+
+def _is_direct(group: Group, job: Job) -> bool:
+    """True if the rows lie in memory as the backend takes them."""
     plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
-    if plain and job.fills(rows, whole):
-        return True
-    width = sizes.pop() * (job.dtype.itemsize if plain else 16)
-    return 2 * width * len(rows) <= buffer_size()
+    return plain and job.fills(*_shards(group, job))
 
 
-def _all_gather(group: Group, job: Job, out: torch.Tensor) -> Wait:
-    """Gather into the result, or into rows that are copied to their places."""
-    boxes, whole = _shards(group, job)
-    row = as_bytes(job.local[0].permute(job.order))
-    row = row.clone() if job.async_op else row
-    direct = job.fills(boxes, whole)
-    rows = as_bytes(out.permute(job.order)) if direct else row.new_empty(len(boxes) * row.numel())
+def _packed(group: Group, job: Job) -> int:
+    """The bytes of the rows in a buffer, with those of a reduction in another form."""
+    rows, _ = _shards(group, job)
+    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
+    return 2 * len(rows) * box_numel(rows[0]) * (job.dtype.itemsize if plain else 16)
+
+
+def batches(
+    group: Group, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]
+) -> Iterator[list[Part]]:
+    """The jobs with their results, as many together as fit into the buffer."""
+    some: list[Part] = []
+    total = 0
+    for job, out in zip(jobs, outs, strict=True):
+        assert out is not None
+        nbytes = _packed(group, job)
+        if some and total + nbytes > buffer_size():
+            yield some
+            some, total = [], 0
+        some.append((job, out))
+        total += nbytes
+    yield some
+
+
+def _all_gather(group: Group, parts: Sequence[Part]) -> Wait:
+    """Gather into one result, or into rows that are copied to their places in all results."""
+    job, out = parts[0]
+    given = [as_bytes(job.local[0].permute(job.order)) for job, _ in parts]
+    direct = len(parts) == 1 and _is_direct(group, job)
+    row = torch.cat(given) if len(parts) > 1 or job.async_op else given[0]
+    rows = row.new_empty(len(group.ranks) * row.numel())
+    if direct:
+        rows = as_bytes(out.permute(job.order))
     wait = all_gather(group, rows, row)
+    shards = [_shards(group, job) for job, _ in parts]
 
     def land() -> None:
         wait()
-        if not direct:
-            for part, box in zip(rows.view(job.dtype).view(len(boxes), -1), boxes, strict=True):
-                narrow(out, relative(box, whole)).copy_(job.shaped(part, box))
+        pieces = iter(rows.split([each.numel() for each in given] * len(group.ranks)))
+        for member in range(0 if direct else len(group.ranks)):
+            for (job, out), (boxes, whole) in zip(parts, shards, strict=True):
+                box, raw = boxes[member], next(pieces)
+                aligned = raw.storage_offset() % job.dtype.itemsize == 0
+                value = (raw if aligned else raw.clone()).view(job.dtype)
+                narrow(out, relative(box, whole)).copy_(job.shaped(value, box))
 
     return land
 
 
-def _reduce_scatter(group: Group, job: Job, out: torch.Tensor) -> Wait:
-    """Reduce from the source, or from rows that its parts are copied to."""
-    task, value = job.task, job.local[0]
-    boxes, whole = _shards(group, job)
-    if not job.fills(boxes, whole):
-        parts = [job.flat(narrow(value, relative(box, whole))) for box in boxes]
-        rows = to_backend(torch.cat(parts), task.op)
-    else:
-        rows = to_backend(job.flat(value), task.op)
-        if job.async_op and rows.data_ptr() == value.data_ptr():
-            rows = rows.clone()
-    flat = job.flat(out)
-    total = flat if rows.dtype is job.dtype else rows.new_empty(flat.numel())
+def _reduce_scatter(group: Group, parts: Sequence[Part]) -> Wait:
+    """Reduce from one source, or from rows that the parts of all sources are copied to."""
+    job = parts[0][0]
+    task, outs = job.task, [job.flat(out) for job, out in parts]
+    direct = len(parts) == 1 and _is_direct(group, job)
+    value = job.flat(job.local[0]) if direct else torch.cat(_rows(group, parts))
+    rows = to_backend(value, task.op)
+    if job.async_op and rows.data_ptr() == job.local[0].data_ptr():
+        rows = rows.clone()
+    into = direct and rows.dtype is job.dtype
+    total = outs[0] if into else rows.new_empty(rows.numel() // len(group.ranks))
     wait = reduce_scatter(group, total, rows, backend_op(job.dtype, task.op))
 
     def land() -> None:
         wait()
-        result = from_backend(total, job.dtype, task.op, task.over)
-        if result.data_ptr() != flat.data_ptr():
-            flat.copy_(result)
+        made = from_backend(total, job.dtype, task.op, task.over)
+        if made.data_ptr() != outs[0].data_ptr():
+            torch._foreach_copy_(outs, made.split_with_sizes([out.numel() for out in outs]))
 
     return land
+
+
+def _rows(group: Group, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """The parts of all sources for the first member, then those for the second, and so on."""
+    found, shards = [], [_shards(group, job) for job, _ in parts]
+    for member in range(len(group.ranks)):
+        for (job, _), (boxes, whole) in zip(parts, shards, strict=True):
+            value = narrow(job.local[0], relative(boxes[member], whole))
+            found.append(job.flat(value.resolve_conj().resolve_neg()))
+    return found

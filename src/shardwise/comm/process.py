@@ -23,7 +23,7 @@ from .events import record
 from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
-from .native import native_launcher
+from .native import batches, native_launcher
 from .protocol import Finish, Job, Launch, Wait
 
 
@@ -117,35 +117,39 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
     if launcher is None:
         yield from rounds(group, jobs, outs)
         return
-    for job, out in zip(jobs, outs, strict=True):
-        assert out is not None
-        yield partial(launcher, group, job, out)
+    for parts in batches(group, jobs, outs):
+        yield partial(launcher, group, parts)
 
 
 def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
-    """Reduce in place, as many tensors together as fit into the buffer. A larger one is reduced
-    alone, in parts if it is reduced in another dtype."""
-    some: list[torch.Tensor] = []
+    """Reduce as many tensors together as fit into the buffer. A larger one is reduced alone, in
+    parts if it is reduced in another dtype."""
+    job, room = jobs[0], buffer_size()
+    width, plain = buffer_width(job.task, job.dtype), is_plain(job.dtype, job.task.op)
+    some: list[tuple[torch.Tensor, torch.Tensor]] = []
     total = 0
-    for job, out in zip(jobs, outs, strict=True):
+    for each, out in zip(jobs, outs, strict=True):
         assert out is not None
-        flat, width = job.flat(out.copy_(job.local[0])), buffer_width(job.task, job.dtype)
-        plain = is_plain(job.dtype, job.task.op)
-        for part in [flat] if plain else flat.split(max(1, buffer_size() // width)):
-            nbytes = part.numel() * width
-            if some and total + nbytes > buffer_size():
+        ends = each.flat(each.local[0].resolve_conj().resolve_neg()), each.flat(out)
+        chunks = [(end,) if plain else end.split(max(1, room // width)) for end in ends]
+        for given, made in zip(*chunks, strict=True):
+            nbytes = made.numel() * width
+            if some and total + nbytes > room:
                 yield partial(_all_reduce, job, some)
                 some, total = [], 0
             if nbytes:
-                some.append(part)
+                some.append((given, made))
                 total += nbytes
     if some:
-        yield partial(_all_reduce, jobs[0], some)
+        yield partial(_all_reduce, job, some)
 
 
-def _all_reduce(job: Job, parts: list[torch.Tensor]) -> Wait:
-    task = job.task
-    value = to_backend(parts[0] if len(parts) == 1 else torch.cat(parts), task.op)
+def _all_reduce(job: Job, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
+    """Reduce flat tensors into others; one alone in place."""
+    task, outs = job.task, [made for _, made in parts]
+    given = [part for part, _ in parts]
+    value = outs[0].copy_(given[0]) if len(parts) == 1 else torch.cat(given)
+    value = to_backend(value, task.op)
     wait: Wait | None = None
     for group in reduction_groups(task.src.topology, task.axes):
         if wait is not None:
@@ -155,11 +159,9 @@ def _all_reduce(job: Job, parts: list[torch.Tensor]) -> Wait:
     def land() -> None:
         if wait is not None:
             wait()
-        shares = value.split([part.numel() for part in parts])
-        for part, share in zip(parts, shares, strict=True):
-            result = from_backend(share, job.dtype, task.op, task.over)
-            if result.data_ptr() != part.data_ptr():  # else it was reduced in place
-                part.copy_(result)
-        give_back([value], kept=parts)
+        total = from_backend(value, job.dtype, task.op, task.over)
+        if len(outs) > 1 or total.data_ptr() != outs[0].data_ptr():
+            torch._foreach_copy_(outs, total.split_with_sizes([out.numel() for out in outs]))
+            give_back([value], kept=outs)
 
     return land

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -22,12 +23,17 @@ Finish = Callable[[], list[list[torch.Tensor]]]
 
 
 class Boxes(Protocol):
-    """A layout: the box of each rank, and the index (slot) of its local tensor."""
+    """A layout: the box of each rank, the index (slot) of its local tensor, the box around all of
+    them, and the axes that are Partial, with the reduction."""
 
     @property
     def topology(self) -> Topology: ...
     @property
     def slots(self) -> tuple[Coord, ...]: ...
+    @property
+    def hull(self) -> Box: ...
+    @property
+    def partial(self) -> tuple[tuple[int, str], ...]: ...
     def slot(self, coord: Coord) -> int: ...
     def box(self, coord: Coord) -> Box: ...
 
@@ -48,12 +54,15 @@ class Parcel(NamedTuple):
 
 
 class Task(Protocol):
-    """A collective: `kind`, the axes whose members talk, the layouts before and after."""
+    """A collective: `kind`, the axes whose members talk, the axes that are reduced, the layouts
+    before and after."""
 
     @property
     def kind(self) -> str: ...
     @property
     def axes(self) -> tuple[int, ...]: ...
+    @property
+    def reduced(self) -> tuple[int, ...]: ...
     @property
     def op(self) -> str: ...
     @property
@@ -62,7 +71,6 @@ class Task(Protocol):
     def src(self) -> Boxes: ...
     @property
     def dst(self) -> Boxes: ...
-    def sources(self, dst: Coord) -> tuple[Coord, ...]: ...
     def parcel(self, src: Coord, dst: Coord) -> Parcel | None: ...
 
 
@@ -83,20 +91,20 @@ class Job:
 
     def flat(self, value: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor in the order of memory; a view if they lie so."""
-        return value.permute(self.order).reshape(-1)
+        order = self.order
+        return (value if _is_ascending(order) else value.permute(order)).reshape(-1)
 
     def shaped(self, flat: torch.Tensor, box: Box) -> torch.Tensor:
         """Elements in the order of memory as a tensor."""
         shape, order = box_shape(box), self.order
-        if order == tuple(range(len(order))):
+        if _is_ascending(order):
             return flat.view(shape)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return flat.view([shape[dim] for dim in order]).permute(inverse)
 
     def empty(self, box: Box) -> torch.Tensor:
         """Memory for a box."""
-        shape = box_shape(box)
-        stride = stride_like(shape, self.order)
+        shape, stride = _shape_and_stride(box, self.order)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
     def fills(self, boxes: Sequence[Box], outer: Box) -> bool:
@@ -111,6 +119,17 @@ class Job:
                 return False
             at = box[first][1]
         return at == outer[first][1]
+
+
+@lru_cache(maxsize=4096)
+def _is_ascending(order: tuple[int, ...]) -> bool:
+    return order == tuple(range(len(order)))
+
+
+@lru_cache(maxsize=16384)
+def _shape_and_stride(box: Box, order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = box_shape(box)
+    return shape, stride_like(shape, order)
 
 
 class Engine(Protocol):

@@ -6,35 +6,67 @@ from collections.abc import Sequence
 
 import torch
 
-from ..layout.geometry import Box
 from ..layout.mesh import Coord, Topology
 from .dtypes import reduce_list
 from .protocol import Finish, Job, narrow
 
 
 class VirtualEngine:
-    """Collectives as loops over the ranks; they are done when they are started."""
+    """Collectives are done when they are started: the whole tensor is put together once, and each
+    rank gets a copy of its box."""
 
     def start(self, jobs: Sequence[Job]) -> Finish:
-        done = [[_result(job, target) for target in job.task.dst.slots] for job in jobs]
+        done = [_results(job) for job in jobs]
         return lambda: done
 
     def check_equal(self, topology: Topology, digest: int) -> bool:
         return True
 
 
-def _result(job: Job, target: Coord) -> torch.Tensor:
+def _results(job: Job) -> list[torch.Tensor]:
+    task, dst = job.task, job.task.dst
+    parts = _reduced(job) if task.op else dict(zip(task.src.slots, job.local, strict=True))
+    if task.kind == "all_reduce":
+        return [parts[coord] for coord in dst.slots]
+    # What stays Partial is as many tensors, by the coordinate on the Partial axes.
+    pending = [axis for axis, _ in task.src.partial if axis not in task.reduced]
+    wholes = _wholes(job, parts, pending)
+    if len(dst.slots) == 1 and dst.box(dst.slots[0]) == task.src.hull and len(parts) > 1:
+        return list(wholes.values())
+    return [
+        job.empty(box).copy_(narrow(wholes[_at(coord, pending)], box))
+        for coord, box in [(coord, dst.box(coord)) for coord in dst.slots]
+    ]
+
+
+def _at(coord: Coord, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple([coord[axis] for axis in axes])
+
+
+def _reduced(job: Job) -> dict[Coord, torch.Tensor]:
+    """The local tensors after the reduction, by coordinates that are 0 on the reduced axes."""
     task = job.task
-    result = job.empty(task.dst.box(target))
-    pieces: dict[Box, list[torch.Tensor]] = {}
-    for source in task.sources(target):
-        parcel = task.parcel(source, target)
-        assert parcel is not None
-        held = narrow(job.local[task.src.slot(source)], parcel.inside)
-        pieces.setdefault(parcel.place, []).append(held)
-    for place, parts in pieces.items():
-        if task.op:
-            reduce_list(parts, task.op, task.over, out=narrow(result, place))
-        else:
-            narrow(result, place).copy_(parts[0])
-    return result
+    found: dict[Coord, list[torch.Tensor]] = {}
+    for coord, part in zip(task.src.slots, job.local, strict=True):
+        left = tuple([0 if axis in task.reduced else at for axis, at in enumerate(coord)])
+        found.setdefault(left, []).append(part)
+    return {
+        coord: reduce_list(parts, task.op, task.over, out=job.empty(task.src.box(coord)))
+        for coord, parts in found.items()
+    }
+
+
+def _wholes(
+    job: Job, parts: dict[Coord, torch.Tensor], pending: Sequence[int]
+) -> dict[tuple[int, ...], torch.Tensor]:
+    """The whole tensor, for each coordinate on the axes that stay Partial."""
+    src, found = job.task.src, dict[tuple[int, ...], torch.Tensor]()
+    for coord, part in parts.items():
+        key, box = _at(coord, pending), src.box(coord)
+        if box == src.hull:
+            found[key] = part
+            continue
+        if key not in found:
+            found[key] = job.empty(src.hull)
+        narrow(found[key], box).copy_(part)
+    return found

@@ -57,7 +57,7 @@ kept = Bounded(256 << 20)
 
 def plan_bytes(operands: Sequence[Any]) -> int:
     """The estimated size of a plan: it holds something for each local tensor of an operand."""
-    return 1500 + sum([250 + 170 * len(operand._spec.slots) for operand in operands])
+    return 2800 + sum([250 + 170 * len(operand._spec.slots) for operand in operands])
 
 
 def number_key(value: Any) -> Any:

@@ -27,7 +27,7 @@ from .fallback import as_form, fallback_form, into_plain_form, written_in
 from .infer import Unknown, infer
 from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
-from .plans import CallPlan, FormPlan, Plan, filled, tensors_in
+from .plans import CallPlan, FormPlan, Places, Plan, filled, tensors_in
 from .random_ops import is_random, is_without_dropout, random_form
 
 
@@ -154,10 +154,22 @@ def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:
     return run
 
 
-def _operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
-    """The positions of the operands, if all are positional arguments by themselves."""
-    positions = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
-    return positions if len(positions) == len(list(tensors_in(args, kwargs))) else None
+def _places(args: Sequence[Any], kwargs: dict[str, Any]) -> Places | None:
+    """Where the operands stand, if all are positional arguments or whole lists of tensors."""
+    if any(True for _ in tensors_in((), kwargs)):
+        return None
+    places: list[tuple[int, int | slice]] = []
+    count = 0
+    for position, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            places.append((position, count))
+            count += 1
+        elif isinstance(value, (list, tuple)) and (own := len(list(tensors_in((value,), {})))):
+            if own < len(value):
+                return None
+            places.append((position, slice(count, count + own)))
+            count += own
+    return tuple(places)
 
 
 def _replicated(
@@ -196,19 +208,19 @@ def _call_plan(
     structure: Any,
     **local: Any,
 ) -> CallPlan:
-    positions = _operand_positions(args, kwargs)
+    places = _places(args, kwargs)
     return CallPlan(
         entry.op,
         specs,
         decision.inputs,
         decision.outputs,
-        operand_positions=positions,
+        places=places,
         structure=structure,
         written=_written_operand(entry, args),
         target=entry.written or 0,
         aliases=entry.is_view and decision.inputs == specs,
         device=_device(args, kwargs),
-        operands_only=positions is not None and len(positions) == len(args) and not kwargs,
+        operands_only=places is not None and len(places) == len(args) and not kwargs,
         **local,
     )
 
@@ -252,7 +264,7 @@ def _by_rule(
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
     call = _call(entry, specs, args, kwargs, metas, structure)
-    decision, local = _decided(entry, call, written, structure)
+    decision, local = _decided(entry, call, written)
     form = entry.form
     if form is not None and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
@@ -261,7 +273,8 @@ def _by_rule(
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
     plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
-    plan.quick = None if plan.deferred else plan.quick
+    if plan.deferred:
+        plan.quick = plan._next_quick = None
     return plan
 
 
@@ -311,13 +324,11 @@ def _row_price(call: Call, decision: Decision) -> int:
     return price
 
 
-def _decided(
-    entry: Operator, call: Call, written: int | None, structure: Any
-) -> tuple[Decision, dict[str, Any]]:
+def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision, dict[str, Any]]:
     """The layouts of a call, and what its rule says of the local call."""
     user = entry.user
     if user is not None and user.decide is not None:
-        decision, local = user.decide(call, structure, written)
+        decision, local = user.decide(call, written)
         return decision, {"local": local}
     assert entry.family is not None
     rule = entry.family(call)
@@ -329,7 +340,7 @@ def _decided(
         )
     decision = decide(rule, call, written)
     if user is not None and user.check is not None:
-        user.check(call, rule, decision, structure)
+        user.check(call, rule, decision)
     return decision, {
         "local": _physical if entry.copies else rule.local,
         "unless": rule.unless,

@@ -132,18 +132,6 @@ def _to_factor(at: Along, cuts: Cuts) -> Cuts | None:
 class _Choice:
     """The choice of a row for one axis after another, with the sizes that the axes before leave."""
 
-    __slots__ = (
-        "counts",
-        "held",
-        "leaders",
-        "results",
-        "rule",
-        "sizes",
-        "specs",
-        "unfit",
-        "written",
-    )
-
     def __init__(
         self,
         rule: Rule,

@@ -39,6 +39,7 @@ from ..storage.plain import adopt_all, check_plain
 from ..storage.wrapper import Plain, Wrapper, wrap
 from .cache import kept, number_key, plan_bytes
 from .choose import build
+from .classes import from_class, remember
 from .lists import run_list
 from .operator import Operator
 from .plans import Plan, tensors_in
@@ -104,14 +105,16 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
-    if entry.special and (entry.is_list or torch.is_inference_mode_enabled()):
+    if entry.is_list:
+        return run_list(entry, args, kwargs or {})
+    if entry.special and torch.is_inference_mode_enabled():
         made = _run_special(entry, args, kwargs or {})
         if made is not NotImplemented:
             return made
     public = Wrapper.public
     operands: list[Any] = []
     key: list[Any] = []
-    plain = False
+    unusual = False
     for value, keyed_by_type in zip(args, entry.keyed_by_type):  # noqa: B905  # trailing defaults are left out
         kind = type(value)
         if kind is public:
@@ -120,34 +123,20 @@ def dispatch(
         elif keyed_by_type is None:
             key.append(tuple(value) if kind is list else value)
         else:
-            plain |= _add(value, keyed_by_type, operands, key)
+            unusual |= _add(value, keyed_by_type, operands, key)
     kwargs = kwargs or {}
     for name in kwargs:
         key.append(name)
-        plain |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
-    if plain:
+        unusual |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
+    if unusual:
         mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
         operands = adopt_all(op, operands, mesh)
         key.extend([o._spec for o in operands if isinstance(o, Plain)])
     found = entry.plans.get(tuple(key))
-    if found is None or (
-        found.default is not None and found.default is not torch.get_default_dtype()
-    ):
-        found = _build(entry, tuple(key), operands, args, kwargs)
-    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
-        # While tracing there is nothing to compare: the next call checks.
-        checks = not is_tracing()
-        found.plain_checked = checks and check_plain(
-            entry.op, entry.write_only_args, operands, args, kwargs
-        )
     try:
-        if found.is_watched:
-            return _run_watched(entry, found, operands, args, kwargs)
-        if found.quick is not None and (type(operands[0]) is public or not entry.has_views):
-            return found.quick(operands, args, kwargs)
-        if entry.has_views:
-            return entry.run_view(found, operands, args, kwargs)
-        return found.run(operands, args, kwargs)
+        if unusual or found is None or found.is_watched:
+            return _run(entry, found, tuple(key), operands, args, kwargs)
+        return found.quick(operands, args, kwargs)  # type: ignore[misc]  # it is not watched
     except BaseException as error:
         if is_tracing():  # no rank waits for this one
             _refuse_reading(op, error)
@@ -157,16 +146,45 @@ def dispatch(
         raise
 
 
+def _run(
+    entry: Operator,
+    found: Plan | None,
+    key: tuple[Any, ...],
+    operands: list[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a call that needs more than its local call, or may."""
+    if found is None or (
+        found.default is not None and found.default is not torch.get_default_dtype()
+    ):
+        found = _build(entry, key, operands, args, kwargs)
+    plain = any(type(operand) is Plain for operand in operands)
+    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
+        # While tracing there is nothing to compare: the next call checks.
+        checks = not is_tracing()
+        found.plain_checked = checks and check_plain(
+            entry.op, entry.write_only_args, operands, args, kwargs
+        )
+    if found.is_complex:
+        with reading_lazy_bits():
+            made = _resolved(entry.run_view(found, operands, args, kwargs))
+    elif found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+        made = found.quick(operands, args, kwargs)
+    else:
+        made = entry.run_view(found, operands, args, kwargs)
+    # A leaf of torch.func has no hook that would reduce its gradient.
+    return _reduced(made) if found.may_be_partial and in_func_backward() else made
+
+
 def _run_special(entry: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a list operator, or in inference mode a composite or a view of an ordinary tensor.
+    """Run in inference mode a composite or a view of an ordinary tensor.
 
     NotImplemented if the call goes the way of all others.
     """
-    if entry.composite and torch.is_inference_mode_enabled():
+    if entry.composite:
         # Elsewhere PyTorch takes it apart before it comes here: what comes is to be the same.
         return run_composite(entry.op, *args, **kwargs)
-    if entry.is_list:
-        return run_list(entry, args, kwargs)
     if entry.is_view and not args[0].is_inference():
         # A view of an ordinary tensor is ordinary: PyTorch gives it the version of its base.
         with torch.inference_mode(False), torch.no_grad():
@@ -208,21 +226,6 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return any(new)
 
 
-def _run_watched(
-    entry: Operator, found: Plan, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Run a call of which an operand is complex, or a result may be Partial."""
-    if found.is_complex:
-        with reading_lazy_bits():
-            made = _resolved(entry.run_view(found, operands, args, kwargs))
-    elif found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
-        made = found.quick(operands, args, kwargs)
-    else:
-        made = entry.run_view(found, operands, args, kwargs)
-    # A leaf of torch.func has no hook that would reduce its gradient.
-    return _reduced(made) if in_func_backward() and not entry.written_names else made
-
-
 def _reduced(made: Any) -> Any:
     """Results without Partial."""
     if isinstance(made, (list, tuple)):
@@ -241,19 +244,19 @@ def _resolved(made: Any) -> Any:
 
 
 def _add(value: Any, keyed_by_type: bool | None, operands: list[Any], key: list[Any]) -> bool:
-    """Add an argument to the key, and tensors to the operands; True if there is a plain tensor."""
+    """Add an argument to the key, and tensors to the operands; True if there is a plain tensor or a
+    deferred view."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if isinstance(value, AsyncValue):
             value._locals  # noqa: B018  # the first use waits; it is ordinary from now on
         operands.append(value)
-        ours = isinstance(value, Wrapper)
-        key.append(value._spec if ours else Plain)  # type: ignore[attr-defined]
-        return not ours
+        key.append(value._spec if isinstance(value, Wrapper) else Plain)
+        return type(value) is not Wrapper.public
     if keyed_by_type is not None and (kind is list or kind is tuple):
         key.append(len(value))
-        plain = [_add(each, False, operands, key) for each in value]
-        return any(plain)
+        unusual = [_add(each, False, operands, key) for each in value]
+        return any(unusual)
     if keyed_by_type and kind in _NUMBERS:
         key.append(number_key(value))
     elif keyed_by_type is False and kind in _NUMBERS:  # 1, 1.0 and True are equal, not the same
@@ -270,12 +273,20 @@ def _build(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Plan:
-    made = build(entry, operands, args, kwargs)
-    made.is_complex = any(o._spec.dtype.is_complex for o in operands)
-    new = not entry.written_names and (not made.outs or any(spec.sums for spec in made.outs))
-    made.is_watched = made.is_complex or new
-    if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
-        made.default = torch.get_default_dtype()  # integers divided, or times a number
+    made = None
+    if entry.classes is not None:
+        made = from_class(entry, key, [operand._spec for operand in operands])
+    if made is None:
+        made = build(entry, operands, args, kwargs)
+        made.is_complex = any(o._spec.dtype.is_complex for o in operands)
+        made.may_be_partial = not entry.written_names and (
+            not made.outs or any(spec.sums for spec in made.outs)
+        )
+        if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
+            made.default = torch.get_default_dtype()  # integers divided, or times a number
+        made.set_watched()
+        if entry.classes is not None:
+            remember(entry, key, made, operands)
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
         _counts["built"] += 1

@@ -171,44 +171,29 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
 
 # --- where meta kernels and those of devices disagree ---------------------------------------------
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 _STRICT = frozenset(("__lshift__", "__rshift__", "nan_to_num_"))
 """Operators whose meta kernels refuse calls that the device kernels take."""
 _CONTIGUOUS = frozenset(
-    (
-        "pow.Scalar",
-        "float_power.Scalar",
-        "isin.Tensor_Tensor",
-        "isin.Tensor_Scalar",
-        "isin.Scalar_Tensor",
-        "any.dims",
-        "all.dims",
-        "_log_softmax_backward_data.default",
-        "huber_loss_backward.default",
-        "log_sigmoid_forward.default",
-        "mse_loss_backward.default",
-        "smooth_l1_loss_backward.default",
-        "native_layer_norm_backward.default",
+    _names(
+        "pow.Scalar float_power.Scalar isin.Tensor_Tensor isin.Tensor_Scalar isin.Scalar_Tensor "
+        "any.dims all.dims _log_softmax_backward_data.default huber_loss_backward.default "
+        "log_sigmoid_forward.default mse_loss_backward.default smooth_l1_loss_backward.default "
+        "native_layer_norm_backward.default"
     )
 )
 """Operators whose results are contiguous, though meta kernels keep the operand's order of dims."""
 _ITERATED = frozenset(
-    (
-        "copysign.Tensor",
-        "div.Tensor_mode",
-        "elu_backward.default",
-        "floor_divide.default",
-        "hardsigmoid_backward.default",
-        "hardswish_backward.default",
-        "hardtanh_backward.default",
-        "heaviside.default",
-        "logical_and.default",
-        "logical_or.default",
-        "logical_xor.default",
-        "logit_backward.default",
-        "native_dropout_backward.default",
-        "softplus_backward.default",
-        "special_xlog1py.default",
-        "xlogy.Tensor",
+    _names(
+        "copysign.Tensor div.Tensor_mode elu_backward.default floor_divide.default "
+        "hardsigmoid_backward.default hardswish_backward.default hardtanh_backward.default "
+        "heaviside.default logical_and.default logical_or.default logical_xor.default "
+        "logit_backward.default native_dropout_backward.default softplus_backward.default "
+        "special_xlog1py.default xlogy.Tensor"
     )
 )
 """Operators whose results have their dims in the order that all operands together give."""

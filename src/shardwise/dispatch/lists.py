@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from .._torch import OpOverload
+from .._torch import OpOverload, local_function, new_wrapper, wrapper_arguments
 from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
@@ -31,7 +33,7 @@ from .decide import decide
 from .fallback import fallback_form
 from .infer import infer
 from .out_variants import out_form
-from .plans import Plan, tensors_in
+from .plans import Plan, filled, tensors_in
 from .views import is_deferred, own_value, put_back
 
 ListForm = Callable[..., Any]
@@ -48,6 +50,23 @@ def register_list_form(name: str) -> Callable[[ListForm], ListForm]:
         return form
 
     return register
+
+
+def list_form(op: OpOverload, outs: Sequence[str]) -> ListForm | None:
+    """The function that runs instead of a list operator that is not pointwise; None if it is."""
+    if outs:
+        return partial(_run_out, out_form(op, outs))
+    found = LIST_FORMS.get(op._schema.name.split("::")[-1])
+    if found is not None:
+        return partial(found, op)
+    by_vector = op._overloadname == "Tensor" and op._schema.arguments[-1].name == "scalars"
+    if by_vector or len(op._schema.returns) > 1:  # nobody's optimizer
+        return fallback_form(op)
+    return None
+
+
+def _run_out(run: ListForm, *args: Any, **kwargs: Any) -> None:
+    run(*args, **kwargs)
 
 
 def is_list_op(op: OpOverload) -> bool:
@@ -133,8 +152,6 @@ class ListPlan(Plan):
     `inputs` and `outputs` are the layouts of each element's operands and results.
     """
 
-    __slots__ = ("_listing", "_moves", "_op", "_outputs", "_sites", "_written", "is_local")
-
     def __init__(
         self,
         op: Any,
@@ -171,6 +188,39 @@ class ListPlan(Plan):
             slots = [(i, spec.slot(coord)) for index in indices for i, spec in pairs[index]]
             self._sites += [(indices, slots)] if indices else []
 
+    def set_quick(self, operands: Sequence[Any], writes: Sequence[int]) -> None:
+        """Make `quick(args, kwargs)`, if there is one local call and all operands can stay.
+
+        `writes` are the arguments that are written.
+        """
+        call = local_function(self._op)
+        device = next(o.device for o in operands if isinstance(o, Wrapper))
+        outputs = wrappings(self._outputs, device)
+        every, shared = self._listing.lists, tuple(self._listing.shared)
+        lists = [name for name, ids in every.items() if isinstance(operands[ids.start], Wrapper)]
+        writes = [place for place in writes if place in lists]
+        sums = any(operands[i]._spec.sums for i in self._written)
+        named = any(isinstance(name, str) for name in (*lists, *shared))
+        if not self.is_local or len(self._sites) != 1 or named:
+            return
+
+        def run(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            given = [*args]
+            for place in lists:
+                given[place] = [tensor._locals[0] for tensor in given[place]]
+            for place in shared:
+                given[place] = given[place]._locals[0]
+            values = call(*given, **kwargs)
+            for place in writes:
+                for cell in [tensor._cell for tensor in args[place]]:
+                    if cell is not None:
+                        cell.writes += 1
+                if sums:
+                    any(map(mark_written, args[place]))
+            return wrap_each(outputs, values) if outputs else None
+
+        self.quick = run
+
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         announce_moves(self._op, self._moves, operands)
         local = [operand._locals for operand in operands]
@@ -204,29 +254,96 @@ class ListPlan(Plan):
             mark_written(operands[index])
 
 
+Wrapping = tuple[DTensorSpec, tuple[Any, ...]]
+
+
+def wrappings(specs: Sequence[DTensorSpec], device: torch.device) -> list[Wrapping]:
+    """What `wrap_each` needs for tensors of one local tensor each."""
+    kind = Wrapper.public
+    return [(spec, wrapper_arguments(kind, *spec.meta, device)) for spec in specs]
+
+
+def wrap_each(how: Sequence[Wrapping], values: Sequence[torch.Tensor]) -> list[Any]:
+    """DTensors of one local tensor each."""
+    made: list[Any] = []
+    for (spec, arguments), value in zip(how, values, strict=True):
+        new = new_wrapper(*arguments)
+        new._spec = spec
+        new._locals = (value,)
+        made.append(new)
+    return made
+
+
 def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a list operator, and let autograd know what it wrote into."""
-    made = _run_list(entry, args, kwargs)
+    form = entry.list_form
+    found = None if form is not None else entry.plans.get(_key(args, kwargs))
+    if form is not None:
+        made = form(*args, **kwargs)
+    elif found is not None and found.quick is not None:
+        try:
+            made = found.quick(args, kwargs)
+        except BaseException as error:
+            report(error, args[0][0]._spec.topology)
+            raise
+    else:
+        made = _run_list(entry, args, kwargs)
     # Plain tensors learn of it from the operators that `_foreach_*` is made of, below this level;
     # without it a view keeps its gradient's old formula, and a saved value is not known as stale.
-    if entry.writes and entry.op._schema.name.startswith("aten::_foreach_"):
-        written = [t for n in entry.writes if n < len(args) for t in args[n]]
-        increment_version([t for t in written if not t.is_inference()])
+    if entry.written is not None and entry.op.__name__.startswith("_foreach_"):
+        increment_version(args[entry.written])
     return made
+
+
+def _key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the plan of a call depends on.
+
+    No plan is kept under the key of a call with plain tensors, unless they are numbers: it is found
+    once they are adopted.
+    """
+    return (
+        torch.get_default_dtype(),
+        *map(_part, args),
+        *kwargs,
+        *map(_part, kwargs.values()),
+    )
+
+
+def _part(value: Any) -> Any:
+    """The part of an argument that a plan depends on."""
+    kind = type(value)
+    if kind is list:
+        kinds = {*map(type, value)}
+        if len(kinds) == 1 and Wrapper.public in kinds:
+            return tuple([tensor._spec for tensor in value])
+        if kinds == {float}:
+            least = number_key(min(value))
+            # Numbers between two that are alike are as these are; NaN is between none.
+            if least == number_key(max(value)) and not isnan(sum(value)):
+                return len(value), least
+        numbers = _numbers(value) if kinds in ({Plain}, {torch.Tensor}) else None
+        return tuple(map(_part, value)) if numbers is None else numbers
+    if kind in (int, float, complex):
+        return number_key(value)
+    if isinstance(value, (Wrapper, Plain)):
+        return kind, value._spec
+    return kind if isinstance(value, torch.Tensor) else value
+
+
+def _numbers(values: Sequence[Any]) -> Any:
+    """The part of a key for plain tensors that are numbers, and need no look; None for others."""
+    if type(values[0]) is Plain:
+        values = [value._locals[0] for value in values]
+    dtypes = tuple([value.dtype for value in values])
+    special = any(value.dim() or value.requires_grad for value in values)
+    if special or any(dtype.is_complex for dtype in {*dtypes}):
+        return None
+    return Plain, dtypes, policy.current().plain == "error"
 
 
 def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a list operator, with one plan for the elements on each mesh."""
     op = entry.op
-    if entry.outs:
-        out_form(op, entry.outs)(*args, **kwargs)
-        return None
-    form = LIST_FORMS.get(op._schema.name.split("::")[-1])
-    if form is not None:
-        return form(op, *args, **kwargs)
-    by_vector = op._overloadname == "Tensor" and op._schema.arguments[-1].name == "scalars"
-    if by_vector or len(op._schema.returns) > 1:  # nobody's optimizer
-        return fallback_form(op)(*args, **kwargs)
     listing = _Listing(args, kwargs)
     listing.check()
     tensors = list(tensors_in(args, kwargs))
@@ -244,7 +361,7 @@ def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     owns = [[found[ids[i]] for ids in listing.lists.values()] for i in range(listing.length)]
     meshes = [next(filter(None, own), None) for own in owns]
     results: list[Any] = [None] * listing.length
-    for mesh, indices in by_mesh(meshes).items():
+    for mesh, indices in _grouped(meshes).items():
         given, named = listing.chosen(args, kwargs, indices)
         given = [_at_home(op, value, mesh) for value in given]
         named = {name: _at_home(op, value, mesh) for name, value in named.items()}
@@ -258,12 +375,14 @@ def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return results if op._schema.returns else None
 
 
-def by_mesh(meshes: Sequence[Topology | None]) -> dict[Topology | None, list[int]]:
-    """The places of each mesh in a list; None is for plain tensors."""
-    found: dict[Topology | None, list[int]] = {}
-    for index, mesh in enumerate(meshes):
-        found.setdefault(mesh, []).append(index)
-    return found
+def by_mesh(tensors: Sequence[Any]) -> dict[Topology | None, list[int]]:
+    """The places of the tensors of each mesh in a list; None is for plain tensors."""
+    return _grouped([t._spec.topology if isinstance(t, Wrapper) else None for t in tensors])
+
+
+def _grouped(meshes: Sequence[Topology | None]) -> dict[Topology | None, list[int]]:
+    every = dict.fromkeys(meshes)  # in order: all ranks take them in the same one
+    return {mesh: [i for i, own in enumerate(meshes) if own is mesh] for mesh in every}
 
 
 def _at_home(op: OpOverload, value: Any, mesh: Topology | None) -> Any:
@@ -303,19 +422,6 @@ def _one_by_one(
             put_back(view, given[place][0])
 
 
-def _kind(value: Any) -> Any:
-    """The part of an argument that a plan depends on."""
-    if isinstance(value, (bool, torch.dtype)):
-        return value
-    if isinstance(value, (int, float, complex)):
-        return number_key(value)
-    if not isinstance(value, (list, tuple)):
-        return type(value)
-    if value and isinstance(value[0], torch.Tensor):  # their specs are in the key
-        return len(value)
-    return tuple(map(_kind, value))
-
-
 def _run_on(
     entry: Any,
     mesh: Topology,
@@ -325,21 +431,16 @@ def _run_on(
     kwargs: dict[str, Any],
 ) -> Any:
     operands = adopt_all(entry.op, tensors, mesh)
-    plain = tuple(i for i, operand in enumerate(operands) if isinstance(operand, Plain))
-    key = (
-        tuple([operand._spec for operand in operands]),
-        plain,
-        tuple(map(_kind, args)),
-        tuple((name, _kind(value)) for name, value in kwargs.items()),
-        torch.get_default_dtype(),
-    )
+    key = _key(*filled(args, kwargs, iter(operands)))
     found = entry.plans.get(key)
     if found is None:
         found = _build(entry, mesh, listing, operands, args, kwargs)
         kept.put(entry.plans, key, found, plan_bytes(operands))
     several = entry.writes and listing.length > 1
-    if several and not found.is_local and _share_memory(tensors):
+    reads_first = not found.is_local or any(map(is_deferred, tensors))
+    if several and reads_first and _share_memory(tensors):
         return _one_by_one(entry.op, entry.writes, listing, args, kwargs)
+    plain = any(isinstance(operand, Plain) for operand in operands)
     if plain and (not found.plain_checked or policy.current().plain == "check_always"):
         found.plain_checked = check_plain(entry.op, entry.write_only_args, operands, args, kwargs)
     try:
@@ -377,4 +478,9 @@ def _build(
         decision = decide(replace(rule, linear=tuple(linear)), call, None if returns else 0)
         inputs.append(decision.inputs)
         outputs += decision.outputs if returns else ()
-    return ListPlan(op, listing, specs, inputs, outputs, frozenset(written))
+    made = ListPlan(op, listing, specs, inputs, outputs, frozenset(written))
+    lists = [{*map(type, operands[ids.start : ids.stop])} for ids in listing.lists.values()]
+    usual = all(kinds in ({Wrapper.public}, {Plain}) for kinds in lists)
+    if usual and all(type(operands[i]) is Wrapper.public for i in listing.shared.values()):
+        made.set_quick(operands, entry.writes)
+    return made

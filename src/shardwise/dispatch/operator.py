@@ -15,7 +15,8 @@ from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper
-from .lists import is_list_op
+from .classes import has_classes
+from .lists import is_list_op, list_form
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .views import defer, is_deferred, write_through
 
@@ -116,29 +117,6 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
 class Operator:
     """What is known of an operator before it is called, and the plans of its calls."""
 
-    __slots__ = (
-        "composite",
-        "copies",
-        "family",
-        "form",
-        "has_views",
-        "is_list",
-        "is_view",
-        "keyed_by_type",
-        "named_keyed_by_type",
-        "op",
-        "outs",
-        "plans",
-        "reshapes",
-        "special",
-        "user",
-        "write_only_args",
-        "writes",
-        "writes_and_returns",
-        "written",
-        "written_names",
-    )
-
     def __init__(self, op: OpOverload) -> None:
         arguments = op._schema.arguments
         self.op = op
@@ -171,9 +149,13 @@ class Operator:
         self.copies = op._schema.name in ("aten::_conj", "aten::_neg_view")
         self.has_views = self.is_view or self.written is not None
         self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
+        # Plans by layout class, see classes.py; None if the operator has no classes.
+        general = user is None and has_classes(op, self.family, self.form)
+        self.classes: dict[Any, Any] | None = {} if general else None
         self.is_list = user is None and self.form is None and is_list_op(op)
+        self.list_form = list_form(op, self.outs) if self.is_list else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.
-        self.special = self.is_list or self.composite or self.is_view
+        self.special = self.composite or self.is_view
 
     def run_view(
         self, plan: Plan, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import make_wrapper
+from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
 from ..redistribute import redistribute_locals
@@ -18,40 +18,32 @@ from ..storage import policy
 from ..storage.halo import fetch_parts
 from ..storage.match_meta import in_memory_order
 from ..storage.operands import (
+    all_in_layout,
     announce_moves,
     cached_reduction,
-    describe_moves,
     in_layout,
     mark_written,
     mark_written_in_layout,
 )
+from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
 
 
 class Plan:
     """A recipe: `run` takes the operands, and the arguments they are in.
 
-    - `quick` does the same as `run`, for operands that are no deferred views; it may be None.
+    - `quick` does the same as `run` where nothing but the local call is to be done; else None.
     - `tier` says who serves the call: rows, form, random, decomposition or fallback.
     - `default` is the default dtype for which it was built, if the results may have it.
     - `is_complex` is True if some operand is complex.
-    - `is_watched` is True if it is complex, or a result may be Partial.
+    - `may_be_partial` is True if a new result may be Partial.
+    - `is_watched` is False if `quick` is all there is to do, for ordinary operands.
     - `plain_checked` is True if plain operands of such calls are known to be equal on all ranks.
     - `deferred` is True for a view whose elements live on other ranks than its base's: `run` gives
       its value, not an alias.
     - `is_local` is True if every rank is known to hold all that it reads.
     - `outs` are the layouts of the results, where they are known.
     """
-
-    __slots__ = (
-        "default",
-        "deferred",
-        "is_complex",
-        "is_watched",
-        "plain_checked",
-        "quick",
-        "tier",
-    )
 
     is_local = False
     outs: Sequence[DTensorSpec] = ()
@@ -61,8 +53,14 @@ class Plan:
         self.tier = tier
         self.deferred = deferred
         self.default: torch.dtype | None = None
-        self.is_complex = self.is_watched = False
+        self.is_complex = self.may_be_partial = False
+        self.is_watched = True
         self.plain_checked = False
+
+    def set_watched(self) -> None:
+        """Set `is_watched` from what else is known of the plan."""
+        usual = not (self.is_complex or self.may_be_partial) and self.default is None
+        self.is_watched = self.quick is None or not usual
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -98,19 +96,24 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Te
             yield from (v for v in value if isinstance(v, torch.Tensor))
 
 
-def with_operands(
-    operand_positions: Sequence[int], operands: Sequence[Any], args: Sequence[Any]
-) -> list[Any]:
-    """The arguments of one local call, with the operands at `operand_positions`."""
+Places = tuple[tuple[int, int | slice], ...]
+"""Where operands stand among the arguments: a position, and which operand, or list of operands."""
+
+
+def with_operands(places: Places, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The arguments of one local call, with the local tensors of the operands."""
     given = [*args]
-    for spot, operand in zip(operand_positions, operands, strict=True):
-        given[spot] = operand._locals[0]
+    for position, which in places:
+        if isinstance(which, int):
+            given[position] = operands[which]._locals[0]
+        else:
+            given[position] = [operand._locals[0] for operand in operands[which]]
     return given
 
 
 def quick_call(
     call: Callable[..., Any],
-    operand_positions: tuple[int, ...],
+    places: Places,
     operands_only: bool,
     tail: tuple[Any, ...] | None,
     specs: Sequence[DTensorSpec],
@@ -118,59 +121,81 @@ def quick_call(
     device: torch.device,
     aliases: bool,
 ) -> Callable[..., Any]:
-    """One local call as a function of its operands, which stand at `operand_positions`.
+    """One local call as a function of its operands, which stand at `places`.
 
     With `operands_only` there are no other arguments; `tail` replaces those after the operands.
     `several` is the type in which several results are returned.
     """
-    public = Wrapper.public
-    first, (shape, stride, dtype) = specs[0], specs[0].meta
-    count = len(operand_positions)
+    spec = specs[0]
+    wrappers = [wrapper_arguments(Wrapper.public, *each.meta, device) for each in specs]
+    arguments = wrappers[0]
+    count = len(places)
+
+    def pair(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        local = call(operands[0]._locals[0], operands[1]._locals[0])
+        made = new_wrapper(*arguments)
+        made._spec = spec
+        made._locals = (local,)
+        return made
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         base = operands[0]
-        if operands_only:  # the common counts are written out: it is much faster
-            if count == 2:
-                local = call(base._locals[0], operands[1]._locals[0])
-            elif count == 1:
-                local = call(base._locals[0])
-            else:
-                local = call(*[operand._locals[0] for operand in operands])
-        elif operand_positions == (0,):
+        if places == ((0, 0),):
             rest = args[1:] if tail is None else tail
             local = call(base._locals[0], *rest, **kwargs)
         else:
             given = args if tail is None else (*args[:count], *tail)
-            local = call(*with_operands(operand_positions, operands, given), **kwargs)
+            local = call(*with_operands(places, operands, given), **kwargs)
         cell = (base._cell or share_cell(base)) if aliases else None
         if several is None:
-            made: Any = make_wrapper(public, shape, stride, dtype, device)
-            made._spec = first
+            made = new_wrapper(*arguments)
+            made._spec = spec
             made._locals = (local,)
             if aliases:
                 made._cell = cell
             return made
-        pairs = zip(specs, local, strict=True)
-        every = [None if part is None else wrap(spec, (part,), cell) for spec, part in pairs]
+        every: list[Any] = []
+        for own, values, part in zip(specs, wrappers, local, strict=True):
+            made = None if part is None else new_wrapper(*values)
+            if made is not None:
+                made._spec, made._locals, made._cell = own, (part,), cell
+            every.append(made)
         return several(every)
 
-    return run
+    simple = operands_only and several is None and not aliases and tail is None
+    return pair if simple and places == ((0, 0), (1, 1)) else run
 
 
 def quick_write(
-    call: Callable[..., Any], operand_positions: tuple[int, ...], operands_only: bool
+    call: Callable[..., Any], places: Places, operands_only: bool
 ) -> Callable[..., Any]:
     """A recipe for one local call that writes into its first operand."""
-    pair = operands_only and len(operand_positions) == 2
+
+    def pair(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        target = operands[0]
+        call(target._locals[0], operands[1]._locals[0])
+        if target._cell is not None or target._memo:
+            mark_written(target)
+        return target
 
     def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        target = operands[0]
-        if pair:
-            call(target._locals[0], operands[1]._locals[0])
-        else:
-            call(*with_operands(operand_positions, operands, args), **kwargs)
-        mark_written(target)
+        call(*with_operands(places, operands, args), **kwargs)
+        mark_written(operands[0])
         return args[0]
+
+    return pair if operands_only and places == ((0, 0), (1, 1)) else run
+
+
+def quick_unless_reduced(
+    slow: Callable[..., Any], quick: Callable[..., Any], pending: Sequence[int]
+) -> Callable[..., Any]:
+    """The recipe of a call that passes Partials on, unless the reduced value of one is cached."""
+
+    def run(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        for index in pending:
+            if operands[index]._memo:
+                return slow(operands, args, kwargs)
+        return quick(operands, args, kwargs)
 
     return run
 
@@ -180,32 +205,9 @@ class CallPlan(Plan):
 
     A call that would pass a Partial on takes the reduced value of an operand instead if that is
     cached, so that the result need not be reduced again: `_pending` are the operands to look at.
+    In a backward the product of a Partial gradient and another tensor reduces it, if its last dim
+    is whole: in a norm that is several operators, each later one would have its own to reduce.
     """
-
-    __slots__ = (
-        "_aliases",
-        "_call",
-        "_calls",
-        "_local",
-        "_moves",
-        "_next_quick",
-        "_notice",
-        "_op",
-        "_operand_positions",
-        "_orders",
-        "_pending",
-        "_picks",
-        "_rewrites",
-        "_shape",
-        "_sites",
-        "_staying",
-        "_tails",
-        "_target",
-        "_windows",
-        "_written",
-        "is_local",
-        "outs",
-    )
 
     def __init__(
         self,
@@ -214,7 +216,7 @@ class CallPlan(Plan):
         inputs: Sequence[DTensorSpec],
         outputs: Sequence[DTensorSpec],
         *,
-        operand_positions: Sequence[int] | None,
+        places: Places | None,
         structure: Sequence[int | Fixed | None] | int | None,
         written: int | None = None,
         target: int = 0,
@@ -229,8 +231,8 @@ class CallPlan(Plan):
     ) -> None:
         super().__init__()
         self._op = op
-        self._call: Callable[..., Any] = op._op
-        self._operand_positions = None if operand_positions is None else tuple(operand_positions)
+        self._call: Callable[..., Any] = local_function(op)
+        self._places = places
         self._shape = structure
         self._written = written
         self._target = target
@@ -240,7 +242,6 @@ class CallPlan(Plan):
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
         moving = {index for index, _ in self._moves}
         self._staying = tuple([i for i in range(len(specs)) if i not in moving])
-        self._notice = bool(describe_moves(self._moves, specs))
         wide = {} if windows is None else windows(inputs, outputs)
         self._windows = tuple(
             (i, inputs[i], more)
@@ -252,12 +253,19 @@ class CallPlan(Plan):
         passes = written is None and not aliases and self.is_local
         passes = passes and any(spec.sums for spec in outputs)
         self._pending = tuple([i for i, spec in enumerate(specs) if spec.sums and passes])
+        self._reduces_in_backward = (
+            op is torch.ops.aten.mul.Tensor
+            and self._pending == (0,)
+            and len(specs[0].sums) == 1
+            and not (specs[0].dim_axes and specs[0].dim_axes[-1])
+        )
         topology = inputs[0].topology
         axes = {axis for spec in (*inputs, *outputs) for axis in spec.slot_axes}
         coords = topology.coords_here(sorted(axes))
         self._calls = tuple(tuple(spec.slot(coord) for spec in inputs) for coord in coords)
         self._sites = tuple(Site(coord, tuple(inputs), self.outs) for coord in coords)
-        if local is not None and unless is not None and all(map(unless, self._sites)):
+        self._unless = unless if local is not None else None
+        if self._unless is not None and all(map(self._unless, self._sites)):
             local = None
         self._local = local
         shapes = tuple(site.out_shapes[0] for site in self._sites if shape_arg is not None)
@@ -267,49 +275,94 @@ class CallPlan(Plan):
         # True if local results are brought into memory order; None until some have been seen.
         settled = self._aliases or written is not None or structure is None
         self._orders: bool | None = False if settled else None
-        self._next_quick: Callable[..., Any] | None = None
-        if device is not None and len(coords) == 1 and self.is_local and not self._pending:
+        self._is_sure = settled  # if True, what `_orders` says holds for other sizes too
+        self._next_quick: Callable[..., Any] | None = None  # `quick` after the first call
+        self._how = device, operands_only
+        if device is not None and len(coords) == 1 and self.is_local:
             if local is not None:
                 self._call = partial(_at_site, local, op, self._sites[0])
             self._next_quick = self._quick(device, operands_only)
         self.quick = self._next_quick if settled else None
 
+    @property
+    def is_general(self) -> bool:
+        """True if the same recipe serves operands of other sizes: nothing moves, and the local call
+        knows no size."""
+        closed = self._local is not None and self._local.__closure__
+        return self.is_local and self._tails is None and not closed and not self._pending
+
+    def with_sizes(
+        self, specs: Sequence[DTensorSpec], outs: Sequence[DTensorSpec]
+    ) -> CallPlan | None:
+        """The same recipe for operands and results of other sizes; None if it is another one."""
+        made = object.__new__(CallPlan)
+        made.__dict__.update(self.__dict__)
+        made.outs = tuple(outs)
+        made.plain_checked = False
+        made._orders = self._orders if self._is_sure else None
+        if self._local is not None or self._unless is not None or self._rewrites is not None:
+            coords = [site.coord for site in self._sites]
+            made._sites = tuple(Site(coord, tuple(specs), made.outs) for coord in coords)
+        if self._unless is not None:
+            alike = self._local is None
+            if all(map(self._unless, made._sites)) is not alike:
+                return None
+        if self._rewrites is not None:
+            made._rewrites = self._rewrites[0], tuple(s.out_shapes[0] for s in made._sites)
+        if self._next_quick is not None:
+            device, operands_only = self._how
+            assert device is not None
+            if self._local is not None:
+                made._call = partial(_at_site, self._local, self._op, made._sites[0])
+            made._next_quick = made._quick(device, operands_only)
+        made.quick = made._next_quick if made._orders is False else None
+        made.set_watched()
+        return made
+
     def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
-        operand_positions = self._operand_positions
-        if not operand_positions:
+        places, pending = self._places, self._pending
+        if not places or self._reduces_in_backward:
             return None
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
             positional = sum(not a.kwarg_only for a in self._op._schema.arguments)
-            if operand_positions != (0,) or self._rewrites[0] != 1 or positional != 2:
+            if places != ((0, 0),) or self._rewrites[0] != 1 or positional != 2:
                 return None
             tail = (self._rewrites[1][0],)
         if self._written is not None:
             if self._written or self._target or tail is not None or not _returns(self._op):
                 return None
-            return quick_write(self._call, operand_positions, operands_only)
+            return quick_write(self._call, places, operands_only)
         several = None
         if not isinstance(self._shape, int):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
         alone = operands_only and tail is None
-        return quick_call(
-            self._call, operand_positions, alone, tail, self.outs, several, device, self._aliases
+        quick = quick_call(
+            self._call, places, alone, tail, self.outs, several, device, self._aliases
         )
+        return quick_unless_reduced(self.run, quick, pending) if pending else quick
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._pending:
+            if self._reduces_in_backward and current_backward() >= 0:
+                reduce_partial(self._op, operands[0])  # it is cached
             found = {i: cached_reduction(operands[i]) for i in self._pending if operands[i]._memo}
             if any(found.values()):
                 return self._on_reduced(found, args, kwargs)
-        if self._notice:
+        if self._moves:
             announce_moves(self._op, self._moves, operands)
         local: list[Locals] = [()] * len(operands)
         written = self._written
-        for index, spec in self._moves:
-            local[index] = in_layout(operands[index], spec, fresh=index == written)
+        if len(self._moves) > 1 and written is None:
+            made = all_in_layout([(operands[index], spec, False) for index, spec in self._moves])
+            for (index, _), parts in zip(self._moves, made, strict=True):
+                local[index] = parts
+        else:
+            for index, spec in self._moves:
+                local[index] = in_layout(operands[index], spec, fresh=index == written)
         for index in self._staying:  # those that move may not be made real as they are
             local[index] = operands[index]._locals
         for index, spec, tables in self._windows:
@@ -340,13 +393,13 @@ class CallPlan(Plan):
         self, index: int, local: list[Locals], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """The local call at one of the coordinates held here."""
-        own = map(getitem, local, self._calls[index])
-        if self._operand_positions is not None:
+        own = list(map(getitem, local, self._calls[index]))
+        if self._places is not None:
             given = list(args)
-            for spot, tensor in zip(self._operand_positions, own, strict=True):
-                given[spot] = tensor
+            for position, which in self._places:
+                given[position] = own[which]
         else:
-            given, kwargs = filled(args, kwargs, own)
+            given, kwargs = filled(args, kwargs, iter(own))
         if self._tails is not None:
             given[len(local) :] = self._tails[index]
         if self._rewrites is not None:
@@ -387,6 +440,10 @@ class CallPlan(Plan):
             made = _returned_type(self._op)(wrapped)
         if self._orders is None:
             self._orders, self.quick = False, self._next_quick
+            self.set_watched()
+            every = tensors_in((made,), {})
+            parts = [part for value in every for part in value._locals]  # type: ignore[attr-defined]
+            self._is_sure = all(min(part.shape, default=2) > 1 for part in parts)
         return made
 
     def _collected(self, place: int, results: list[torch.Tensor]) -> Locals:
@@ -424,8 +481,6 @@ def _picks(topology: Topology, coords: Sequence[Coord], spec: DTensorSpec) -> tu
 class FormPlan(Plan):
     """A distributed form, a decomposition or another function of DTensors in place of the
     operator."""
-
-    __slots__ = ("_form", "_op")
 
     def __init__(
         self, op: Any, form: Callable[..., Any], tier: str = "form", deferred: bool = False

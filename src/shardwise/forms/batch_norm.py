@@ -109,28 +109,11 @@ def native_batch_norm(x: Any, *args: Any) -> Any:
     return op(_on_mesh(x, weight, bias), weight, bias, True, momentum, eps)
 
 
-@register_form("_batch_norm_with_update", always=True)
-def batch_norm_with_update(x: Any, *args: Any) -> Any:
-    """Training, with an empty reserve: the backward here does not use it."""
-    return *native_batch_norm(x, *args[:-2], True, *args[-2:]), _reserve(x)
-
-
 @register_form("_batch_norm_no_update", always=True)
 def batch_norm_no_update(x: Any, *args: Any) -> Any:
-    """Evaluation, with an empty reserve."""
-    return *native_batch_norm(x, *args[:-2], False, *args[-2:]), _reserve(x)
-
-
-@register_form("_batch_norm_with_update_functional", always=True)
-def batch_norm_with_update_functional(x: Any, *args: Any) -> tuple[Any, ...]:
-    """Training that returns an empty reserve and new running statistics."""
-    op = aten._native_batch_norm_legit_functional.default
-    out, *saved, mean, var = op(x, *args[:-2], True, *args[-2:])
-    return out, *saved, _reserve(x), mean, var
-
-
-def _reserve(x: Any) -> Any:
-    return x.new_empty([0], dtype=torch.uint8)
+    """Evaluation, with an empty reserve: the backward here does not use it."""
+    reserve = x.new_empty([0], dtype=torch.uint8)
+    return *native_batch_norm(x, *args[:-2], False, *args[-2:]), reserve
 
 
 @register_form("native_batch_norm_backward", cost=_if_training)

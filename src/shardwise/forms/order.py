@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -74,30 +75,16 @@ def _extreme(op: Any, x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any
     return (top, place) if keepdim else (top.squeeze(dim), place.squeeze(dim))
 
 
-@register_form("max.dim", cost=_cost)
-def max_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The largest element and the first index of it."""
-    return _extreme(aten.max.dim, x, dim, keepdim)
+def _place(index: Any, op: Any, x: Any, dim: int, keepdim: bool = False) -> Any:
+    """The first index of an extreme element: the second result of `op`."""
+    index(torch.zeros(1, dtype=x.dtype))  # raises for dtypes without an order
+    return _extreme(op, x, dim, keepdim)[1]
 
 
-@register_form("min.dim", cost=_cost)
-def min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The smallest element and the first index of it."""
-    return _extreme(aten.min.dim, x, dim, keepdim)
-
-
-@register_form("argmax", cost=_cost)
-def argmax(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The first index of the largest element."""
-    aten.argmax.default(torch.zeros(1, dtype=x.dtype))  # raises for dtypes without an order
-    return _extreme(aten.max.dim, x, dim, keepdim)[1]
-
-
-@register_form("argmin", cost=_cost)
-def argmin(x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The first index of the smallest element."""
-    aten.argmin.default(torch.zeros(1, dtype=x.dtype))  # raises for dtypes without an order
-    return _extreme(aten.min.dim, x, dim, keepdim)[1]
+register_form("max.dim", cost=_cost)(partial(_extreme, aten.max.dim))
+register_form("min.dim", cost=_cost)(partial(_extreme, aten.min.dim))
+register_form("argmax", cost=_cost)(partial(_place, aten.argmax.default, aten.max.dim))
+register_form("argmin", cost=_cost)(partial(_place, aten.argmin.default, aten.min.dim))
 
 
 @register_form("topk", cost=_cost)

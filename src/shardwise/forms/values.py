@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.fallback import fallback_form
 from ..dispatch.operator import register_composite, register_form
 from ..errors import MeshError
 from ..storage.plain import full_local
@@ -69,23 +70,9 @@ def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
         aten._linalg_check_errors(full_local(info), api_name, is_matrix=is_matrix)
 
 
-def _lengths(value: Any) -> list[int]:
-    return [int(length) for length in full_local(value).flatten()]
-
-
-@register_form("_ctc_loss.Tensor", always=True)
-def ctc_loss(x: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any, **kwargs: Any) -> Any:
-    """The loss with lengths as numbers: shapes depend on them."""
-    return aten._ctc_loss.default(x, targets, _lengths(inputs), _lengths(lengths), *rest, **kwargs)
-
-
-@register_form("_ctc_loss_backward.Tensor", always=True)
-def ctc_loss_backward(
-    grad: Any, x: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any, **kwargs: Any
-) -> Any:
-    """As `ctc_loss`."""
-    op = aten._ctc_loss_backward.default
-    return op(grad, x, targets, _lengths(inputs), _lengths(lengths), *rest, **kwargs)
+# Shapes depend on the lengths, so PyTorch does not tell them before the calls run.
+for _op in (aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor):
+    register_form(str(_op).removeprefix("aten."), always=True)(fallback_form(_op))
 
 
 def tensor_split(x: Any, places: Any, dim: int = 0) -> Any:

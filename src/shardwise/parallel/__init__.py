@@ -3,6 +3,7 @@
 from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .local_map import local_map
 from .loss import loss_parallel
+from .materialize import materialize
 from .module import distribute_module
 from .parallelize import parallelize_module
 from .plan import Plan, make_plan
@@ -33,6 +34,7 @@ __all__ = [
     "local_map",
     "loss_parallel",
     "make_plan",
+    "materialize",
     "parallelize_module",
     "shard_module",
 ]

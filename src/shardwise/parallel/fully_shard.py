@@ -165,15 +165,27 @@ def _layout(
             "must replicate it. Give other axes, or name it in ignored_params."
         )
     chosen = None if choose is None else choose(parameter)
-    places[axes[-1]] = _default_shard(parameter, places) if chosen is None else chosen
+    places[axes[-1]] = _default_shard(parameter, own, places) if chosen is None else chosen
     return places
 
 
-def _default_shard(parameter: torch.Tensor, places: Sequence[Placement]) -> Placement:
+def _default_shard(
+    parameter: torch.Tensor, where: Topology, places: Sequence[Placement]
+) -> Placement:
+    """Shard dim 0 or, if another axis shards it, the largest dim that none does.
+
+    If every dim is sharded, as of a bias, a rank holds a part of its shard of dim 0, so that
+    gathering needs no other axis.
+    """
+    taken = {place.dim: axis for axis, place in enumerate(places) if isinstance(place, Shard)}
+    free = [dim for dim in range(parameter.ndim) if dim not in taken]
     if not parameter.ndim:
         return Replicate()
-    free = [d for d in range(parameter.ndim) if not any(place.is_shard(d) for place in places)]
-    return Shard(0 if 0 in free or not free else max(free, key=lambda d: parameter.shape[d]))
+    if free:
+        return Shard(0 if 0 in free else max(free, key=lambda dim: parameter.shape[dim]))
+    blocks = places[taken[0]].split * where.shape[taken[0]]  # type: ignore[attr-defined]
+    size = parameter.shape[0]
+    return Shard(0, blocks) if size > blocks and size % blocks == 0 else Shard(0)
 
 
 def _shard(parameter: Any, mesh: AnyMesh, places: Sequence[Placement]) -> None:

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from torch import nn
 
+from .linear_pairs import ATTENTION_IN, ATTENTION_OUT, is_called
+
 _SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv")
+_KEYS = {"k", "v", "key", "value", "k_proj", "v_proj", "k_lin", "v_lin", "wk", "wv"}
+_COUNTS_OF_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
-_KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
-_KEYS = ("k", "v", "key", "value", "wk", "wv")
 
 
 def heads_of(model: nn.Module, name: str, dim: int, size: int) -> int | None:
-    """How many heads `size` elements of a dim of a parameter are; None if it has none.
+    """How many heads `size` elements of a dim of a parameter are; None if they are no heads.
 
-    The module that holds the projections is asked for the size of a head, or their number.
+    The module that holds the projection is asked for the size of a head, or for their number.
     """
-    *path, layer, kind = ["", *name.split(".")]
-    if kind not in ("weight", "bias") or len(path) < 1:
+    layer, _, kind = name.rpartition(".")
+    outputs = is_called(layer, ATTENTION_IN)
+    if kind not in ("weight", "bias") or not (outputs or is_called(layer, ATTENTION_OUT)):
         return None
-    owner = model.get_submodule(".".join(path[1:]))
-    is_input = layer in ("o_proj", "out_proj", "c_proj", "o", "out", "proj", "wo", "dense")
-    projection = is_input or layer.removesuffix("_proj").removesuffix("_lin") in (
-        *("q", "k", "v", "query", "key", "value", "wq", "wk", "wv"),
-        *("qkv", "c_attn", "query_key_value", "Wqkv"),
-    )
-    if not projection:
+    transposed = kind == "weight" and type(model.get_submodule(layer)).__name__ == "Conv1D"
+    if dim != int(transposed if outputs else not transposed):
         return None
+    owner = model.get_submodule(layer.rpartition(".")[0])
     for each in _SIZES:
         found = getattr(owner, each, None)
         if isinstance(found, int) and found and size % found == 0:
             return size // found
-    stem = layer.removesuffix("_proj")
-    for each in (*(_KV_COUNTS if stem in _KEYS else ()), *_COUNTS):
-        found = getattr(owner, each, None)
-        if isinstance(found, int) and found and size % found == 0:
-            return found
-    return None
+    named = (*_COUNTS_OF_KEYS, *_COUNTS) if is_called(layer, _KEYS) else _COUNTS
+    counts = [getattr(owner, each, None) for each in named]
+    return next((n for n in counts if isinstance(n, int) and n and size % n == 0), None)

@@ -18,11 +18,13 @@ from torch import nn
 from .._torch import PARAMETER, Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
 from ..comm import engine_of
 from ..errors import LayoutError
+from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import checked_placements
-from ..tensor.autograd import is_leaf_hook
+from ..layout.spec import DTensorSpec, TensorMeta, checked_placements
+from ..storage.wrapper import wrap
 from ..tensor.dtensor import DTensor, distribute_tensor
+from ..tensor.gradients import is_leaf_hook
 from ..tensor.saving import plain_attributes, reserved_attributes
 
 __all__ = ["convert", "convert_module"]
@@ -122,8 +124,6 @@ def _problem(what: str, change: _Change, mesh: Topology) -> str | None:
         )
     if tensor.layout is not torch.strided:
         return f"{name} has layout {tensor.layout}, but only dense tensors can be on a mesh."
-    if tensor.is_meta:
-        return f"{name} is on the meta device and has no values. Use module.to_empty() first."
     holder = graph_or_view_of(tensor)
     if holder is not None:
         return (
@@ -158,7 +158,7 @@ def _shared_memory(changes: Sequence[_Change]) -> str | None:
     ends: list[tuple[int, int, _Change]] = []
     for change in changes:
         tensor = change.tensor
-        if tensor.numel() and type(tensor) in (torch.Tensor, nn.Parameter):
+        if tensor.numel() and not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter):
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * step for size, step in steps) + 1
             start = tensor.data_ptr()
@@ -218,7 +218,7 @@ def _change(change: _Change, mesh: AnyMesh, source: int | None) -> None:
         extra |= plain_attributes(layout)
         hooks = hooks if _has_hooks(tensor) else hooks_of(layout)
     else:
-        made = distribute_tensor(tensor.detach(), mesh, layout, src_data_rank=source)
+        made = _distributed(tensor.detach(), mesh, layout, source)
     if isinstance(tensor, nn.Parameter):
         extra[PARAMETER] = True
     tensor.grad = None
@@ -232,6 +232,40 @@ def _change(change: _Change, mesh: AnyMesh, source: int | None) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == tensor.shape:
                 _lay_out(value, tensor)
+
+
+def _distributed(
+    tensor: torch.Tensor, mesh: AnyMesh, layout: Sequence[Placement] | None, source: int | None
+) -> DTensor:
+    """A plain tensor on a mesh; one without values has local tensors without values."""
+    if not tensor.is_meta:
+        return distribute_tensor(tensor, mesh, layout, src_data_rank=source)
+    stride = stride_like(tensor.shape, memory_order(tensor.stride()))
+    meta = TensorMeta(tuple(tensor.shape), stride, tensor.dtype)
+    where = topology(mesh)
+    spec = DTensorSpec(where, checked_placements("", where, layout, tensor.ndim), meta)
+    made: DTensor = wrap(spec, empty_locals(spec, "meta"))
+    return made
+
+
+def empty_locals(spec: DTensorSpec, device: str) -> tuple[torch.Tensor, ...]:
+    """Local tensors of a spec, in the order of dims in memory that the spec says."""
+    order = memory_order(spec.stride)
+    made = []
+    for coord in spec.slots:
+        shape = spec.local_shape(coord)
+        stride = stride_like(shape, order)
+        made.append(torch.empty_strided(shape, stride, dtype=spec.dtype, device=device))
+    return tuple(made)
+
+
+def set_device(tensor: DTensor, device: str) -> None:
+    """Give a DTensor empty memory on another device, or none on "meta", in place."""
+    requires_grad, hooks = tensor.requires_grad, hooks_of(tensor)
+    made = wrap(tensor._spec, empty_locals(tensor._spec, device))
+    _become(tensor, made, plain_attributes(tensor))
+    tensor.requires_grad_(requires_grad)
+    _give_hooks(tensor, hooks)
 
 
 def _become(tensor: torch.Tensor, made: DTensor, extra: dict[str, Any]) -> None:

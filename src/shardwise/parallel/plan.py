@@ -21,6 +21,7 @@ from ..layout.spec import DTensorSpec, Placements, TensorMeta, checked_placement
 from ..tensor.dtensor import DTensor
 from .auto import automatic_rules
 from .heads import heads_of
+from .names import generic_name
 
 Pattern: TypeAlias = "str | re.Pattern[str]"
 Rules: TypeAlias = Mapping[Pattern, Placements]
@@ -36,8 +37,9 @@ class Entry:
 
     names: tuple[str, ...]
     spec: DTensorSpec
-    patterns: tuple[Pattern, ...]
     is_buffer: bool
+    is_named: bool  # by a pattern, or by being a DTensor already
+    deciding: tuple[Pattern | None, ...] = ()  # for each axis
 
     @property
     def name(self) -> str:
@@ -49,7 +51,7 @@ class Entry:
         return prod(self.spec.largest_shape) * self.spec.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Where each parameter and buffer of a model shall live. `print(plan)` shows a table.
 
@@ -65,18 +67,22 @@ class Plan:
     @property
     def unnamed(self) -> tuple[str, ...]:
         """The parameters that no pattern names: they are replicated."""
-        return tuple(e.name for e in self.entries if not e.patterns and not e.is_buffer)
+        return tuple(e.name for e in self.entries if not e.is_named and not e.is_buffer)
 
     def __getitem__(self, name: str) -> tuple[Placement, ...]:
         """The placements of the parameter or buffer with this name."""
-        return next(e.spec.placements for e in self.entries if name in e.names)
+        for entry in self.entries:
+            if name in entry.names:
+                return entry.spec.placements
+        names = [each for entry in self.entries for each in entry.names]
+        raise LayoutError(f"the plan has no parameter {name!r}.{_nearest(name, names)}")
 
     def as_code(self) -> str:
         """The rules as a dict to paste into a program."""
         lines = [f"    {_quoted(key)}: {_written(self.rules[key])},\n" for key in self.rules]
         return "{\n" + "".join(lines) + "}" if lines else "{}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         from .table import plan_table  # which imports this module
 
         return plan_table(self)
@@ -96,31 +102,40 @@ def make_plan(model: nn.Module, mesh: AnyMesh, plan: Rules | Plan | str) -> Plan
     ('1.weight', '1.bias')
     """
     where = topology(mesh)
+    if not isinstance(model, nn.Module):
+        raise LayoutError(f"shard_module: a module is needed, but got {type(model).__name__}.")
     if isinstance(plan, Plan):
         plan = plan.rules
     rules: Any = automatic_rules(model, where) if plan == "auto" else plan
-    by_axis = _checked(where, rules)
+    entries, problems = _entries(model, where, _checked(where, rules))
+    if problems:
+        text = "".join(f"\n- {problem}" for problem in problems)
+        raise LayoutError(f"shard_module: the plan does not fit; nothing was changed.{text}")
+    notes = [note for entry in entries for note in _notes(model, entry)]
+    return Plan(mesh, rules, tuple(entries), tuple(notes))
+
+
+def _entries(
+    model: nn.Module, mesh: Topology, rules: Mapping[Pattern, _ByAxis]
+) -> tuple[list[Entry], list[str]]:
+    """All parameters and buffers of a model, and what is wrong with the rules."""
     parameters = list(_with_all_names(model.named_parameters(remove_duplicate=False)))
     buffers = list(_with_all_names(model.named_buffers(remove_duplicate=False)))
     # A pattern is one of buffers only if no parameter matches it: `{"*": {"dp": Shard(0)}}` must
     # not ask for shards of counters.
     names = [name for each, _ in parameters for name in each]
-    of_parameters = {p: axes for p, axes in by_axis.items() if _matches(p, names)}
-    of_buffers = {p: axes for p, axes in by_axis.items() if p not in of_parameters}
+    of_parameters = {p: axes for p, axes in rules.items() if _matches(p, names)}
+    of_buffers = {p: axes for p, axes in rules.items() if p not in of_parameters}
     names += [name for each, _ in buffers for name in each]
     problems = [_unmatched(p, names) for p in of_buffers if not _matches(p, names)]
     entries = []
     for found, patterns in ((parameters, of_parameters), (buffers, of_buffers)):
         for each, tensor in found:
             try:
-                entries.append(_entry(each, tensor, where, patterns, found is buffers))
+                entries.append(_entry(each, tensor, mesh, patterns, found is buffers))
             except LayoutError as error:
                 problems.append(str(error))
-    if problems:
-        text = "".join(f"\n- {problem}" for problem in problems)
-        raise LayoutError(f"shard_module: the plan does not fit; nothing was changed.{text}")
-    notes = [note for entry in entries for note in _notes(model, entry)]
-    return Plan(mesh, rules, tuple(entries), tuple(notes))
+    return entries, problems
 
 
 def _with_all_names(
@@ -170,14 +185,19 @@ def _matches(pattern: Pattern, names: Sequence[str]) -> bool:
 
 def _unmatched(pattern: Pattern, names: Sequence[str]) -> str:
     """That a pattern matches nothing, and the name that it may have meant."""
-    text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-    last = text.split(".")[-2:]
-    same_end = [name for name in names if name.split(".")[-2:] == last]
-    near = same_end or get_close_matches(text, names, 1, 0.4) or names[:1]
-    have = f" The model has {near[0]!r}." if near else " The model has no parameters."
-    if isinstance(pattern, re.Pattern):
-        have += " A regex must match the whole name."
-    return f"{_quoted(pattern)} matches no parameter and no buffer.{have}"
+    regex = isinstance(pattern, re.Pattern)
+    near = _nearest(pattern.pattern if isinstance(pattern, re.Pattern) else pattern, names)
+    hint = " A regex must match the whole name." if regex else ""
+    return f"{_quoted(pattern)} matches no parameter and no buffer.{near}{hint}"
+
+
+def _nearest(text: str, names: Sequence[str]) -> str:
+    """A sentence with the name that is most like a text."""
+    first_of_layers = {generic_name(name): name for name in reversed(names)}
+    names = list(reversed(first_of_layers.values()))
+    same_end = [name for name in names if name.split(".")[-2:] == text.split(".")[-2:]]
+    near = same_end or get_close_matches(text, names, 1, 0.4) or names
+    return f" The model has {near[0]!r}." if near else " The model has no parameters."
 
 
 def _entry(
@@ -190,19 +210,20 @@ def _entry(
     """What a tensor shall become, or an error."""
     fitting = tuple(pattern for pattern in rules if _matches(pattern, names))
     if isinstance(tensor, DTensor) and not fitting:
-        return Entry(names, tensor._spec, ("as it is",), is_buffer)
+        return Entry(names, tensor._spec, is_buffer, True)
     name = " = ".join(names)
     chosen: dict[int, tuple[Placement, Pattern]] = {}
     for pattern in sorted(fitting, key=lambda pattern: pattern == _ALL):
         for axis, given in rules[pattern].items():
-            place = _of_tensor(name, pattern, given, tensor.ndim)
+            place = _of_tensor(name, pattern, given, tensor)
             other, of = chosen.setdefault(axis, (place, pattern))
             if other is not place and pattern != _ALL:
                 raise LayoutError(
                     f"{name}: axis {mesh.names[axis]!r} is {other!r} by {_quoted(of)} and "
                     f"{place!r} by {_quoted(pattern)}. Let one of them name fewer parameters."
                 )
-    places = [chosen[axis][0] if axis in chosen else Replicate() for axis in range(mesh.ndim)]
+    every = [chosen.get(axis, (Replicate(), None)) for axis in range(mesh.ndim)]
+    places = [place for place, _ in every]
     stride = stride_like(tensor.shape, memory_order(tensor.stride()))
     spec = DTensorSpec(mesh, places, TensorMeta(tuple(tensor.shape), stride, tensor.dtype))
     if isinstance(tensor, DTensor) and tensor._spec is not spec:
@@ -210,47 +231,46 @@ def _entry(
             f"{name} is {tensor._spec} already, and cannot become {spec} in place. Let the plan "
             "name only parameters that are plain tensors."
         )
-    return Entry(names, spec, fitting, is_buffer)
+    return Entry(names, spec, is_buffer, bool(fitting), tuple([by for _, by in every]))
 
 
-def _of_tensor(name: str, pattern: Pattern, place: Placement, ndim: int) -> Placement:
-    """A placement for a tensor of `ndim` dims, or an error."""
+def _of_tensor(name: str, pattern: Pattern, place: Placement, tensor: torch.Tensor) -> Placement:
+    """A placement with a dim that the tensor has, or an error."""
     if not isinstance(place, Shard):
         return place
-    if -ndim <= place.dim < ndim:
-        return Shard(place.dim % ndim, place.split)
+    if -tensor.ndim <= place.dim < tensor.ndim:
+        return Shard(place.dim % tensor.ndim, place.split)
     if pattern == _ALL:
         return Replicate()  # such as a single number
-    raise LayoutError(
-        f"{name}: {_quoted(pattern)} says {place!r}, but it has {ndim} dims. "
-        f"{'Shard one of them' if ndim else 'Use Replicate()'}."
-    )
+    have = f"its shape is {list(tensor.shape)}" if tensor.ndim else "it is a single number"
+    raise LayoutError(f"{name}: {_quoted(pattern)} says {place!r}, but {have}.")
 
 
 def _notes(model: nn.Module, entry: Entry) -> Iterator[str]:
-    """What is allowed and costs more than it must."""
-    spec = entry.spec
-    for axis, place in enumerate(spec.placements):
-        if not isinstance(place, Shard):
+    """What is allowed and costs more than it must. Of shards by `*` nothing is expected."""
+    spec, name = entry.spec, entry.names[0]
+    for axis, pattern in enumerate(entry.deciding):
+        place = spec.placements[axis]
+        if not isinstance(place, Shard) or pattern == _ALL:
             continue
-        count, axis_name = spec.topology.shape[axis], spec.topology.names[axis]
+        where = f"{spec.topology.names[axis]}={spec.topology.shape[axis]}"
         size = spec.shape[place.dim] // place.split
-        heads = heads_of(model, entry.names[0], place.dim, size)
-        if heads is not None and heads % count:
+        heads = heads_of(model, name, place.dim, size)
+        if heads is not None and heads % spec.topology.shape[axis]:
             yield (
-                f"{entry.names[0]}: {heads} heads on {axis_name}={count} do not divide, so that "
-                "ranks hold parts of heads. It works; attention communicates more."
+                f"{name}: {heads} heads on {where} do not divide, so that ranks hold parts of "
+                "heads. It works; attention communicates more."
             )
-        elif size % count:
+        elif size % spec.topology.shape[axis]:
             yield (
-                f"{entry.names[0]}: {size} elements of dim {place.dim} on {axis_name}={count} do "
-                "not divide. It works; the shards are uneven."
+                f"{name}: {size} elements of dim {place.dim} on {where} do not divide. It works; "
+                "the shards are uneven."
             )
 
 
 def _quoted(pattern: Pattern) -> str:
     if isinstance(pattern, re.Pattern):
-        return f"re.compile({pattern.pattern!r})"
+        return f're.compile(r"{pattern.pattern}")'
     return f'"{pattern}"'
 
 

@@ -8,7 +8,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..layout.mesh import AnyMesh
+from ..comm import engine_of
+from ..errors import LayoutError
+from ..layout.mesh import AnyMesh, topology
 from ..tensor.per_rank import is_first_rank
 from .in_place import Layout, convert_module
 from .module import keep_layouts
@@ -53,7 +55,12 @@ def shard_module(
     >>> model(batch).placements
     (S(0), P(sum))
     """
-    made = make_plan(model, mesh, plan)
+    where = topology(mesh)
+    try:
+        made = make_plan(model, mesh, plan)
+    except LayoutError:
+        engine_of(where).check_equal(where, -1)  # if other ranks have no error, they get one
+        raise
     if plan == "auto" and is_first_rank():
         print(made.as_code())
     layouts: dict[str, Layout] = {e.names[0]: e.spec.placements for e in made.entries}

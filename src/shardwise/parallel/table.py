@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from math import prod
 
+from .names import common_name, common_names, generic_name
 from .plan import Entry, Plan
-
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def plan_table(plan: Plan) -> str:
@@ -17,34 +15,20 @@ def plan_table(plan: Plan) -> str:
     groups: dict[tuple[str, ...], list[Entry]] = {}
     for entry in plan.entries:
         if not entry.is_buffer or entry.spec.is_sharded():
-            key = _INDEX.sub("*", entry.name), str(list(entry.spec.shape)), _layout(entry)
+            key = generic_name(entry.name), str(list(entry.spec.shape)), _layout(entry)
             groups.setdefault(key, []).append(entry)
     lines = [("parameter", "shape", "layout", "bytes per rank")]
     for (_, shape, layout), alike in groups.items():
         count = f"{len(alike)} x " if len(alike) > 1 else ""
         size = sum(entry.bytes_per_rank for entry in alike)
-        name = _common_name([entry.name for entry in alike])
+        name = common_name([entry.name for entry in alike])
         lines.append((name, count + shape, layout, readable_bytes(size)))
     parts = [_columns(lines), _totals(plan)]
     if plan.unnamed:
-        names = ", ".join(_without_indices(plan.unnamed))
+        names = ", ".join(common_names(plan.unnamed))
         parts.append(f"replicated because no pattern names them: {names}")
-    parts += [f"note: {text}" for text in _without_indices(plan.notes)]
+    parts += [f"note: {text}" for text in common_names(plan.notes)]
     return "\n".join(parts)
-
-
-def _without_indices(texts: Sequence[str]) -> list[str]:
-    """Texts that differ in the indices of layers alone are one, with `*` in their place."""
-    groups: dict[str, list[str]] = {}
-    for text in texts:
-        groups.setdefault(_INDEX.sub("*", text), []).append(text)
-    return list(map(_common_name, groups.values()))
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """Names that differ in indices alone as one, with `*` for the indices that differ."""
-    parts = zip(*[re.split(r"([.:])", name) for name in names], strict=True)
-    return "".join([each[0] if len(set(each)) == 1 else "*" for each in parts])
 
 
 def _layout(entry: Entry) -> str:

@@ -12,7 +12,7 @@ from .execute import (
 )
 from .explain import Explanation, explain_redistribute
 from .layout import DimMap, Layout
-from .prepare import once, ordered, steps_between
+from .prepare import once, ordered, prepared, steps_between
 from .routes import move
 from .step import Step
 
@@ -29,6 +29,7 @@ __all__ = [
     "move",
     "once",
     "ordered",
+    "prepared",
     "redistribute_locals",
     "run_all",
     "run_between",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,6 @@ from .step import Step
 
 Ready = Callable[[], tuple[torch.Tensor, ...]]
 """Gives the local tensors of a redistribution, after a wait if it is still under way."""
-Take = Callable[[], list[torch.Tensor]]
-"""Gives the results of a collective for one tensor, after a wait."""
 
 
 class Run(NamedTuple):
@@ -43,6 +41,11 @@ class Run(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return self.local[0].dtype if self.local else self.move.dtype
+
+    def job(self, step: Step, local: Locals) -> Job:
+        """The part of this move in the collective of a step."""
+        device = self.local[0].device if self.local else torch.device(step.dst.topology.device_type)
+        return Job(step, local, step.order, self.dtype, device, self.async_op)
 
     def held(self) -> int:
         """The bytes that the collectives pack and that lie between them, roughly."""
@@ -83,6 +86,8 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
     """
     if len(runs) == 1 and (quick := runs[0].move.run) and not runs[0].async_op:
         return [_made(quick(runs[0].local, runs[0].fresh))]
+    if all(run.move.only for run in runs):  # nothing lies between; engines bound their buffers
+        return _run_single(runs)
     batches: list[list[Run]] = [[]]
     total = 0
     for run in runs:
@@ -100,6 +105,21 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
 
 def _made(local: tuple[torch.Tensor, ...]) -> Ready:
     return lambda: local
+
+
+def _run_single(runs: Sequence[Run]) -> list[Ready]:
+    """Run moves of one collective each."""
+    groups: dict[object, list[int]] = {}
+    for index, run in enumerate(runs):
+        groups.setdefault(run.move.alike, []).append(index)
+    ready: list[Any] = [None] * len(runs)
+    for members in groups.values():
+        steps: list[Any] = [runs[index].move.only for index in members]
+        pairs = zip(members, steps, strict=True)
+        jobs = [runs[index].job(step, runs[index].local) for index, step in pairs]
+        for index, take in zip(members, _start(steps, jobs), strict=True):
+            ready[index] = take
+    return ready
 
 
 def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
@@ -133,7 +153,7 @@ def run_together(
         if step.is_local:
             found.append(finished(sliced(step, local), order, False))
         else:
-            found.append(tuple(next(takes)()) if local else ())
+            found.append(next(takes)() if local else ())
     return found
 
 
@@ -149,7 +169,7 @@ def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
     )
 
 
-def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Take]:
+def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Ready]:
     """Start one collective for the steps of several tensors. The functions give their results."""
     where = steps[0].src.topology
     if is_heard():
@@ -171,13 +191,13 @@ class _Landing:
         self._made: list[list[torch.Tensor]] = []
         self._lock = threading.Lock()  # two threads may use results of one collective
 
-    def take(self, index: int) -> list[torch.Tensor]:
+    def take(self, index: int) -> tuple[torch.Tensor, ...]:
         """The results of one run, which are its own from now on."""
         with self._lock:
             if self._finish is not None:
                 self._made, self._finish = self._finish(), None
         made, self._made[index] = self._made[index], []
-        return made
+        return tuple(made)
 
 
 class _State:
@@ -190,36 +210,31 @@ class _State:
         enter = run.move.enter
         self._now: tuple[torch.Tensor, ...] = run.local if enter is None else enter(run.local)
         self._owned: tuple[torch.Tensor, ...] = ()  # what this run has made and nobody else has
-        self._take: Take | None = None  # gives what is under way
+        self._take: Ready | None = None  # gives what is under way
         self._local_steps: list[Step] = []
         self.left = list(run.move.steps)
         self._take_local_steps()
 
     def _take_local_steps(self) -> None:
-        """Take the local steps up to the next collective; they run when their result is needed."""
+        """Ready the local steps up to the next collective; they run when their result is needed."""
         while self.left and self.left[0].is_local:
             self._local_steps.append(self.left.pop(0))
 
     def alike(self) -> tuple[object, ...]:
-        """What steps that share a collective have in common."""
-        step = self.left[0]
-        dtype = self._run.dtype if step.op else None
-        return step.src.topology, step.dst.topology, step.kind, step.axes, step.op, step.over, dtype
+        """What runs have in common whose next collectives are one."""
+        return self.left[0].alike(self._run.dtype)
 
     def job(self, step: Step) -> Job:
-        local = self._settle()
-        given = self._run.local
-        device = given[0].device if given else torch.device(step.dst.topology.device_type)
-        return Job(step, local, step.order, self._run.dtype, device, self._run.async_op)
+        return self._run.job(step, self._settle())
 
-    def arrive(self, take: Take) -> None:
+    def arrive(self, take: Ready) -> None:
         self._take = take
         self._take_local_steps()
 
     def _settle(self) -> tuple[torch.Tensor, ...]:
         """The local tensors now: what is under way has landed, local steps are done."""
         if self._take is not None:
-            made, self._take = tuple(self._take()), None
+            made, self._take = self._take(), None
             self._becomes(made)
         for step in self._local_steps:
             if step.kind == "slice":

@@ -109,6 +109,11 @@ class Layout:
         return prod([max([stop - start for start, stop in dim.table]) for dim in self.dims])
 
     @cached_property
+    def hull(self) -> Box:
+        """The box around all boxes."""
+        return tuple([(0, max([stop for _, stop in dim.table])) for dim in self.dims])
+
+    @cached_property
     def slots(self) -> tuple[Coord, ...]:
         """The coordinates of the local tensors held here, in the order in which they are stored."""
         return self.topology.coords_here(self.axes)

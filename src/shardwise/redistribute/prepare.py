@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -53,6 +53,26 @@ class Move:
         """The cheapest steps; if they hold more than the buffer between two collectives, those that
         hold least."""
         return self.cheapest if self.between <= buffer_size() else self.leanest
+
+    @cached_property
+    def only(self) -> Step | None:
+        """The step, if the move is one collective on one mesh."""
+        return None if self.run is None or self.cheapest[0].is_local else self.cheapest[0]
+
+    @cached_property
+    def first(self) -> Step | None:
+        """The first collective."""
+        return next((step for step in self.cheapest if not step.is_local), None)
+
+    @cached_property
+    def alike(self) -> object:
+        """What moves have in common of which the first collectives may be one."""
+        return None if self.first is None else self.first.alike(self.dtype)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes that a rank gives to the first collective, at most."""
+        return 0 if self.first is None else self.first.src.most * self.dtype.itemsize
 
     @property
     def is_view(self) -> bool:

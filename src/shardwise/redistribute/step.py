@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import torch
+
 from ..comm.protocol import Parcel
 from ..layout.geometry import Box, all_coords, box_numel, box_shape, flat_index, intersect, relative
 from ..layout.mesh import Coord
@@ -43,6 +45,11 @@ class Step:
     def is_local(self) -> bool:
         """True if no rank receives anything."""
         return self.kind in ("slice", "make_partial", "view")
+
+    def alike(self, dtype: torch.dtype) -> tuple[object, ...]:
+        """What steps of tensors of this dtype have in common if they share a collective."""
+        ends = self.src.topology, self.dst.topology
+        return *ends, self.kind, self.axes, self.op, self.over, dtype if self.op else None
 
     @property
     def _copies(self) -> int:

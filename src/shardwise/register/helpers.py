@@ -31,16 +31,13 @@ def normalize_dim(dim: int, ndim: int) -> int:
     return dim if dim >= 0 else dim + ndim
 
 
-def normalize_dims(dims: int | Sequence[int], ndim: int) -> Sequence[int]:
+def normalize_dims(dims: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """Dims counted from the front.
 
     >>> normalize_dims([-1, 0], 3)
-    [2, 0]
+    (2, 0)
     """
-    if isinstance(dims, int):
-        return (normalize_dim(dims, ndim),)
-    found = [normalize_dim(dim, ndim) for dim in dims]
-    return tuple(found) if isinstance(dims, tuple) else found
+    return tuple(normalize_dim(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims))
 
 
 def is_tensor_dim_sharded(spec: DTensorSpec, dim: int) -> bool:
@@ -55,28 +52,22 @@ def is_tensor_partial(spec: DTensorSpec) -> bool:
 
 def is_tensor_shardable(shape: Sequence[int], spec: DTensorSpec) -> bool:
     """True if every shard of a tensor of this shape has elements."""
-    counts = _shards_per_dim(shape, spec)
-    return counts is not None and all(
-        count == 1 or size >= count for size, count in zip(shape, counts, strict=True)
-    )
+    counts = _shards_per_dim(spec).items()
+    return all(dim < len(shape) and max(shape[dim], 1) >= count for dim, count in counts)
 
 
 def is_tensor_evenly_shardable(shape: Sequence[int], spec: DTensorSpec) -> bool:
     """True if all shards of a tensor of this shape are equal in size."""
-    counts = _shards_per_dim(shape, spec)
-    return counts is not None and all(
-        size % count == 0 for size, count in zip(shape, counts, strict=True)
-    )
+    counts = _shards_per_dim(spec).items()
+    return all(dim < len(shape) and shape[dim] % count == 0 for dim, count in counts)
 
 
-def _shards_per_dim(shape: Sequence[int], spec: DTensorSpec) -> list[int] | None:
-    """The number of shards of each dim; None if the spec shards a dim that the shape lacks."""
-    counts = [1] * len(shape)
+def _shards_per_dim(spec: DTensorSpec) -> dict[int, int]:
+    """The number of shards of each sharded dim."""
+    counts: dict[int, int] = {}
     for size, place in zip(spec.topology.shape, spec.placements, strict=True):
         if isinstance(place, Shard):
-            if place.dim >= len(shape):
-                return None
-            counts[place.dim] *= size
+            counts[place.dim] = counts.get(place.dim, 1) * size
     return counts
 
 
@@ -141,17 +132,16 @@ def expand_to_full_mesh_op_strategy(
     made = []
     for rows in itertools.product(single_mesh_dim_strategies, repeat=topology(mesh).ndim):
         columns: list[Any] = [None if None in each else each for each in zip(*rows, strict=True)]
-        outputs = [each and DTensorSpec(mesh, each) for each in columns[:input_index]]
-        given = [each for each in columns[input_index:] if each is not None]
+        specs = [each and DTensorSpec(mesh, each) for each in columns]
+        outputs = specs[:input_index]
         inputs = [
-            DTensorSpec(mesh, each, operand.tensor_meta)
-            for each, operand in zip(given, operands, strict=True)
+            DTensorSpec(mesh, spec.placements, operand.strategies[0].output_spec.meta)
+            for spec, operand in zip(filter(None, specs[input_index:]), operands, strict=True)
         ]
-        results = outputs[0] if input_index == 1 else tuple(outputs) if outputs else None
-        possible = all(
-            is_tensor_shardable(operand.shape, spec)
-            for operand, spec in zip(operands, inputs, strict=True)
-        ) and not any(_is_mixed(spec) for spec in (*inputs, *outputs) if spec is not None)
+        results = outputs[0] if input_index == 1 else tuple(outputs) or None
+        possible = all(is_tensor_shardable(spec.shape, spec) for spec in inputs) and not any(
+            _is_mixed(spec) for spec in specs if spec is not None
+        )
         if possible and (is_valid_strategy_cb is None or is_valid_strategy_cb(inputs, results)):
             made.append(OpSpec(results, inputs))
     return OpStrategy(made)
@@ -183,22 +173,17 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     return einop_rule(f"{','.join(operands)}->{letters}", op_schema, linearity=linearity)
 
 
-def einop_rule(
-    equation: str,
-    op_schema: OpSchema,
-    *,
-    linearity: bool = False,
-    enforce_sharding: dict[str, int] | None = None,
-) -> OutputSharding:
+def einop_rule(equation: str, op_schema: OpSchema, *, linearity: bool = False) -> OutputSharding:
     """The layouts of an operator whose data moves as in an einsum, `"mk,kn->mn"`.
 
     A sharded letter that the result lacks leaves a Partial("sum"). `1` is a dim of size 1.
-    `enforce_sharding` maps a letter to the axis that shards it, -1 for none.
     """
-    left, arrow, right = equation.partition("->")
-    operands = [_letters(part) for part in left.split(",")]
+    *operands, result = (
+        [None if letter == "1" else letter for letter in part]
+        for part in equation.replace("->", ",").split(",")
+    )
     specs = op_schema.args_spec
-    if not arrow or [len(dims) for dims in operands] != [spec.ndim for spec in specs]:
+    if [len(dims) for dims in operands] != [spec.ndim for spec in specs]:
         raise RuleError(
             f"{op_schema.op}: einop_rule: {equation!r} does not fit operands of "
             f"{[spec.ndim for spec in specs]} dims."
@@ -209,33 +194,12 @@ def einop_rule(
         for name, size in zip(dims, spec.shape, strict=True)
         if name is not None
     }
-    wanted = specs
-    if enforce_sharding is not None:
-        by_axis = {axis: name for name, axis in enforce_sharding.items()}
-        wanted = tuple(
-            _sharded_by(by_axis, dims, spec) for dims, spec in zip(operands, specs, strict=True)
-        )
-    result = _letters(right)
     shape = tuple(1 if name is None else sizes[name] for name in result)
     meta = TensorMeta(shape, contiguous_stride(shape), specs[0].dtype)
     linear = (tuple(range(len(specs))),) if linearity else ()
     rule = Rule(tuple(map(along, operands)), (along(result),), sizes, linear=linear)
-    call = Call(op_schema.op, (), {}, wanted, (meta,))
+    call = Call(op_schema.op, (), {}, specs, (meta,))
     decision = decide(rule, call, 0 if op_schema.is_inplace_op() else None)
-    moves = zip(specs, decision.inputs, strict=True)
-    if any(old.placements != new.placements for old, new in moves):
+    if any(a.placements != b.placements for a, b in zip(specs, decision.inputs, strict=True)):
         return OutputSharding(None, redistribute_schema=op_schema.with_specs(decision.inputs))
     return OutputSharding(decision.outputs[0])
-
-
-def _letters(text: str) -> list[str | None]:
-    return [None if letter == "1" else letter for letter in text]
-
-
-def _sharded_by(
-    by_axis: dict[int, str], dims: Sequence[str | None], spec: DTensorSpec
-) -> DTensorSpec:
-    """The spec with each axis sharding the dim of its letter, if the operand has one."""
-    letters = [by_axis.get(axis, "") for axis in range(spec.topology.ndim)]
-    places = [Shard(dims.index(name)) if name in dims else Replicate() for name in letters]
-    return DTensorSpec(spec.topology, places, spec.meta)

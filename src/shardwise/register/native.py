@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import chain
+from types import NoneType
 from typing import Any
 
 from .._torch import OpOverload
 from ..dispatch.decide import Decision
 from ..errors import RuleError
 from ..layout.placement import Partial
-from ..layout.spec import TensorMeta
 from ..rules import Call, Dims, Family, Local, Registered, Rule, Scaled, notation, parse
 from .operators import check_shapes, overloads, put
 
@@ -75,55 +75,47 @@ def register_rule(
     by_value = None if reads is None else frozenset(reads)
     for each in ops:
         _check_names(each, by_value)
-    text = repr(rule) if isinstance(rule, str) else ""
-    put(ops, Registered(_whole(family, local, text), by_value=by_value, check=_check))
+        put(each, Registered(_whole(family, local), by_value=by_value, check=_check))
 
 
-def _whole(family: Family, local: Local | None, text: str) -> Family:
+def _whole(family: Family, local: Local | None) -> Family:
     """The family with its local call; each rule that it returns is checked."""
 
     def checked(call: Call) -> Rule:
         rule = family(call)
         if not isinstance(rule, Rule):
             raise RuleError(f"{call.name}: the rule's function returned {rule!r}, not a Rule.")
-        operands = [spec.meta for spec in call.specs]
-        for kind, patterns, metas in (
-            ("operand", rule.inputs, operands),
-            ("result", rule.outputs, call.results),
-        ):
-            # The dispatcher raises if the counts differ.
-            for place, (dims, meta) in enumerate(zip(patterns, metas, strict=False)):
-                _check_sizes(call, rule, text or str(rule), f"{kind} {place}", dims, meta)
+        if (len(rule.inputs), len(rule.outputs)) == (len(call.specs), len(call.results)):
+            operands = [spec.meta.shape for spec in call.specs]
+            _check_sizes(call, rule, "operand", rule.inputs, operands)
+            _check_sizes(call, rule, "result", rule.outputs, [r.shape for r in call.results])
         return rule if local is None else dataclasses.replace(rule, local=local)
 
     return checked
 
 
 def _check_sizes(
-    call: Call, rule: Rule, text: str, what: str, dims: Dims, meta: TensorMeta
+    call: Call, rule: Rule, kind: str, patterns: Sequence[Dims], shapes: Sequence[Sequence[int]]
 ) -> None:
     """Raise if a dim is not as large as the factor that it walks along."""
-    if len(dims) != len(meta.shape):
-        raise RuleError(
-            f"{call.name}: the rule {text} has {len(dims)} dims for {what}, which has "
-            f"shape {list(meta.shape)}."
-        )
-    for dim, (at, size) in enumerate(zip(dims, meta.shape, strict=True)):
-        if at is None or not (at.link is None or isinstance(at.link, Scaled)):
-            continue
-        want = rule.sizes.get(at.factor, size) * (1 if at.link is None else at.link.block)
-        if want != size:
+    for place, (dims, shape) in enumerate(zip(patterns, shapes, strict=True)):
+        wanted = [
+            rule.sizes.get(at.factor, size) * (at.link.block if at.link else 1)
+            if at is not None and isinstance(at.link, (Scaled, NoneType))
+            else size
+            for at, size in zip(dims, shape, strict=False)
+        ]
+        if wanted != list(shape):
             raise RuleError(
-                f"{call.name}: the rule {text} has size {want} along {at.factor!r} for dim "
-                f"{dim} of {what}, whose size is {size}."
+                f"{call.name}: by the rule {rule} {kind} {place} has shape {wanted}, but it has "
+                f"shape {list(shape)}."
             )
 
 
-def _check(call: Call, rule: Rule | None, decision: Decision, structure: Any) -> None:
+def _check(call: Call, rule: Rule, decision: Decision) -> None:
     """Check the shapes of local results, if the local call is the operator's own."""
-    assert rule is not None
     if rule.local is None and rule.shape_arg is None and rule.tail is None and not rule.ignores:
-        check_shapes(call, decision, structure, None)
+        check_shapes(call, decision)
 
 
 def _check_notation(ops: Sequence[OpOverload], rule: str, named: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from .._torch import OpOverload, OpOverloadPacket
 from ..dispatch import dispatch
 from ..dispatch.decide import Decision
 from ..dispatch.out_variants import functional_of
+from ..dispatch.plans import tensors_in
 from ..dispatch.random_ops import is_random, is_without_dropout
 from ..errors import RuleError
 from ..layout.geometry import all_coords, memory_order, stride_like
@@ -68,10 +69,9 @@ def _checked(what: str, op: OpOverload) -> OpOverload:
     return op
 
 
-def put(ops: list[OpOverload], rule: Registered) -> None:
-    """Make `rule` the rule of the operators, and forget the plans that were made without it."""
-    for op in ops:
-        REGISTERED[key_of(op)] = rule
+def put(op: OpOverload, rule: Registered) -> None:
+    """Make `rule` the rule of an operator, and forget the plans that were made without it."""
+    REGISTERED[key_of(op)] = rule
     dispatch.clear()
 
 
@@ -90,7 +90,7 @@ def with_operands(
     return tuple(map(fill, call.args)), {name: fill(v) for name, v in call.kwargs.items()}
 
 
-def check_shapes(call: Call, decision: Decision, structure: Any, local: Local | None) -> None:
+def check_shapes(call: Call, decision: Decision, local: Local | None = None) -> None:
     """Raise if a local call does not give the shapes that the decision promises.
 
     A rule may be right for even shards and wrong for uneven ones: without this check the answer
@@ -98,17 +98,14 @@ def check_shapes(call: Call, decision: Decision, structure: Any, local: Local | 
     combination of local shapes.
     """
     specs = (*decision.inputs, *decision.outputs)
-    seen: set[object] = set()
+    first: dict[object, Coord] = {}
     for coord in all_coords(specs[0].topology.shape):
-        shapes = tuple(spec.local_shape(coord) for spec in specs)
-        if shapes not in seen:
-            seen.add(shapes)
-            _check_at(call, decision, structure, local, coord)
+        first.setdefault(tuple(spec.local_shape(coord) for spec in specs), coord)
+    for coord in first.values():
+        _check_at(call, decision, local, coord)
 
 
-def _check_at(
-    call: Call, decision: Decision, structure: Any, local: Local | None, coord: Coord
-) -> None:
+def _check_at(call: Call, decision: Decision, local: Local | None, coord: Coord) -> None:
     args, kwargs = with_operands(call, lambda i: _local_meta(decision.inputs[i], coord))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
@@ -116,24 +113,20 @@ def _check_at(
     outs = ", ".join(spec.layout_text() for spec in decision.outputs)
     says = f"{call.name}: the rule says {ins} -> {outs}"
     at = f"at coordinate ({', '.join(map(str, coord))})"
+    site = Site(coord, decision.inputs, decision.outputs)
     try:
-        if local is None:
-            made = call.op(*args, **kwargs)
-        else:
-            made = local(call.op, args, kwargs, Site(coord, decision.inputs, decision.outputs))
+        made = local(call.op, args, kwargs, site) if local else call.op(*args, **kwargs)
     except (RuntimeError, ValueError, IndexError) as error:
         raise RuleError(f"{says}, but the operator fails {at}: {error}") from error
-    if structure is None:  # the operator returns nothing, it only writes
+    if call.structure is None:  # the operator returns nothing, it only writes
         return
-    results, places = ([made], [structure]) if isinstance(structure, int) else (made, structure)
-    for place, value in zip(places, results, strict=True):
-        want = None if place is None else list(decision.outputs[place].local_shape(coord))
-        got = None if value is None else list(value.shape)
-        if got != want:
-            raise RuleError(
-                f"{says}, so result {place} has the local shape {want} {at}, but the operator "
-                f"gives {got} there. Leave this layout out of the rule where the shards do not fit."
-            )
+    got = [list(tensor.shape) for tensor in tensors_in([made], {})]
+    want = [list(shape) for shape in site.out_shapes]
+    if got != want:
+        raise RuleError(
+            f"{says}, so the results have the local shapes {want} {at}, but the operator gives "
+            f"{got} there. Leave this layout out of the rule where the shards do not fit."
+        )
 
 
 def _local_meta(spec: DTensorSpec, coord: Coord) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from .._torch import OpOverload
 from ..errors import RuleError
 from ..layout.mesh import AnyMesh
-from ..layout.spec import DTensorSpec, TensorMeta
+from ..layout.spec import DTensorSpec
 
 OutputSpecs = DTensorSpec | Sequence[DTensorSpec | None] | None
 """One spec, one per result with None for those that are no tensors, or nothing."""
@@ -54,11 +54,6 @@ class OpSpec:
         assert self.input_specs is not None
         return self.input_specs[index]
 
-    @property
-    def mesh(self) -> AnyMesh:
-        spec: DTensorSpec = next(_all_of(DTensorSpec, (self.output_specs, self.input_specs)))
-        return spec.mesh
-
     def __str__(self) -> str:
         ins = "" if self.input_specs is None else f"{_text(self.input_specs)} -> "
         return ins + _text(self.output_specs)
@@ -84,11 +79,7 @@ class OpStrategy(StrategyType):
 
     @property
     def mesh(self) -> AnyMesh:
-        return self.strategies[0].mesh
-
-    @property
-    def mesh_shape(self) -> tuple[int, ...]:
-        return tuple(self.mesh.shape)
+        return self.strategies[0].output_spec.mesh
 
     @property
     def ndim(self) -> int:
@@ -98,26 +89,15 @@ class OpStrategy(StrategyType):
     def shape(self) -> torch.Size:
         return self.strategies[0].output_spec.shape
 
-    @property
-    def tensor_meta(self) -> TensorMeta:
-        return self.strategies[0].output_spec.meta
-
     def __str__(self) -> str:
         return f"OpStrategy[{', '.join(map(str, self.strategies))}]"
 
 
 class TupleStrategy(StrategyType):
-    """The strategies of the elements of a list; `childs` is PyTorch's earlier name of them."""
+    """What stands for a list of tensors; `childs` is PyTorch's earlier name of `children`."""
 
-    def __init__(self, children: Sequence[Any] = (), *, childs: Sequence[Any] = ()) -> None:
-        self.children = self.childs = children or childs
-
-    def child_mesh(self, index: int) -> AnyMesh:
-        mesh: AnyMesh = self.children[index].mesh
-        return mesh
-
-    def __str__(self) -> str:
-        return f"TupleStrategy({', '.join(map(str, self.children))})"
+    def __init__(self, children: Sequence[Any]) -> None:
+        self.children = self.childs = children
 
 
 @dataclass
@@ -132,38 +112,31 @@ class OpSchema:
     @property
     def args_spec(self) -> tuple[DTensorSpec, ...]:
         """The specs among the positional arguments, including those in lists."""
-        return tuple(_all_of(DTensorSpec, self.args_schema))
-
-    @property
-    def kwargs_spec(self) -> tuple[DTensorSpec, ...]:
-        """The specs among the keyword arguments."""
-        return tuple(_all_of(DTensorSpec, list(self.kwargs_schema.values())))
+        return tuple(all_of(DTensorSpec, self.args_schema))
 
     @property
     def args_strategy(self) -> tuple[OpStrategy, ...]:
         """The strategies among the positional arguments, including those in lists."""
-        return tuple(_all_of(OpStrategy, self.args_schema))
+        return tuple(all_of(OpStrategy, self.args_schema))
 
     @property
     def kwargs_strategy(self) -> tuple[OpStrategy, ...]:
         """The strategies among the keyword arguments."""
-        return tuple(_all_of(OpStrategy, list(self.kwargs_schema.values())))
+        return tuple(all_of(OpStrategy, [*self.kwargs_schema.values()]))
 
     def get_mesh_from_args(self, validate: bool = True) -> AnyMesh:
         """The mesh of the operands. They are all on one mesh."""
-        everything = (self.args_schema, list(self.kwargs_schema.values()))
-        for operand in _all_of((DTensorSpec, OpStrategy), everything):
-            mesh: AnyMesh = operand.mesh
-            return mesh
-        raise RuleError(f"{self.op}: get_mesh_from_args: the call has no operand.")
+        everything = (self.args_schema, [*self.kwargs_schema.values()])
+        mesh: AnyMesh = next(all_of((DTensorSpec, OpStrategy), everything)).mesh
+        return mesh
 
     def is_inplace_op(self) -> bool:
         """True if the operator's name says that it writes into its first operand."""
         return self.op._schema.name.endswith("_")
 
     def is_out_variant_op(self) -> bool:
-        """True if the operator has out= arguments. Rules are asked for the form without."""
-        return any(argument.is_out for argument in self.op._schema.arguments)
+        """False: rules are asked for the form without out=."""
+        return False
 
     def with_specs(self, specs: Sequence[DTensorSpec]) -> OpSchema:
         """The same call with other layouts for the operands among the positional arguments."""
@@ -178,8 +151,7 @@ class OpSchema:
                 return type(value)(map(fill, value))
             return next(left) if isinstance(value, DTensorSpec) else value
 
-        args = tuple(map(fill, self.args_schema))
-        return OpSchema(self.op, args, self.kwargs_schema, self.schema_info)
+        return OpSchema(self.op, fill(self.args_schema), self.kwargs_schema, self.schema_info)
 
     def _inplace_rewrap_schema_suggestion(self, origin_schema: OpSchema) -> None:
         """Take the arguments of `origin_schema` that are no tensors."""
@@ -201,15 +173,13 @@ class OutputSharding:
     use_val_from_redistribute_schema: bool = False
 
 
-def _all_of(kind: Any, value: Any) -> Iterator[Any]:
+def all_of(kind: Any, value: Any) -> Iterator[Any]:
     """The values of a class among arguments, including those in lists."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, TupleStrategy):
-        yield from _all_of(kind, value.children)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _all_of(kind, each)
+    elif isinstance(value, (list, tuple, TupleStrategy)):
+        for each in value.children if isinstance(value, TupleStrategy) else value:
+            yield from all_of(kind, each)
 
 
 def _text(specs: object) -> str:

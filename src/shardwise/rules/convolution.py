@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from ..layout.geometry import Interval
-from .halo import Halo, Slide, Tables, each_dim_of, narrowed
+from .halo import Halo, Slide, Tables, each_dim_of, fitted
 from .language import Along, Call, Dims, Operand, Rule, Scaled, Site, has_fractions, replicated
 
 
@@ -93,7 +91,7 @@ def convolution(call: Call) -> Rule:
     halo = conv.halo
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {0: halo.reads(outputs[0], inputs[0])}
+        return {0: halo.tables(outputs[0], inputs[0], Slide.reads)}
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         x, weight, bias, stride, pad, *rest, _ = args
@@ -145,64 +143,47 @@ def convolution_backward(call: Call) -> Rule:
 class _Gradients:
     """The gradients of a convolution on one rank.
 
-    That of the input needs the gradients of all windows that read this rank's piece; those of
-    weight and bias need this rank's own windows.
+    A rank fetches the gradients of all windows that read its piece of the input, beside those of
+    its own windows. With zeros in place of the input's other elements they give the gradient of the
+    piece, and this rank's part of the gradient of the weight. If only the weight's is asked for, a
+    rank fetches what its own windows read.
     """
 
     call: Call
     halo: Halo
     mask: tuple[bool, ...]
 
-    def _held(self, slide: Slide, piece: Interval, own: Interval) -> Interval:
-        """The stops whose gradients are fetched: this rank's own, and the readers of its piece."""
-        every = [own, slide.readers(piece)] if self.mask[0] else [own]
-        filled = [each for each in every if each[0] < each[1]] or [own]
-        return min(start for start, _ in filled), max(stop for _, stop in filled)
-
     def windows(self, inputs: Any, outputs: Any) -> dict[int, Tables]:
         grad, x = inputs[:2]
-        grads = {
-            dim: tuple(map(partial(self._held, slide), x.pieces(dim), grad.pieces(dim)))
-            for dim, slide in enumerate(self.halo.slides, 2)
-            if x.dim_axes[dim]
+        if not self.mask[0]:
+            return {1: self.halo.tables(grad, x, Slide.reads) if self.mask[1] else {}}
+        return {
+            0: {
+                dim: tuple(map(slide.touching, x.pieces(dim), grad.pieces(dim)))
+                for dim, slide in enumerate(self.halo.slides, 2)
+                if x.dim_axes[dim]
+            }
         }
-        return {0: grads, 1: self.halo.reads(grad, x) if self.mask[1] else {}}
 
     def local(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         grad, x, weight, _, stride, pad, *rest, _, _ = args
         weight, groups = _usual(weight), _local_groups(self.call, 1, x)
-
-        def run(grad: Any, x: Any, pad: Any, mask: Sequence[bool]) -> list[Any]:
-            if grad.numel() and x.numel() and weight.numel():
-                asked = [*mask, False]
-                return list(op(grad, x, weight, None, stride, pad, *rest, groups, asked)[:2])
-            pairs = zip((x, weight), mask, strict=True)
-            return [torch.zeros_like(value) if asked else None for value, asked in pairs]
-
-        own = grad
-        if not self.halo.is_cut(site.inputs[1]):
-            made = run(grad, x, pad, self.mask[:2])
-        else:
-            made, pad = [None, None], [0] * len(pad)
-            own, needed = self._parts(grad, site)
+        own, slides = grad, self.halo.slides
+        spans = box = site.box(1)[2:]
+        if self.halo.is_cut(site.inputs[1]):
+            pad, stops = [0] * len(pad), site.box(0)[2:]
             if self.mask[0]:
-                shape = self.halo.span_shape(site.inputs[1].local_shape(site.coord), site.box(1))
-                found = run(needed, x.new_empty(shape), pad, (True, False))[0]
-                made[0] = self.halo.cut_out(found, site.box(1))
-            if self.mask[1]:
-                window = self.halo.window(x, site.box(0))
-                made[1] = run(own, window, pad, (False, True))[1]
+                held = [s.touching(*each) for s, *each in zip(slides, box, stops, strict=True)]
+                spans = tuple(s.reads(each) for s, each in zip(slides, held, strict=True))
+                x, own = fitted(x, box, spans), fitted(grad, held, stops)
+            elif self.mask[1]:
+                x = self.halo.window(x, site.box(0))
+        if any(self.mask[:2]) and grad.numel() and x.numel() and weight.numel():
+            asked = [*self.mask[:2], False]
+            made = list(op(grad, x, weight, None, stride, pad, *rest, groups, asked)[:2])
+        else:
+            pairs = zip((x, weight), self.mask, strict=False)
+            made = [torch.zeros_like(value) if asked else None for value, asked in pairs]
+        if self.mask[0]:
+            made[0] = fitted(made[0], spans, box)
         return [*made, own.sum([0, *range(2, own.ndim)]) if self.mask[2] else None]
-
-    def _parts(self, grad: torch.Tensor, site: Site) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of this rank's own windows, and of those that read its piece."""
-        own = needed = grad
-        for dim, slide in enumerate(self.halo.slides, 2):
-            if site.inputs[1].dim_axes[dim]:
-                piece, stops = site.box(1)[dim], site.box(0)[dim]
-                held = self._held(slide, piece, stops)
-                own = narrowed(own, dim, held, stops)
-                needed = narrowed(
-                    needed, dim, held, slide.readers(piece) if self.mask[0] else stops
-                )
-        return own, needed

@@ -63,6 +63,11 @@ class Slide:
         last = (piece[1] - 1 + self.pad) // self.stride + 1
         return clipped((first, last), self.stops) if piece[0] < piece[1] else (0, 0)
 
+    def touching(self, piece: Interval, own: Interval) -> Interval:
+        """The stops from the first to the last of `own` and of the readers of these elements."""
+        filled = [each for each in (own, self.readers(piece)) if each[0] < each[1]] or [own]
+        return min(start for start, _ in filled), max(stop for _, stop in filled)
+
 
 @dataclass(frozen=True)
 class InProportion:
@@ -88,20 +93,18 @@ def clipped(piece: Interval, size: int) -> Interval:
     return start, min(max(piece[1], start), size)
 
 
-def narrowed(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> torch.Tensor:
-    """The part `want` of a tensor that holds `have` of a dim."""
-    size = want[1] - want[0]
-    return value if have == want else value.narrow(dim, want[0] - have[0] if size else 0, size)
-
-
-def _fitted(value: torch.Tensor, dim: int, have: Interval, want: Interval) -> torch.Tensor:
-    """A tensor that holds `have` of a dim, cut or filled with zeros to hold `want`."""
-    if have == want:
+def fitted(
+    value: torch.Tensor, have: Sequence[Interval], want: Sequence[Interval], fill: float = 0
+) -> torch.Tensor:
+    """A tensor that holds `have` of its last dims, cut or filled with `fill` to hold `want`."""
+    pairs = list(zip(have, want, strict=True))
+    if all(a == b for a, b in pairs):
         return value
-    if min(have[1], want[1]) <= max(have[0], want[0]):
-        return value.new_zeros([*value.shape[:dim], want[1] - want[0], *value.shape[dim + 1 :]])
-    pads = [0, 0] * (value.ndim - 1 - dim) + [have[0] - want[0], want[1] - have[1]]
-    return torch.constant_pad_nd(value, pads)
+    if any(min(a[1], b[1]) <= max(a[0], b[0]) for a, b in pairs):
+        lead = value.shape[: value.ndim - len(pairs)]
+        return value.new_full([*lead, *(stop - start for start, stop in want)], fill)
+    ends = ((a[0] - b[0], b[1] - a[1]) for a, b in reversed(pairs))
+    return torch.constant_pad_nd(value, [pad for each in ends for pad in each], fill)
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,11 @@ class Halo:
         """True if a dim with windows is sharded."""
         return any(spec.dim_axes[self.first :])
 
-    def reads(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
-        """What the shards of `reader`, a result, read of `read`."""
-        return self._tables(reader, read, Slide.reads)
-
-    def readers(self, reader: DTensorSpec, read: DTensorSpec) -> Tables:
-        """The gradients `read` that the shards of `reader`, an image, take part in."""
-        return self._tables(reader, read, Slide.readers)
-
-    def _tables(
+    def tables(
         self, reader: DTensorSpec, read: DTensorSpec, reach: Callable[[Slide, Interval], Interval]
     ) -> Tables:
-        """The intervals of the sharded dims of `read` that the shards of `reader` reach."""
+        """The intervals of the sharded dims of `read` that the shards of `reader` reach: by
+        `Slide.reads` those of a result, by `Slide.readers` those of an image."""
         return {
             dim: tuple(clipped(reach(slide, p), read.meta.shape[dim]) for p in reader.pieces(dim))
             for dim, slide in enumerate(self.slides, self.first)
@@ -147,27 +143,13 @@ class Halo:
         pieces = zip(self.slides, box[self.first :], strict=True)
         return [slide.reads(slide.readers(piece)) for slide, piece in pieces]
 
-    def span_shape(self, shape: Sequence[int], box: Box) -> list[int]:
-        """The shape of the gradient of those elements."""
-        return [*shape[: self.first], *(b - a for a, b in self.spans(box))]
-
     def window(self, value: torch.Tensor, box: Box, fill: float = 0) -> torch.Tensor:
         """What the stops in `box` read: the fetched elements, and `fill` for the padding."""
-        pads: list[int] = []
-        for dim, (slide, piece) in enumerate(zip(self.slides, box[self.first :], strict=True)):
-            want = slide.reads(piece)
-            start, stop = clipped(want, slide.size)
-            if value.shape[self.first + dim] == slide.size:  # the dim is not sharded
-                value = narrowed(value, self.first + dim, (0, slide.size), (start, stop))
-            before = start - want[0] if start < stop else want[1] - want[0]
-            pads = [before, want[1] - stop if start < stop else 0, *pads]
-        return torch.constant_pad_nd(value, pads, fill) if any(pads) else value
-
-    def cut_out(self, made: torch.Tensor, box: Box) -> torch.Tensor:
-        """The box out of a gradient of its readers' span."""
-        for dim, span in enumerate(self.spans(box), self.first):
-            made = _fitted(made, dim, span, box[dim])
-        return made
+        want = [s.reads(piece) for s, piece in zip(self.slides, box[self.first :], strict=True)]
+        each = zip(self.slides, want, value.shape[self.first :], strict=True)
+        # A dim that is not sharded is there as a whole.
+        have = [(0, s.size) if n == s.size else clipped(own, s.size) for s, own, n in each]
+        return fitted(value, have, want, fill)
 
 
 # --- pooling ---------------------------------------------------------------------------------
@@ -231,7 +213,7 @@ def max_pool(call: Call) -> Rule:
     kernel, stride = ([getattr(s, name) for s in halo.slides] for name in ("kernel", "stride"))
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {0: halo.reads(outputs[0], inputs[0])}
+        return {0: halo.tables(outputs[0], inputs[0], Slide.reads)}
 
     def unless(site: Site) -> bool:
         return not halo.is_cut(site.inputs[0]) and prod(site.out_shapes[0]) > 0
@@ -265,7 +247,7 @@ def max_pool_backward(call: Call) -> Rule:
         return rule
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {i: halo.readers(outputs[0], inputs[i]) for i in (0, 2)}
+        return {i: halo.tables(outputs[0], inputs[i], Slide.readers) for i in (0, 2)}
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         grad, index, box = args[0], args[-1], site.out_boxes[0]
@@ -273,8 +255,7 @@ def max_pool_backward(call: Call) -> Rule:
             return zeros_at(call, site, grad)
         if not halo.is_cut(site.outputs[0]):
             return op(*args, **kwargs)
-        shape = halo.span_shape(site.out_shapes[0], box)
-        return halo.cut_out(_scattered(grad, index, halo, shape, box), box)
+        return fitted(_scattered(grad, index, halo, box), halo.spans(box), box[halo.first :])
 
     places, stops = halo.dims()
     sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(1))}
@@ -282,15 +263,14 @@ def max_pool_backward(call: Call) -> Rule:
     return replace(rule, local=local, unless=None, windows=windows)
 
 
-def _scattered(
-    grad: torch.Tensor, index: torch.Tensor, halo: Halo, shape: list[int], box: Box
-) -> torch.Tensor:
+def _scattered(grad: torch.Tensor, index: torch.Tensor, halo: Halo, box: Box) -> torch.Tensor:
     """Gradients added up where their indices into the whole plane say, on the span of a box."""
-    mine = torch.zeros_like(index)
+    mine, spans = torch.zeros_like(index), halo.spans(box)
     inner = prod(slide.size for slide in halo.slides)
-    for slide, (start, stop) in zip(halo.slides, halo.spans(box), strict=True):
+    for slide, (start, stop) in zip(halo.slides, spans, strict=True):
         inner //= slide.size
         mine = mine * (stop - start) + index // inner % slide.size - start
-    made = grad.new_zeros(*shape[: halo.first], prod(shape[halo.first :]))
+    shape = [stop - start for start, stop in spans]
+    made = grad.new_zeros(*grad.shape[: halo.first], prod(shape))
     made.scatter_add_(-1, mine.flatten(halo.first), grad.flatten(halo.first))
-    return made.view(shape)
+    return made.view(*made.shape[:-1], *shape)

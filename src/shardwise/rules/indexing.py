@@ -178,18 +178,14 @@ def index_select(call: Call) -> Rule:
     if not shape or len(lead) != 1:  # a number, or PyTorch's error
         return _pick_rule(call, _all_whole(call), [None] * len(shape), ())
     dim = call.get("dim") % len(shape)
-    free: Names = [f"i{d}" for d in range(len(shape))]
-    out: Names = [*free[:dim], "n", *free[dim + 1 :]]
-    inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
-    local = _picking(2, (dim,), len(shape) - dim - 1)
-    return _pick_rule(call, [inside, ["n"]], out, (dim,), local)
+    inputs, out = index_dims(shape, {dim: lead})
+    return _pick_rule(call, inputs, out, (dim,), _picking(2, (dim,), len(shape) - dim - 1))
 
 
 def embedding(call: Call) -> Rule:
     """`"v h, ... -> ... h"`"""
-    names: Names = [f"i{dim}" for dim in range(len(call.shape(1)))]
-    local = _picking(1, (0,), 1)
-    return _pick_rule(call, [["v", "h"], names], [*names, "h"], (0,), local)
+    inputs, out = index_dims(call.shape(0), {0: call.shape(1)})
+    return _pick_rule(call, inputs, out, (0,), _picking(1, (0,), 1))
 
 
 _ADDED_ROWS = notation("... h, ... -> _ h", linear=((0,),))
@@ -212,32 +208,42 @@ def has_mask(call: Call) -> bool:
     )
 
 
-def index_dims(call: Call) -> tuple[list[Names], Names, tuple[int, ...]]:
-    """The factors of the tensor, of each index and of the result; and the indexed dims.
+def index_shapes(call: Call) -> dict[int, tuple[int, ...]]:
+    """The shape of the index of each indexed dim."""
+    given = enumerate(call.get("indices"))
+    return {dim: call.shape(each) for dim, each in given if each is not None}
+
+
+def index_dims(
+    shape: Sequence[int], given: dict[int, tuple[int, ...]]
+) -> tuple[list[Names], Names]:
+    """The factors of the tensor and of each index, and those of the result.
 
     As in PyTorch, the dims of the indices stand where the indexed dims stood, if these were
     neighbours, else first.
     """
-    shape, given = call.shape(0), call.get("indices")
-    used = tuple(dim for dim, each in enumerate(given) if each is not None)
-    lead = torch.broadcast_shapes(*(call.shape(given[dim]) for dim in used))
+    used = list(given)
+    lead = torch.broadcast_shapes(*given.values())
     names: Names = [f"b{at}" for at in range(len(lead))]
-    picked: list[Names] = []
-    for dim in used:
-        own = call.shape(given[dim])
-        behind = names[len(names) - len(own) :]
-        wide = lead[len(lead) - len(own) :]
-        picked.append([n if s == w else None for n, s, w in zip(behind, own, wide, strict=True)])
+    picked = [_names_of(own, lead, names) for own in given.values()]
     neighbours = used[-1] - used[0] == len(used) - 1
     before = [f"i{d}" for d in range(used[0])] if neighbours else []
     after = [f"i{d}" for d in range(len(shape)) if d not in used and f"i{d}" not in before]
     inside: Names = [f"v{d}" if d in used else f"i{d}" for d in range(len(shape))]
-    return [inside, *picked], [*before, *names, *after], used
+    return [inside, *picked], [*before, *names, *after]
+
+
+def _names_of(shape: Sequence[int], wide: Sequence[int], names: Names) -> Names:
+    """The factors of a tensor that broadcasts to the shape `wide`, whose factors are `names`."""
+    first = len(wide) - len(shape)
+    pairs = zip(shape, wide[first:], names[first:], strict=True)
+    return [name if size == whole else None for size, whole, name in pairs]
 
 
 def index(call: Call) -> Rule:
     """x[i, :, j] with tensors of integers; a form replaces masks by integers."""
-    inputs, out, used = index_dims(call)
+    inputs, out = index_dims(call.shape(0), index_shapes(call))
+    used = tuple(index_shapes(call))
     ends = [at for at, name in enumerate(out, 1) if str(name).startswith("b")]
     behind = len(out) - max(ends, default=0)
     return _pick_rule(call, inputs, out, used, _picking(1, used, behind))
@@ -356,13 +362,9 @@ def index_write(call: Call) -> Rule:
     odd = rows and call.shape(2) != (*shape[:dim], *lead, *shape[dim + 1 :])
     if not shape or not lead or odd:  # the kernel may refuse it
         return _write_rule(call, _all_whole(call), (), None, values)
-    free: Names = [f"i{d}" for d in range(len(shape))]
-    inside: Names = [*free[:dim], "v", *free[dim + 1 :]]
-    inputs: list[Names] = [inside, ["n"]]
-    if rows:
-        inputs.append([*free[:dim], "n", *free[dim + 1 :]])
-    elif values:
-        inputs.append([])
+    inputs, out = index_dims(shape, {dim: lead})
+    if values:
+        inputs.append(out if rows else [])
     return _write_rule(call, inputs, (dim,), _index_write_local, values)
 
 
@@ -391,16 +393,12 @@ def index_put(call: Call) -> Rule:
     values = call.get("values")
     if has_mask(call):
         return _write_rule(call, _all_whole(call), (), None, [values])
-    inputs, out, used = index_dims(call)
-    known = {f"i{d}": size for d, size in enumerate(call.shape(0))}
-    lead = [call.shape(call.get("indices")[dim]) for dim in used]
-    wide = torch.broadcast_shapes(*lead)
+    shape, given = call.shape(0), index_shapes(call)
+    inputs, out = index_dims(shape, given)
+    used, wide = tuple(given), torch.broadcast_shapes(*given.values())
+    known = {f"i{d}": size for d, size in enumerate(shape)}
     known |= {f"b{at}": size for at, size in enumerate(wide)}
-    shape = call.shape(values)
-    behind = out[len(out) - len(shape) :]
-    inputs.append(
-        [n if n and known[n] == size else None for n, size in zip(behind, shape, strict=True)]
-    )
+    inputs.append(_names_of(call.shape(values), [known[str(name)] for name in out], out))
     local = _writing(_IndexPut(used))
     return _write_rule(call, inputs, used, local, [values])
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals
+from ..layout.spec import Groups
+from ..layout.split_dims import trivial
 from .language import Along, Call, Dims, Rule, Site, along, together
 from .views import copied, each_dim, form_of, of_shape, reordered, sizes_of, without
 
@@ -97,8 +99,70 @@ def slice_tensor(call: Call) -> Rule:
     """A slice: on a sharded dim each rank keeps what it has of it, in place."""
     shape = call.shape(0)
     dim, window, traits = _sliced(call)
+    blocks = _of_blocks(call, dim, [window])
+    if blocks is not None:
+        return blocks
     rule = reordered(call, each_dim(len(shape)))
     return replace(rule, outputs=(_linked(shape, dim, window),), **traits)
+
+
+def _of_blocks(call: Call, dim: int, windows: Sequence[Window]) -> Rule | None:
+    """The rule of slices that begin and end where blocks of a dim do; None if there are others.
+
+    Queries, keys and values in one dim are such blocks. Each rank has its piece of every block, so
+    it has its piece of every slice.
+    """
+    groups = call.laid[0].groups
+    if groups is None or len(groups[dim]) == 1:
+        return None
+    count, *rest = groups[dim]
+    inner = call.shape(0)[dim] // count
+    bounds = [bound for window in windows for bound in (window.start, window.stop)]
+    if any(bound % inner for bound in bounds) or any(
+        w.step > 1 or w.start == w.stop for w in windows
+    ):
+        return None
+    names, sizes = _names(groups, dim)
+    ends = [(window.start // inner, window.stop // inner) for window in windows]
+
+    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+        step = args[0].shape[dim] // count
+        cut = form_of(op, aten.slice.Tensor, aten.slice_copy.Tensor)
+        made = [cut(args[0], dim, start * step, stop * step) for start, stop in ends]
+        return made if isinstance(call.structure, tuple) else made[0]
+
+    outputs, outs = [], []
+    for start, stop in ends:
+        one = stop - start == 1
+        outputs.append([n for n in names if n is not _BLOCK] if one else names)
+        outs.append((*groups[:dim], (*rest,) if one else (stop - start, *rest), *groups[dim + 1 :]))
+    made = [along([None if n is _BLOCK else n for n in each]) for each in (names, *outputs)]
+    return Rule(
+        (made[0],),
+        tuple(made[1:]),
+        sizes,
+        reduce=None,
+        linear=((0,),),
+        copies=True,
+        local=local,
+        apart=((groups,), tuple(outs)),
+    )
+
+
+_BLOCK = "block"
+"""Stands for the dim that counts blocks, which is whole."""
+
+
+def _names(groups: Groups, dim: int) -> tuple[list[str], dict[str, int]]:
+    """A factor for each part of each dim, but for the first part of one; and their sizes."""
+    names, sizes = [], {}
+    for index, group in enumerate(groups):
+        for place, size in enumerate(group):
+            name = _BLOCK if index == dim and place == 0 else f"i{index}.{place}"
+            names.append(name)
+            if name is not _BLOCK:
+                sizes[name] = size
+    return names, sizes
 
 
 def _linked(shape: Sequence[int], dim: int, link: Window | Spread) -> Dims:
@@ -113,6 +177,9 @@ def split(call: Call) -> Rule:
     for result in call.results:
         windows.append(Window(start, start + result.shape[dim]))
         start += result.shape[dim]
+    blocks = _of_blocks(call, dim, windows)
+    if blocks is not None:
+        return blocks
     rule = reordered(call, each_dim(len(shape)))
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -181,14 +248,33 @@ def select_scatter(call: Call) -> Rule:
 
 
 def cat(call: Call) -> Rule:
-    """Tensors one after another along a dim that must be whole; `forms/join.py` serves a sharded
-    one."""
+    """Tensors one after another along a dim.
+
+    The dim must be whole, or all tensors have one layout: each is then a block of the result.
+    `forms/join.py` serves other sharded dims.
+    """
     ndim = len(call.results[0].shape)
+    dim = call.get("dim", 0) % ndim
+    spec = call.laid[0]
+    alike = spec.cuts is None and all(each is spec for each in call.laid)
+    if alike and len(call.laid) > 1 and spec.dim_axes[dim] and spec.meta.shape[dim] > 1:
+        return _joined_blocks(call, dim)
     dims = each_dim(ndim)
-    dims[call.get("dim", 0) % ndim] = None
+    dims[dim] = None
     return _joined(
         call, [dims if spec.ndim == ndim else [None] * spec.ndim for spec in call.specs], dims
     )
+
+
+def _joined_blocks(call: Call, dim: int) -> Rule:
+    groups = call.laid[0].groups or trivial(call.shape(0))
+    count = len(call.laid)
+    whole = (*groups[:dim], (count, *groups[dim]), *groups[dim + 1 :])
+    names, sizes = _names(whole, dim)
+    parts = along([name for name in names if name is not _BLOCK])
+    made = along([None if name is _BLOCK else name for name in names])
+    apart = (groups,) * count, (whole,)
+    return Rule((parts,) * count, (made,), sizes, reduce=None, **together(call), apart=apart)
 
 
 def stack(call: Call) -> Rule:

@@ -284,8 +284,8 @@ def _functional(overload: str) -> str:
 class Registered:
     """A rule for one axis (`family`), or a function that decides for all axes at once (`decide`).
 
-    `decide(call, structure, written)` returns the decision, and a local call or None.
-    `check(call, rule, decision, structure)` raises if the rule is wrong. `by_value` are the numbers
+    `decide(call, written)` returns the decision, and a local call or None.
+    `check(call, rule, decision)` raises if the rule is wrong. `by_value` are the numbers
     that the rule reads, None for all: their values are part of the key.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..layout.spec import Groups
-from ..layout.split_dims import common, trivial
+from ..layout.split_dims import common, finer_parts, trivial
 from .language import NOWHERE, Along, Call, Dims, Rule, Scaled, Site, along
 
 aten = torch.ops.aten
@@ -141,13 +141,10 @@ def _walk(
     names = [name, *(f"{name}.{place}" for place in range(1, len(found[0])))]
     sizes.update(zip(names, found[0], strict=True))
     for side, dims, wholes in ((0, a, whole), (1, b, target)):
-        left = list(zip(names, found[0], strict=True))
-        for dim, size in zip(dims, wholes, strict=True):
-            taken = [left.pop(0)]
-            while prod(n for _, n in taken) != size:
-                taken.append(left.pop(0))
-            alongs[side][dim] = [Along(factor) for factor, _ in taken]
-            groups[side][dim] = tuple(n for _, n in taken)
+        left = iter(names)
+        for dim, parts in zip(dims, finer_parts((tuple(wholes),), found), strict=True):
+            alongs[side][dim] = [Along(next(left)) for _ in parts]
+            groups[side][dim] = tuple(parts)
 
 
 def _scaled(block: int) -> Scaled | None:

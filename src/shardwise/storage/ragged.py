@@ -62,15 +62,6 @@ def as_dtensor(value: Any, topology: Topology) -> Any:
     return wrap(adopted._spec, adopted._locals)
 
 
-def counted(op: object, topology: Topology, axes: Sequence[int], counts: Sequence[int]) -> Cuts:
-    """How many elements every shard over `axes` has; `counts` are those of the shards held here."""
-    total = prod([topology.shape[axis] for axis in axes])
-    places = [Shard(0) if axis in axes else Replicate() for axis in range(topology.ndim)]
-    spec = DTensorSpec(topology, places, TensorMeta((total,), (1,), torch.int64))
-    local = tuple(torch.tensor([count], device=topology.device_type) for count in counts)
-    return tuple(gather_plain(op, wrap(spec, local)).tolist())
-
-
 def joined(
     op: object,
     topology: Topology,
@@ -78,7 +69,6 @@ def joined(
     parts: Sequence[torch.Tensor],
     rest: Sequence[int] = (),
     rest_cuts: Sequence[Cuts | None] | None = None,
-    cuts: Cuts | None = None,
     stride: Callable[[int], Sequence[int]] | None = None,
 ) -> Any:
     """Pieces of unknown size as one DTensor, cut on dim 0 where they meet.
@@ -90,14 +80,15 @@ def joined(
     if not parts:
         raise MeshError(f"{op}: this rank is not in mesh {topology}, so it cannot take part.")
     axes = [axis for axis, place in enumerate(places) if place.is_shard(0)]
-    if cuts is None:
-        first = [axis for axis, place in enumerate(places) if place.is_shard()]
-        spots = topology.coords_here(first)
-        held = topology.coords_here(axes)
-        # Pieces that differ only in the dims after the first have the same size.
-        own = {tuple(c[a] for a in axes): p.shape[0] for c, p in zip(spots, parts, strict=True)}
-        counts = [own[tuple(coord[axis] for axis in axes)] for coord in held]
-        cuts = counted(op, topology, axes, counts)
+    spots = topology.coords_here([a for a, place in enumerate(places) if place.is_shard()])
+    # Pieces that differ only in the dims after the first have the same size.
+    own = {tuple(c[a] for a in axes): p.shape[0] for c, p in zip(spots, parts, strict=True)}
+    rows = [Shard(0) if axis in axes else Replicate() for axis in range(topology.ndim)]
+    total = prod([topology.shape[axis] for axis in axes])
+    each = DTensorSpec(topology, rows, TensorMeta((total,), (1,), torch.int64))
+    counts = [own[tuple(coord[axis] for axis in axes)] for coord in each.slots]
+    local = tuple(torch.tensor([count], device=topology.device_type) for count in counts)
+    cuts = gather_plain(op, wrap(each, local)).tolist()
     shape = (sum(cuts), *rest)
     steps = contiguous_stride(shape) if stride is None else tuple(stride(shape[0]))
     meta = TensorMeta(shape, steps, parts[0].dtype)

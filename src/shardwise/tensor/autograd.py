@@ -1,4 +1,4 @@
-"""Autograd functions: ways in, out and between layouts, and the gradients of leaves."""
+"""Autograd functions: ways in, out and between layouts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from .._torch import is_recorded, modes_of_thread
-from ..config import current
-from ..dispatch.views import become
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import Topology
 from ..layout.placement import Partial
@@ -24,7 +22,6 @@ requires_grad: Any = torch.Tensor.requires_grad
 """The attribute of `torch.Tensor`, which `DTensor` overrides to watch new leaves."""
 data: Any = torch.Tensor.data
 """The attribute of `torch.Tensor`, which `DTensor` overrides to take local tensors too."""
-_WATCHED = "_watched"
 
 
 def refuse_recording(what: str, values: Sequence[Any]) -> None:
@@ -212,57 +209,3 @@ class Replaced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad, None
-
-
-def watch_leaf(tensor: Any) -> None:
-    """Register the hooks that bring the gradient of a leaf into the leaf's layout."""
-    if tensor.is_leaf and requires_grad.__get__(tensor) and not hasattr(tensor, _WATCHED):
-        like_leaf = _LikeLeaf(tensor._spec)
-        setattr(tensor, _WATCHED, like_leaf)
-        tensor.register_hook(like_leaf)
-        tensor.register_post_accumulate_grad_hook(_reduce_kept)
-
-
-def is_leaf_hook(hook: object) -> bool:
-    """True if `watch_leaf` registered this hook."""
-    return isinstance(hook, _LikeLeaf) or hook is _reduce_kept
-
-
-def take_data(tensor: Any, value: Any) -> None:
-    """Let a tensor take the memory and the layout of another, as `tensor.data = value` does."""
-    if not isinstance(value, Wrapper):
-        raise LayoutError(
-            f"data: {type(value).__name__} cannot become the data of {tensor._spec}. Give a "
-            "DTensor: distribute_tensor makes one of a plain tensor."
-        )
-    data.__set__(tensor, value)
-    become(tensor, value)
-    watched = getattr(tensor, _WATCHED, None)
-    if watched is not None:
-        watched.spec = tensor._spec
-
-
-def _reduce_kept(leaf: Any) -> None:
-    """Bring a `.grad` that `keep_partial_grads` left Partial into the leaf's layout."""
-    grad = leaf.grad
-    if current().partial_grads or not isinstance(grad, Wrapper) or not grad._spec.sums:
-        return
-    leaf.grad = redistributed(grad, leaf._spec.reduced.with_meta(grad._spec.meta))
-
-
-class _LikeLeaf:
-    __slots__ = ("spec",)
-
-    def __init__(self, spec: DTensorSpec) -> None:
-        self.spec = spec
-
-    def __call__(self, grad: Any) -> Any:
-        if grad is None or grad.layout is not torch.strided:
-            return grad
-        grad = as_gradient(grad, self.spec.topology)
-        if current().partial_grads and grad._spec.sums:
-            return grad
-        # After `unsqueeze_` the leaf has another shape, and no layout for this gradient.
-        like = self.spec if grad.shape == self.spec.meta.shape else grad._spec
-        target = like.reduced.with_meta(grad._spec.meta)
-        return grad if grad._spec is target else redistributed(grad, target)

@@ -18,7 +18,13 @@ from ..errors import LayoutError, MeshError
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from ..layout.spec import (
+    DTensorSpec,
+    Placements,
+    TensorMeta,
+    checked_placements,
+    default_placements,
+)
 from ..redistribute import ordered
 from ..storage import policy
 from ..storage.operands import in_layout
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @untraced
-def to_local(tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None) -> Any:
+def to_local(tensor: DTensor, *, grad_placements: Placements | None = None) -> Any:
     """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
 
     `grad_placements` are the placements of the gradient whose parts are the gradients of the
@@ -74,7 +80,7 @@ def _as_parameter(part: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
+def whole_local(whole: Any, grad_placements: Placements) -> torch.Tensor:
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
     if not whole._locals:
         raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
@@ -87,7 +93,7 @@ def whole_local(whole: Any, grad_placements: Sequence[Placement]) -> torch.Tenso
     return part.clone()
 
 
-def _given_grads(what: str, spec: DTensorSpec, grad_placements: Sequence[Placement]) -> DTensorSpec:
+def _given_grads(what: str, spec: DTensorSpec, grad_placements: Placements) -> DTensorSpec:
     """The spec of a gradient with `grad_placements`; its shards must have the shapes of those of
     `spec`."""
     mesh = spec.topology
@@ -131,12 +137,12 @@ def _warn_of_equal_gradients() -> None:
 def from_local(
     local_tensor: torch.Tensor | PerRank,
     device_mesh: AnyMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     run_check: bool | None = None,
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
-    grad_placements: Sequence[Placement] | None = None,
+    grad_placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of local tensors: the one of this rank, or a `PerRank` in a virtual mesh.
 
@@ -321,7 +327,7 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: AnyMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     cuts: Sequence[Sequence[int] | None] | None = None,
     src_data_rank: int | None = 0,

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .._torch import untraced
+from .._torch import take_lists, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, checked_placements, default_placements
+from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
-from .autograd import (
-    Redistribute,
-    WholeLocal,
-    redistributed,
-    take_data,
-    watch_leaf,
-)
+from .autograd import Redistribute, WholeLocal, redistributed
 from .autograd import data as autograd_data
 from .autograd import requires_grad as autograd_requires_grad
 from .checkpoint import CheckpointProtocol
 from .compiled import CompileProtocol
 from .conversion import distribute_tensor as distribute_tensor
 from .conversion import from_local, laid_out_like, to_local, whole_local
+from .gradients import take_data, watch_leaf
 from .inplace_views import as_strided, in_place
 from .printing import html_of, text_of
 from .saving import plain_attributes, saved
@@ -95,7 +90,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     to_local = to_local
 
     @untraced
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
         Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
@@ -110,7 +105,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         cuts: Sequence[Sequence[int] | None] | None = None,
         async_op: bool = False,
@@ -288,12 +283,13 @@ class _Pending(AsyncValue, DTensor):  # type: ignore[override]  # _locals waits
 Wrapper.public = DTensor
 Wrapper.pending = _Pending  # type: ignore[attr-defined]
 Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
+take_lists(DTensor, _Pending, _Deferred)
 
 
 def _target(
     tensor: DTensor,
     device_mesh: AnyMesh | None,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     cuts: Sequence[Sequence[int] | None] | None = None,
 ) -> DTensorSpec:
     """The spec that a redistribution moves to."""
@@ -324,7 +320,7 @@ def _need_dtensor(what: str, value: object) -> None:
 def redistribute(
     tensor: DTensor,
     device_mesh: AnyMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     **options: Any,
 ) -> DTensor:
     """The same tensor in another layout: `tensor.redistribute(...)` as a function.
@@ -342,7 +338,7 @@ def redistribute(
 @untraced
 def redistribute_all(
     tensors: Sequence[DTensor],
-    placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    placements: Placements | Sequence[Placements],
     *,
     device_mesh: AnyMesh | None = None,
     async_op: bool = False,
@@ -363,8 +359,8 @@ def redistribute_all(
     need("redistribute_all", tensors, (list, tuple), "a list of DTensors")
     for each in tensors:
         _need_dtensor("redistribute_all", each)
-    need("redistribute_all", placements, (list, tuple, dict), "a list of placements")
-    one_for_all = isinstance(placements, dict) or all(
+    need("redistribute_all", placements, (list, tuple, Mapping), "a list of placements")
+    one_for_all = isinstance(placements, Mapping) or all(
         isinstance(place, Placement) for place in placements
     )
     if not one_for_all and len(placements) != len(tensors):

@@ -11,8 +11,13 @@ import torch
 from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
-from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, TensorMeta, checked_placements, default_placements
+from ..layout.spec import (
+    DTensorSpec,
+    Placements,
+    TensorMeta,
+    checked_placements,
+    default_placements,
+)
 from ..random import permuted
 from ..storage.wrapper import Locals, wrap
 from .dtensor import DTensor, distribute_tensor
@@ -22,7 +27,7 @@ class _Where(TypedDict, total=False):
     """The keyword arguments of every factory."""
 
     device_mesh: AnyMesh
-    placements: Sequence[Placement] | None
+    placements: Placements | None
     dtype: torch.dtype | None
     requires_grad: bool
 

@@ -19,7 +19,7 @@ from ..errors import LayoutError
 from ..layout.placement import Placement, Replicate, Shard
 from ..storage.operands import mark_written
 from ..storage.wrapper import Wrapper
-from .autograd import take_data
+from .gradients import take_data
 from .saving import plain_attributes
 
 

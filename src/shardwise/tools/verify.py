@@ -24,7 +24,7 @@ from ..dispatch.random_ops import is_random, is_without_dropout
 from ..errors import LayoutError, RuleError, need
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
-from ..layout.placement import Partial
+from ..layout.placement import Partial, Placement
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import redistribute_locals
 from ..rules import Call, Operand, Row, Rule, has_fractions
@@ -111,14 +111,16 @@ def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) ->
     return Report(entry.op, rule, tuple(rows))
 
 
-def _default(packet: Any) -> Any:
-    if isinstance(packet, torch.library.CustomOpDef):  # type: ignore[attr-defined]
-        return packet._opoverload
-    need("verify", packet, torch._ops.OpOverloadPacket, "an operator of torch.ops", RuleError)
-    overloads = packet.overloads()
-    if "default" not in overloads and len(overloads) > 1:
-        raise RuleError(f"verify: {packet} has the overloads {', '.join(overloads)}: give one.")
-    return getattr(packet, "default" if "default" in overloads else overloads[0])
+def _default(given: Any) -> Any:
+    """The overload of an operator that is named without one."""
+    if isinstance(given, torch.library.CustomOpDef):  # type: ignore[attr-defined]
+        return given._opoverload
+    need("verify", given, torch._ops.OpOverloadPacket, "an operator of torch.ops", RuleError)
+    if "default" not in given.overloads():
+        raise RuleError(
+            f"verify: {given} has the overloads {', '.join(given.overloads())}: give one."
+        )
+    return given.default
 
 
 def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
@@ -127,9 +129,8 @@ def _settings(rule: Rule, row: Row, count: int) -> Iterator[Cuts]:
         yield from [()] * (3 if any(place.is_partial() for place in row.inputs) else 1)
         return
     size = rule.sizes[row.factor]
-    last, few = (0,) * (count - 1) + (size,), min(1, size)
-    holes = (few, *[0] * (count - 2), size - few)
-    yield from dict.fromkeys((chunk_cuts(size, (count,)), last, holes))
+    few, none = min(1, size), [0] * (count - 2)
+    yield from {chunk_cuts(size, (count,)): 0, (0, *none, size): 0, (few, *none, size - few): 0}
 
 
 class Trial:
@@ -162,17 +163,7 @@ class Trial:
         """The rows to try; for an operator that writes, those that keep the written layout."""
         kept = self.written
         rows = [r for r in rule.rows if kept is None or r.inputs[kept] is r.outputs[0]]
-        return [row for row in rows if self._can_be(row)]
-
-    def _can_be(self, row: Row) -> bool:
-        """True if the dtypes of all Partial operands can be reduced."""
-        try:
-            for place, meta in zip(row.inputs, self.metas, strict=True):
-                if isinstance(place, Partial):
-                    check_reducible(place.reduce_op, meta.dtype)
-        except LayoutError:
-            return False
-        return True
+        return [row for row in rows if all(map(_can_be, row.inputs, self.metas))]
 
     def problem(self, rule: Rule, row: Row, count: int, cuts: Cuts) -> str | None:
         """The problem with the call in this layout, or None."""
@@ -200,7 +191,7 @@ class Trial:
             inputs,
             inputs,
             outputs,
-            operand_positions=None,
+            places=None,
             structure=self.structure,
             written=self.written,
             target=self.entry.written or 0,
@@ -219,20 +210,27 @@ class Trial:
         if len(made) != len(self.expected):
             return f"{len(made)} results, not {len(self.expected)}"
         for index, (got, want) in enumerate(zip(made, self.expected, strict=True)):
-            wrong = self._aliased(got, operands) or _difference(got, want, self.has_values)
+            wrong = _difference(got, want, self.has_values)
+            if not self.shares and _memories([got]) & _memories(operands):
+                wrong = "it shares memory with an operand"
             if wrong is not None:
                 return f"result {index}: {wrong}"
         return None
 
-    def _aliased(self, got: Any, operands: Sequence[Any]) -> str | None:
-        """The problem if a result shares memory with an operand, but does not on one device."""
-        if self.shares:
-            return None
-        mine = set(map(memory_of, got._locals))
-        for index, operand in enumerate(operands):
-            if mine & {memory_of(local) for local in operand._locals if local.numel()}:
-                return f"it shares memory with operand {index}"
-        return None
+
+def _memories(tensors: Sequence[Any]) -> set[int]:
+    """The storages of local tensors that have elements."""
+    return {memory_of(part) for x in tensors for part in x._locals if part.numel()}
+
+
+def _can_be(place: Placement, meta: TensorMeta) -> bool:
+    """True if a tensor can have this placement: not all dtypes can be reduced."""
+    try:
+        if isinstance(place, Partial):
+            check_reducible(place.reduce_op, meta.dtype)
+    except LayoutError:
+        return False
+    return True
 
 
 @cache
@@ -263,25 +261,22 @@ def _split(whole: torch.Tensor, op: str, count: int, draw: torch.Generator) -> l
             torch.where(owner == rank, whole, beyond(whole, other))
             for rank, other in enumerate(noise)
         ]
-    exact = has_fractions(dtype)
     if op == "product":
-        signs = [torch.where(other.real > 0, 2 if exact else 1, -1).to(dtype) for other in noise]
-        rest = reduce(mul, signs[1:])
-        return [whole / rest if exact else whole * rest, *signs[1:]]
-    rest = sum(noise[1:], torch.zeros_like(whole))
-    if op == "sum":
-        return [whole - rest, *noise[1:]]
-    # The average of integers is rounded down: the result must not depend on that.
-    over = 0 if exact else (count - 1) * torch.where(whole < 0, -1, 1).to(dtype)
-    return [whole * count - rest + over, *noise[1:]]
+        signs = [torch.where(other.real > 0, 1, -1).to(dtype) for other in noise[1:]]
+        return [whole * reduce(mul, signs), *signs]
+    first = (whole if op == "sum" else whole * count) - sum(noise[1:])
+    if op == "avg" and not has_fractions(dtype):  # the result must not depend on rounding
+        first += (count - 1) * torch.where(whole < 0, -1, 1).to(dtype)
+    return [first, *noise[1:]]
 
 
 def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
     spec = got._spec
-    if spec.meta.shape != tuple(want.shape) or spec.dtype is not want.dtype:
-        return f"it is {spec.dtype} {list(spec.shape)}, not {want.dtype} {list(want.shape)}"
-    if values and want.numel() and spec.meta.stride != want.stride():
-        return f"its strides are {list(spec.meta.stride)}, not {list(want.stride())}"
+    expected = TensorMeta(tuple(want.shape), want.stride(), want.dtype)
+    if not (values and want.numel()):  # then strides do not matter
+        expected = expected._replace(stride=spec.stride)
+    if spec.meta != expected:
+        return f"it is {spec.meta}, not {expected}"
     for coord, local in zip(spec.slots, got._locals, strict=True):
         shape = spec.local_shape(coord)
         if tuple(local.shape) != shape or local.dtype is not want.dtype:

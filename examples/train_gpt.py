@@ -1,0 +1,134 @@
+"""Train a small GPT on a mesh, beside the same training on one device.
+
+    python examples/train_gpt.py                                    # four ranks in one process
+    python examples/train_gpt.py --mesh tp=4 --sequence-parallel    # another mesh, the same losses
+    torchrun --nproc-per-node 4 examples/train_gpt.py               # four processes
+
+The model learns the text of this file, letter by letter. Nothing in the model or in `train` knows
+of the mesh: `PLAN` says where parameters live, and `main` how the batch is laid out.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+import shardwise as sw
+from shardwise import Shard
+
+TEXT = torch.tensor(list(Path(__file__).read_bytes()))
+WIDTH, HEADS, LAYERS, LENGTH, BATCH = 64, 8, 4, 48, 16
+
+PLAN = {  # Megatron's tensor parallelism: columns, then rows; nothing moves between the two
+    "embed.weight": {"tp": Shard(0)},  # the head has the same weight
+    "*.qkv.*": {"tp": Shard(0, split=3)},  # heads of queries, of keys and of values
+    "*.out.weight": {"tp": Shard(1)},
+    "*.up.*": {"tp": Shard(0)},
+    "*.down.weight": {"tp": Shard(1)},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(mixed))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.head.weight = self.embed.weight
+
+    def forward(self, letters: torch.Tensor) -> torch.Tensor:
+        x = self.embed(letters) + self.places(torch.arange(letters.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def train(model: nn.Module, steps: int, title: str, lay_out=lambda batch: batch) -> list[float]:
+    """The single-device program: the losses of some steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in tqdm(range(steps), title, disable=not sw.is_first_rank()):
+        starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
+        batch = lay_out(TEXT[starts + torch.arange(LENGTH + 1)])
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and sizes, such as dp=4")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard the text over tp")
+    parser.add_argument("--fully-sharded", action="store_true", help="shard parameters over dp")
+    parser.add_argument("--picture", type=Path, help="a PNG for the loss curves")
+    given = parser.parse_args()
+    axes = dict(axis.split("=") for axis in given.mesh.split(","))
+    mesh = sw.init_device_mesh("cpu", [int(n) for n in axes.values()], mesh_dim_names=tuple(axes))
+    say = print if sw.is_first_rank() else lambda *_: None
+
+    torch.manual_seed(0)
+    alone, model = GPT(), GPT()
+    model.load_state_dict(alone.state_dict())
+    plan = sw.make_plan(model, mesh, PLAN if "tp" in axes else {})
+    say(plan)
+    sw.shard_module(model, mesh, plan)
+    if given.fully_sharded:
+        for block in model.blocks:
+            sw.fully_shard(block, mesh=mesh["dp"])
+        sw.fully_shard(model, mesh=mesh["dp"])
+    layout = {"dp": Shard(0)} if "dp" in axes else {}
+    if given.sequence_parallel:
+        layout["tp"] = Shard(1)
+
+    single = train(alone, given.steps, "one device")
+    with sw.CommDebugMode() as comm:
+        meshed = train(
+            model, given.steps, "on the mesh", lambda b: sw.distribute_tensor(b, mesh, layout)
+        )
+    say(f"\n{'step':>4}  {'one device':>10}  {'on the mesh':>11}")
+    for step in sorted({*range(0, given.steps, 10), given.steps - 1}):
+        say(f"{step:4}  {single[step]:10.4f}  {meshed[step]:11.4f}")
+    say(f"\ncommunication of all {given.steps} steps:\n{comm}")
+    torch.testing.assert_close(meshed, single, rtol=1e-3, atol=1e-3)
+    if given.picture and sw.is_first_rank():
+        draw(given.picture, single, meshed)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def draw(file: Path, single: list[float], meshed: list[float]) -> None:
+    import matplotlib.pyplot as plt
+
+    plt.figure(figsize=(6, 3.5))
+    plt.plot(single, label="one device", linewidth=4, alpha=0.4)
+    plt.plot(meshed, label="on the mesh")
+    plt.xlabel("step"), plt.ylabel("loss"), plt.legend(), plt.tight_layout()
+    plt.savefig(file, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The gradients of leaves: each in the layout of its leaf, many reduced in one collective.
+
+A Partial gradient stays Partial in `.grad` while its bucket fills. Full buckets start at once, the
+rest when the backward ends. A gradient is reduced at once, without a bucket, if
+
+- somebody looks at it before the backward ends: `torch.autograd.grad`, or hooks of the user;
+- the backward is recorded (`create_graph=True`);
+- it is added to a `.grad` that is not Partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from .._torch import at_end_of_backward, current_backward, is_tracing, leaf_of_gradient
+from ..comm.all_to_all import buffer_size
+from ..config import current
+from ..dispatch.views import become
+from ..errors import LayoutError
+from ..layout.spec import DTensorSpec
+from ..redistribute import Ready, prepared
+from ..storage.operands import in_layout, start_moves, version_stamp
+from ..storage.wrapper import Wrapper, wrap
+from .autograd import as_gradient, data, redistributed, requires_grad
+
+BUCKET = 25 << 20
+"""The bytes of the gradients that are reduced together."""
+IN_FLIGHT = 2
+"""How many buckets may be under way at a time."""
+_WATCHED = "_watched"
+
+
+def watch_leaf(tensor: Any) -> None:
+    """Register the hooks that bring the gradient of a leaf into the leaf's layout."""
+    if tensor.is_leaf and requires_grad.__get__(tensor) and not hasattr(tensor, _WATCHED):
+        setattr(tensor, _WATCHED, _LeafHook(tensor._spec))
+        tensor.register_hook(tensor._watched)
+        tensor.register_post_accumulate_grad_hook(_after_accumulation)
+
+
+def is_leaf_hook(hook: object) -> bool:
+    """True if `watch_leaf` registered this hook."""
+    return isinstance(hook, _LeafHook) or hook is _after_accumulation
+
+
+def take_data(tensor: Any, value: Any) -> None:
+    """Let a tensor take the memory and the layout of another, as `tensor.data = value` does."""
+    if not isinstance(value, Wrapper):
+        raise LayoutError(
+            f"data: {type(value).__name__} cannot become the data of {tensor._spec}. Give a "
+            "DTensor: distribute_tensor makes one of a plain tensor."
+        )
+    data.__set__(tensor, value)
+    become(tensor, value)
+    watched = getattr(tensor, _WATCHED, None)
+    if watched is not None:
+        watched.spec = tensor._spec
+
+
+class _LeafHook:
+    """The hook that gets the gradient of a leaf, before it is accumulated or returned."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, grad: Any) -> Any:
+        if grad is None or grad.layout is not torch.strided:
+            return grad
+        grad = as_gradient(grad, self.spec.topology)
+        target = _like(self.spec, grad._spec)
+        if grad._spec is target or (grad._spec.sums and _may_stay_partial()):
+            return grad
+        return _moved(grad, target)
+
+
+def _like(leaf: DTensorSpec, grad: DTensorSpec) -> DTensorSpec:
+    """The layout that a gradient gets. After `unsqueeze_` a leaf has another shape, and no layout
+    for the gradient."""
+    same, meta = leaf.reduced, grad.meta
+    if same.meta == meta:
+        return same
+    return (same if same.meta.shape == meta.shape else grad.reduced).with_meta(meta)
+
+
+def _moved(grad: Any, target: DTensorSpec) -> Any:
+    if torch.is_grad_enabled():
+        return redistributed(grad, target)
+    return wrap(target, in_layout(grad, target, fresh=True))
+
+
+def _may_stay_partial() -> bool:
+    """True if the Partial gradient that a hook has been given goes into a bucket, or is kept."""
+    if current().partial_grads:
+        return True
+    leaf = None if is_tracing() else leaf_of_gradient()
+    return leaf is not None and _is_unseen(leaf) and (leaf.grad is None or _is_partial(leaf.grad))
+
+
+def _is_unseen(leaf: Any) -> bool:
+    """True if nobody looks at the gradient of a leaf before the backward ends."""
+    hooks = [*leaf._backward_hooks, *leaf._post_accumulate_grad_hooks]
+    return len(hooks) == 2 and not torch.is_grad_enabled()  # those of `watch_leaf`
+
+
+def _is_partial(grad: Any) -> bool:
+    return isinstance(grad, Wrapper) and bool(grad._spec.sums)
+
+
+def _after_accumulation(leaf: Any) -> None:
+    """Put a `.grad` that is not in the leaf's layout into a bucket, or move it."""
+    if _target(leaf) is None or current().partial_grads:
+        return
+    if _is_unseen(leaf) and not is_tracing():
+        _Backward.running().add(leaf)
+    else:
+        _move(leaf)
+
+
+def _target(leaf: Any) -> DTensorSpec | None:
+    """The layout that the `.grad` of a leaf still has to get."""
+    grad = leaf.grad
+    if not isinstance(grad, Wrapper):
+        return None
+    target = _like(leaf._spec, grad._spec)
+    return None if target is grad._spec else target
+
+
+def _move(leaf: Any) -> None:
+    target = _target(leaf)
+    if target is not None:
+        leaf.grad = _moved(leaf.grad, target)
+
+
+# --- buckets -------------------------------------------------------------------------------------
+
+
+class _Waiting(NamedTuple):
+    """A leaf whose `.grad` is Partial, that gradient, and the layout it goes to."""
+
+    leaf: Any
+    grad: Any
+    target: DTensorSpec
+
+
+class _Bucket:
+    """Gradients that one collective reduces, and their bytes on a rank."""
+
+    __slots__ = ("nbytes", "waiting")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.waiting: list[_Waiting] = []
+
+    def start(self, async_op: bool) -> Callable[[], None]:
+        """Start the reduction; what is returned waits for it and sets each `.grad`."""
+        waiting, self.waiting, self.nbytes = self.waiting, [], 0
+        grads = [each.grad for each in waiting]
+        stamps = [version_stamp(grad) for grad in grads]
+        ready = start_moves(grads, [each.target for each in waiting], async_op)
+        return partial(_set_gradients, waiting, stamps, ready)
+
+
+def _set_gradients(
+    waiting: Sequence[_Waiting], stamps: Sequence[object], ready: Sequence[Ready]
+) -> None:
+    for (leaf, grad, target), stamp, made in zip(waiting, stamps, ready, strict=True):
+        local = made()
+        if leaf.grad is grad and version_stamp(grad) == stamp:
+            leaf.grad = wrap(target, local)
+        else:  # a backward within this one has added to it
+            _move(leaf)
+
+
+class _Backward:
+    """The buckets of a backward that runs.
+
+    PyTorch alone holds this, to call `_finish` at the end. If the backward fails it is gone; each
+    `.grad` is Partial and right then, and the next backward reduces it.
+    """
+
+    __slots__ = ("__weakref__", "_buckets", "_started")
+    every: ClassVar[WeakValueDictionary[int, _Backward]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self._buckets: dict[object, _Bucket] = {}
+        self._started: list[Callable[[], None]] = []
+
+    @classmethod
+    def running(cls) -> _Backward:
+        """That of the backward that runs in this thread."""
+        number = current_backward()
+        found = cls.every.get(number)
+        if found is None:
+            found = cls.every[number] = cls()
+            at_end_of_backward(found._finish)
+        return found
+
+    def add(self, leaf: Any) -> None:
+        """Let the gradient of a leaf wait for others that are reduced alike."""
+        grad, most = leaf.grad, min(BUCKET, buffer_size())
+        target = _like(leaf._spec, grad._spec)
+        move = prepared(grad._spec, target)
+        bucket = self._buckets.get(move.alike)
+        if bucket is None:
+            bucket = self._buckets[move.alike] = _Bucket()
+        if bucket.nbytes + move.nbytes > most:
+            self._start(bucket, True)
+        bucket.waiting.append(_Waiting(leaf, grad, target))
+        bucket.nbytes += move.nbytes
+        if bucket.nbytes >= most:
+            self._start(bucket, True)
+
+    def _start(self, bucket: _Bucket, async_op: bool) -> None:
+        if bucket.waiting:
+            if len(self._started) == IN_FLIGHT:
+                self._started.pop(0)()
+            self._started.append(bucket.start(async_op))
+
+    def _finish(self) -> None:
+        for bucket in self._buckets.values():
+            self._start(bucket, False)
+        while self._started:
+            self._started.pop(0)()
