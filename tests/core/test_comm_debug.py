@@ -121,19 +121,33 @@ X = distribute_tensor(torch.ones(4, 8), MESH, [Shard(0), Shard(1)])
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_backward_counts_for_the_line_of_the_forward(again: bool) -> None:
+def test_lines_that_communicate(again: bool) -> None:
+    """Gradients of parameters are reduced at the end of the backward."""
     layer = Layer()
     with CommDebugMode() as comm:
         y = checkpoint(layer, X, use_reentrant=False) if again else layer(X)
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
         y.sum().backward()
-    rows = {(row["line"], row["pass"]): row for row in comm.table()}
-    assert set(rows) == {(f"{__file__}:{LINE}", "forward"), (f"{__file__}:{LINE}", "backward")}
-    forward, backward = (rows[f"{__file__}:{LINE}", name] for name in ("forward", "backward"))
+    forward, backward = sorted(comm.table(), key=lambda row: -row["bytes"])
+    assert (forward["line"], forward["pass"]) == (f"{__file__}:{LINE}", "forward")
     assert (forward["axes"], forward["parameters"]) == (("tp",), ())
     assert forward["bytes"] == comm.bytes_by_axis["tp"]
-    assert backward["axes"] == ("dp",)
-    assert backward["parameters"] == ("Layer.weight",)
+    assert (backward["line"], backward["pass"]) == (f"{__file__}:{line}", "backward")
+    assert (backward["axes"], backward["parameters"]) == (("dp",), ("Layer.weight",))
     assert not torch.is_anomaly_enabled()
+
+
+def test_a_backward_counts_for_the_line_of_the_forward() -> None:
+    whole = torch.arange(32.0).view(4, 8)
+    x = distribute_tensor(whole, MESH, [Shard(0), Replicate()]).requires_grad_()
+    weight = distribute_tensor(torch.ones(8, 8), MESH, [Replicate(), Shard(1)])
+    with CommDebugMode() as comm:
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        normal = nn.functional.layer_norm(x, (8,))
+        (normal @ weight).sum().backward()
+    (row,) = comm.table()
+    assert (row["line"], row["pass"], row["axes"]) == (f"{__file__}:{line}", "backward", ("tp",))
+    assert [row["op"] for row in comm.table(by="op")] == ["backward of native_layer_norm"]
 
 
 def test_rows_by_module_and_operator_are_sorted_by_bytes() -> None:
@@ -142,10 +156,10 @@ def test_rows_by_module_and_operator_are_sorted_by_bytes() -> None:
         layer(X).sum().backward()
         layer.weight.full_tensor()  # type: ignore[operator]
     assert str(comm.table(by="op")).splitlines() == [
-        "op                  pass      collectives   axes  count  bytes  parameters",
-        "full_tensor         forward   all_gather 1  tp        1    192",
-        "add                 forward   all_reduce 1  tp        1     96",
-        "gradient of a leaf  backward  all_reduce 1  dp        1     64  Layer.weight",
+        "op                   pass      collectives   axes  count  bytes  parameters",
+        "full_tensor          forward   all_gather 1  tp        1    192",
+        "add                  forward   all_reduce 1  tp        1     96",
+        "gradients of leaves  backward  all_reduce 1  dp        1     64  Layer.weight",
     ]
     found = [(row["module"], row["pass"], row["bytes"]) for row in comm.table(by="module")]
     assert found == [("", "forward", 192), ("Layer", "forward", 96), ("Layer", "backward", 64)]

@@ -200,6 +200,8 @@ def parameter_text(tensor: Any) -> str:
 
     Its name is known where a module that has it runs.
     """
+    if not isinstance(tensor, Wrapper):
+        return ""
     base = tensor._base
     leaf: Any = tensor if base is None else base
     if not (isinstance(leaf, Wrapper) and leaf.is_leaf and leaf.requires_grad):

@@ -18,7 +18,7 @@ from ..layout.user_line import user_place
 from ..tensor.dtensor import DTensor
 from .running_module import RunningModule
 from .text_table import Table
-from .who_moves import operator_running, tensors_moving
+from .who_moves import leaves_reduced, operator_running, tensors_moving
 
 _EVERYWHERE = "Global"
 _PASSES = ("forward", "backward")
@@ -75,7 +75,7 @@ class CommDebugMode:
 
     `comm_module_counts` has the numbers by module, `"Global"` for all of them, and by pass, forward
     or backward. What a style does before and after `forward` counts for its module, and the
-    reduction of a gradient for the module that has the parameter. `table` says which lines,
+    reduction of gradients for the module that has the parameters. `table` says which lines,
     modules or operators communicate.
 
     >>> import torch, shardwise
@@ -123,6 +123,8 @@ class CommDebugMode:
         self._counts[key] += 1
         self._bytes[key] += nbytes
         phase, names = self._modules.now()
+        if leaves := leaves_reduced():
+            phase, names = "backward", self._modules.around(leaves)
         line = "{}:{}".format(*user_place())
         cause = _Cause(line, names[-1] if names else "", operator_running(), phase)
         total = self._causes.setdefault(cause, _Total())
@@ -164,8 +166,9 @@ class CommDebugMode:
     def table(self, by: By = "line") -> Table:
         """Which lines, modules or operators communicate, those with most bytes first.
 
-        What happens in a backward counts for the line, and the module, of the forward. A parameter
-        is named if it moves, or its gradient.
+        What happens in a backward counts for the line, and the module, of the forward. Gradients of
+        parameters that are reduced together count for the line of the backward, and the module
+        that has all of them. A parameter is named if it moves, or its gradient.
 
         >>> import torch, shardwise
         >>> from shardwise.parallel import ColwiseParallel, RowwiseParallel

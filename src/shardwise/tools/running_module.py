@@ -4,6 +4,8 @@ made the autograd node."""
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,10 +52,13 @@ class RunningModule:
             return phase, self._calls[-1][0]
         if node is None:
             return phase, ()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return phase, self._owners.get(id(variable), ())
         return phase, self._made_by(node._sequence_nr())
+
+    def around(self, parameters: Sequence[torch.Tensor]) -> Chain:
+        """The innermost module that has all of some parameters, with those around it."""
+        chains = [self._owners.get(id(each), ()) for each in parameters]
+        shared = zip(*chains, strict=False)
+        return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, shared))
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """The name of a parameter, or of that of which a tensor is a view; None if it is none."""

@@ -13,14 +13,15 @@ from .._torch import autograd_node
 from ..dispatch.dispatch import dispatch
 from ..layout.user_line import frames, in_backward
 from ..storage.operands import all_in_layout, in_layout, start_moves
+from ..tensor.gradients import Bucket
 
 
 def operator_running() -> str:
     """The operator, or the function of Shardwise, that the user called; in a backward the operator
     of the forward."""
     node = autograd_node()
-    if getattr(node, "variable", None) is not None:
-        return "gradient of a leaf"
+    if leaves_reduced():
+        return "gradients of leaves"
     if node is not None:
         return in_backward().removeprefix(" (in the ").removesuffix(")")
     found = ""
@@ -32,11 +33,19 @@ def operator_running() -> str:
     return found
 
 
-def tensors_moving() -> list[torch.Tensor]:
-    """The tensors in whose move a collective takes part; in the gradient of a leaf that leaf."""
+def leaves_reduced() -> list[torch.Tensor]:
+    """The leaves whose gradients a collective reduces: one, or those of a bucket."""
     leaf = getattr(autograd_node(), "variable", None)
     if leaf is not None:
         return [leaf]
+    starts = (frame for frame in frames() if frame.f_code is Bucket.start.__code__)
+    return [each.leaf for frame in starts for each in frame.f_locals["waiting"]]
+
+
+def tensors_moving() -> list[torch.Tensor]:
+    """The tensors in whose move a collective takes part; of gradients the leaves."""
+    if leaves := leaves_reduced():
+        return leaves
     for frame in frames():
         take = _MOVERS.get(frame.f_code)
         if take is not None:
