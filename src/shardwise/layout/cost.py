@@ -77,6 +77,8 @@ def links_of(given: Links, count: int) -> tuple[Link, ...]:
     """
     if given is None or isinstance(given, (Link, str)):
         return (_link(DEFAULT if given is None else given),) * count
+    if not isinstance(given, (Path, list, tuple)):
+        raise MeshError(f"links: {given!r} is no link, name of a preset, list of them, or Path.")
     links = _read(given) if isinstance(given, Path) else tuple(map(_link, given))
     if len(links) != count:
         raise MeshError(
@@ -98,7 +100,7 @@ def _read(file: Path) -> tuple[Link, ...]:
 def _link(given: LinkLike) -> Link:
     if isinstance(given, Link):
         return given
-    if given not in PRESETS:
+    if not isinstance(given, str) or given not in PRESETS:
         raise MeshError(f"links: {given!r} is none of the presets {', '.join(PRESETS)}.")
     return PRESETS[given]
 

@@ -147,8 +147,8 @@ class DTensorSpec:
         cuts: Sequence[Sequence[int] | None] | None = None,
     ) -> DTensorSpec:
         where = mesh if isinstance(mesh, Topology) else topology(mesh)
-        if tensor_meta is not None:
-            need("DTensorSpec", tensor_meta, tuple, "a TensorMeta(shape, stride, dtype)")
+        if tensor_meta is not None and not hasattr(tensor_meta, "_replace"):  # or PyTorch's own
+            need("DTensorSpec", tensor_meta, TensorMeta, "a TensorMeta(shape, stride, dtype)")
         ndim = None if tensor_meta is None else len(tensor_meta.shape)
         places = checked_placements("DTensorSpec", where, placements, ndim)
         if tensor_meta is None:

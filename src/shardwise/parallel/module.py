@@ -58,6 +58,7 @@ def distribute_module(
     before = None if input_fn is None else _with_module("input_fn", input_fn)
     after = None if output_fn is None else _with_module("output_fn", output_fn)
     need("distribute_module", module, nn.Module, "a module")
+    need("distribute_module: partition_fn", partition_fn, Callable | None, "a function")
     replaced = _Replaced(module)
     try:
         if partition_fn is not None:
