@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "LayoutError",
     "MeshError",
@@ -37,6 +38,10 @@ class PlainTensorError(ShardwiseError, ValueError):
 
 class CommunicationError(ShardwiseError, RuntimeError):
     """Communication that the policy in force forbids, or that failed."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, or cannot be read into a state."""
 
 
 class OutOfRangeError(ShardwiseError, IndexError, RuntimeError):

@@ -57,6 +57,8 @@ def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
             places.append(torch_dtensor.Partial(place.reduce_op))
         else:
             places.append(torch_dtensor.Replicate())
+    # A gradient of PyTorch's DTensor is one value for all ranks, so it needs no warning.
+    local = tensor.to_local(grad_placements=tensor._spec.reduced.placements)
     return torch_dtensor.DTensor.from_local(
-        tensor.to_local(), mesh, places, shape=tensor.shape, stride=tensor.stride()
+        local, mesh, places, shape=tensor.shape, stride=tensor.stride()
     )

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import Replicate, Shard, distribute_tensor, shard_module
 from shardwise.dispatch import dispatch
 from shardwise.dispatch.cache import Bounded, kept
 from shardwise.dispatch.dispatch import clear, stats
@@ -142,3 +143,18 @@ def test_no_plan_is_built_for_another_nan(f: Callable[[Any, float], Any]) -> Non
         torch.testing.assert_close(made.full_tensor(), f(numbers(4, 3), value), equal_nan=True)
         f(x, float("nan") - 1)
         assert stats() == plans
+
+
+def test_a_plan_serves_every_device() -> None:
+    """One that was made for a tensor on the meta device, or in memory, does not remember it."""
+    mesh = virtual(2)
+    in_memory = distribute_tensor(numbers(5, 3), mesh)
+    with torch.device("meta"):
+        layer = nn.Linear(3, 5, dtype=torch.float64)
+    on_meta = shard_module(layer, mesh, {}).weight
+    for function in (torch.detach, torch.neg, torch.t, torch.zeros_like):
+        for first, second in ((on_meta, in_memory), (in_memory, on_meta)):
+            clear()
+            for each in (first, second, first):
+                made = function(each.detach())
+                assert made.device == made._locals[0].device == each.device

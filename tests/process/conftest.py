@@ -6,7 +6,7 @@ import pytest
 
 from .harness import ProcessPool
 
-collect_ignore = ["fault_script.py"]  # a program of its own: it reads sys.argv
+collect_ignore = ["fault_script.py", "save_script.py"]  # programs of their own: sys.argv
 _USUAL = 4
 
 

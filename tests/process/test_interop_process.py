@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +27,7 @@ from shardwise import (
 from shardwise.errors import LayoutError, MeshError
 from shardwise.interop import from_torch, to_torch
 
-from ..compare import virtual
+from ..compare import numbers, virtual
 from .harness import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
@@ -55,6 +58,38 @@ def there_and_back() -> int:
         back = to_torch(x)
         assert torch.equal(back.full_tensor(), full)
     return len(PAIRS)
+
+
+def with_gradients() -> None:
+    """Every layout of even and uneven sizes, forward and backward, in both directions."""
+    warnings.filterwarnings("ignore", module="torch")
+    logging.disable(logging.WARNING)  # PyTorch tells how it redistributes
+    mesh = torch_init_device_mesh("cpu", (2, 2))
+    kinds: list[tuple[Any, Any]] = [
+        (theirs.Replicate(), Replicate()),
+        (theirs.Shard(0), Shard(0)),
+        (theirs.Shard(1), Shard(1)),
+        (theirs.Partial(), Partial()),
+    ]
+    for rows in (5, 3, 1):
+        value, factor = numbers(rows, 6), numbers(rows, 6, seed=1)
+        for pair in itertools.product(kinds, repeat=2):
+            given, ours = zip(*pair, strict=True)
+            x = distribute_tensor(value, mesh, ours).requires_grad_()
+            y = to_torch(x)
+            torch.testing.assert_close(y.full_tensor(), value)
+            whole = [theirs.Replicate()] * 2
+            product = y.redistribute(placements=whole) * theirs.distribute_tensor(
+                factor, mesh, whole
+            )
+            product.sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), factor)
+            z = theirs.distribute_tensor(value, mesh, given).requires_grad_()
+            back = from_torch(z)
+            torch.testing.assert_close(back.full_tensor(), value)
+            (back * factor).sum().backward()
+            torch.testing.assert_close(z.grad.full_tensor(), factor)
+    logging.disable(logging.NOTSET)
 
 
 def ragged_and_refused() -> list[str]:
@@ -96,6 +131,10 @@ def test_mixing_and_wrapping_say_what_to_do(processes: Pools) -> None:
 
 def test_there_and_back(processes: Pools) -> None:
     assert processes(4).run(there_and_back) == [len(PAIRS)] * 4
+
+
+def test_gradients_cross_over(processes: Pools) -> None:
+    processes(4).run(with_gradients)
 
 
 def test_what_has_no_counterpart(processes: Pools) -> None:

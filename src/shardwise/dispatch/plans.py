@@ -130,9 +130,12 @@ def quick_call(
     wrappers = [wrapper_arguments(Wrapper.public, *each.meta, device) for each in specs]
     arguments = wrappers[0]
     count = len(places)
+    is_meta = device.type == "meta"  # operands of the same specs may be there, or not
 
     def pair(operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         local = call(operands[0]._locals[0], operands[1]._locals[0])
+        if local.is_meta is not is_meta:
+            return wrap(spec, (local,))
         made = new_wrapper(*arguments)
         made._spec = spec
         made._locals = (local,)
@@ -147,6 +150,11 @@ def quick_call(
             given = args if tail is None else (*args[:count], *tail)
             local = call(*with_operands(places, operands, given), **kwargs)
         cell = (base._cell or share_cell(base)) if aliases else None
+        if base._locals[0].is_meta is not is_meta:
+            if several is None:
+                return wrap(spec, (local,), cell)
+            pairs = zip(specs, local, strict=True)
+            return several([None if p is None else wrap(own, (p,), cell) for own, p in pairs])
         if several is None:
             made = new_wrapper(*arguments)
             made._spec = spec

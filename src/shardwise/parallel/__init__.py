@@ -1,5 +1,6 @@
 """Whole modules on a mesh."""
 
+from .follow import follow_layouts
 from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .local_map import local_map
 from .loss import loss_parallel
@@ -7,6 +8,13 @@ from .materialize import materialize
 from .module import distribute_module
 from .parallelize import parallelize_module
 from .plan import Plan, make_plan
+from .saving import (
+    full_state_dict,
+    load_checkpoint,
+    load_safetensors,
+    save_checkpoint,
+    save_safetensors,
+)
 from .shard import shard_module
 from .style import (
     ColwiseParallel,
@@ -30,11 +38,17 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "distribute_module",
+    "follow_layouts",
+    "full_state_dict",
     "fully_shard",
+    "load_checkpoint",
+    "load_safetensors",
     "local_map",
     "loss_parallel",
     "make_plan",
     "materialize",
     "parallelize_module",
+    "save_checkpoint",
+    "save_safetensors",
     "shard_module",
 ]

@@ -164,6 +164,12 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     share_memory_ = _without_memory("share_memory_", "")
     __dlpack__ = _without_memory("__dlpack__", "")
+    # Hugging Face's save_pretrained asks for it.
+    storage = _without_memory(
+        "storage",
+        " To save a model: shardwise.save_safetensors(model, folder), or give save_pretrained "
+        "state_dict=shardwise.full_state_dict(model).",
+    )
     apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 
     def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
