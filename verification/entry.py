@@ -404,7 +404,7 @@ def _observed(finding: Finding, words: tuple[str, ...], plans: dict[int, Any]) -
         return
     tiers: set[str] = set(finding.tiers)
 
-    def seen(op: object, tier: str) -> None:
+    def seen(op: object, tier: str, operands: object) -> None:
         tiers.add(tier)
 
     others, dispatch._entries = dispatch._entries, plans

@@ -38,7 +38,7 @@ from .parallel import (
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
-from .tensor.dtensor import DTensor, distribute_tensor, redistribute_all
+from .tensor.dtensor import DTensor, distribute_tensor, redistribute, redistribute_all
 from .tensor.factories import (
     arange,
     empty,
@@ -56,6 +56,7 @@ from .tensor.factories import (
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
 from .tools.assert_layout import assert_layout
 from .tools.comm_debug import CommDebugMode
+from .tools.explain import explain
 from .tools.picture import picture
 from .tools.verify import verify
 
@@ -84,6 +85,7 @@ __all__ = [
     "empty",
     "errors",
     "exchange_buffer",
+    "explain",
     "explain_redistribute",
     "eye",
     "follow_layouts",
@@ -114,6 +116,7 @@ __all__ = [
     "randn",
     "random",
     "randperm",
+    "redistribute",
     "redistribute_all",
     "register",
     "register_rule",

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
@@ -439,6 +439,13 @@ def autograd_node_name() -> str | None:
     """The name of the autograd node whose backward runs in this thread, like "MmBackward0"."""
     node = autograd_node()
     return None if node is None else str(node.name())
+
+
+def keep_forward_lines() -> AbstractContextManager[Any]:
+    """Let autograd nodes keep the lines that made them, from now until the context ends."""
+    if torch.compiler.is_compiling() or torch.is_anomaly_enabled():
+        return nullcontext()
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 _last_task = (-1, False)

@@ -6,11 +6,11 @@ thread in which PyTorch runs a backward has the settings of the thread that call
 
 from __future__ import annotations
 
-from contextlib import ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from ._torch import inherited, set_inherited
+from ._torch import inherited, keep_forward_lines, set_inherited
 from .errors import CommunicationError, LayoutError
 
 Action = Literal["auto", "warn", "error"]
@@ -66,6 +66,22 @@ class Block(ContextDecorator):
         set_inherited(current().outer)
 
 
+class _Warning(Block):
+    """A block that warns. Autograd keeps the lines of the forward, so that warnings name them."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**changes)
+        self._lines: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._lines.append(keep_forward_lines())
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.pop().__exit__(None, None, None)
+        super().__exit__()
+
+
 def set_meshes(meshes: tuple[Any, ...]) -> None:
     """Put virtual meshes in force, as `with mesh:` does."""
     set_inherited(replace(current(), meshes=meshes))
@@ -96,7 +112,7 @@ def communication(mode: Action, *, fallback: Action | None = None) -> Block:
     changes = {"moves": mode} if fallback is None else {"moves": mode, "fallback": fallback}
     for value in changes.values():
         _check("communication", value, Action)
-    return Block(**changes)
+    return _Warning(**changes) if mode == "warn" else Block(**changes)
 
 
 def plain_tensors(mode: PlainMode) -> Block:

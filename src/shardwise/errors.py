@@ -1,5 +1,9 @@
 """The errors a user can meet; each is also the built-in class a Python user would catch."""
 
+from __future__ import annotations
+
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "CommunicationError",
@@ -42,3 +46,11 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class OutOfRangeError(ShardwiseError, IndexError, RuntimeError):
     """An index out of range. PyTorch raises one or the other, depending on the operator."""
+
+
+def need(
+    what: str, value: object, kind: Any, words: str, error: type[ShardwiseError] = LayoutError
+) -> None:
+    """Raise that an argument is not what it must be: `words` say what that is."""
+    if not isinstance(value, kind):
+        raise error(f"{what}: {words} is needed, but got {value!r}.")

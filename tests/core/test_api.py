@@ -431,7 +431,7 @@ def test_the_first_rank_prints() -> None:
 def test_only_public_names_are_listed() -> None:
     names = dir(shardwise)
     assert {"DTensor", "errors", "interop", "shard_module", "__version__"} <= set(names)
-    assert not {"dispatch", "comm", "forms", "storage", "redistribute"} & set(names)
+    assert not {"dispatch", "comm", "forms", "storage", "layout"} & set(names)
     assert all(getattr(shardwise, name) is not None for name in names)
 
 
@@ -455,3 +455,11 @@ def test_assert_layout() -> None:
         shardwise.assert_layout(x, {"pp": Shard(0)})
     with pytest.raises(LayoutError, match="a DTensor is needed"):
         shardwise.assert_layout(X, {})
+
+
+def test_redistribute_is_a_function() -> None:
+    x = spread(X, shardwise.init_device_mesh("cpu", (2,)), [Shard(0)])
+    made = shardwise.redistribute(x, placements=[Shard(1)], async_op=True)
+    assert made.placements == (Shard(1),) and torch.equal(made.full_tensor(), X)
+    with pytest.raises(LayoutError, match="redistribute: a DTensor is needed, but got Tensor"):
+        shardwise.redistribute(torch.ones(2))  # type: ignore[arg-type]

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from shardwise import CommDebugMode, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from shardwise.comm.events import record
+from shardwise.errors import CommunicationError
 from shardwise.layout.mesh import topology
 
 MESH = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -87,3 +101,78 @@ def test_the_table() -> None:
         "total                  2    100",
         "checks: 0",
     ]
+    assert repr(comm) == "CommDebugMode(all_gather 1, all_reduce 1; 100 bytes)"
+
+
+class Layer(nn.Module):
+    """A matrix product whose sum over tp is reduced in the forward, and over dp in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(64.0).view(8, 8)
+        self.weight = nn.Parameter(distribute_tensor(whole, MESH, [Replicate(), Shard(1)]))
+
+    def forward(self, x: DTensor) -> Any:
+        return nn.functional.linear(x, self.weight) + 1
+
+
+LINE = inspect.getsourcelines(Layer.forward)[1] + 1
+X = distribute_tensor(torch.ones(4, 8), MESH, [Shard(0), Shard(1)])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_lines_that_communicate(again: bool) -> None:
+    """Gradients of parameters are reduced at the end of the backward."""
+    layer = Layer()
+    with CommDebugMode() as comm:
+        y = checkpoint(layer, X, use_reentrant=False) if again else layer(X)
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        y.sum().backward()
+    forward, backward = sorted(comm.table(), key=lambda row: -row["bytes"])
+    assert (forward["line"], forward["pass"]) == (f"{__file__}:{LINE}", "forward")
+    assert (forward["axes"], forward["parameters"]) == (("tp",), ())
+    assert forward["bytes"] == comm.bytes_by_axis["tp"]
+    assert (backward["line"], backward["pass"]) == (f"{__file__}:{line}", "backward")
+    assert (backward["axes"], backward["parameters"]) == (("dp",), ("Layer.weight",))
+    assert not torch.is_anomaly_enabled()
+
+
+def test_a_backward_counts_for_the_line_of_the_forward() -> None:
+    whole = torch.arange(32.0).view(4, 8)
+    x = distribute_tensor(whole, MESH, [Shard(0), Replicate()]).requires_grad_()
+    weight = distribute_tensor(torch.ones(8, 8), MESH, [Replicate(), Shard(1)])
+    with CommDebugMode() as comm:
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        normal = nn.functional.layer_norm(x, (8,))
+        (normal @ weight).sum().backward()
+    (row,) = comm.table()
+    assert (row["line"], row["pass"], row["axes"]) == (f"{__file__}:{line}", "backward", ("tp",))
+    assert [row["op"] for row in comm.table(by="op")] == ["backward of native_layer_norm"]
+
+
+def test_rows_by_module_and_operator_are_sorted_by_bytes() -> None:
+    layer = Layer()
+    with CommDebugMode() as comm:
+        layer(X).sum().backward()
+        layer.weight.full_tensor()  # type: ignore[operator]
+    assert str(comm.table(by="op")).splitlines() == [
+        "op                   pass      collectives   axes  count  bytes  parameters",
+        "full_tensor          forward   all_gather 1  tp        1    192",
+        "add                  forward   all_reduce 1  tp        1     96",
+        "gradients of leaves  backward  all_reduce 1  dp        1     64  Layer.weight",
+    ]
+    found = [(row["module"], row["pass"], row["bytes"]) for row in comm.table(by="module")]
+    assert found == [("", "forward", 192), ("Layer", "forward", 96), ("Layer", "backward", 64)]
+    assert sum(row["bytes"] for row in comm.table()) == sum(comm.bytes.values())
+
+
+def test_an_operand_that_is_a_parameter_is_named() -> None:
+    layer = Layer()
+    with CommDebugMode() as comm, torch.no_grad():
+        layer(distribute_tensor(torch.ones(1000, 8), MESH, [Replicate(), Shard(0)]))
+    assert [row["parameters"] for row in comm.table(by="op")] == [("Layer.weight",)]
+
+
+def test_an_unknown_table() -> None:
+    with pytest.raises(CommunicationError, match="by='file' is none of 'line', 'module', 'op'"):
+        CommDebugMode().table(by="file")  # type: ignore[arg-type]

@@ -354,3 +354,19 @@ def test_a_local_tensor_among_dtensors() -> None:
             mixed()
     whole = x.redistribute(placements=[Replicate()])
     assert (whole.to_local() + whole).placements == (Replicate(),)  # one value for all ranks
+
+
+@pytest.mark.parametrize("name", ["zeros", "rand", "eye", "arange", "randperm"])
+def test_a_misspelled_keyword_of_a_factory(name: str) -> None:
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    with pytest.raises(TypeError, match="argument 'placement': a factory takes device_mesh, plac"):
+        getattr(shardwise, name)(4, device_mesh=mesh, placement=[Shard(0)])
+
+
+def test_placements_by_name_for_many_tensors() -> None:
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()])
+    (made,) = shardwise.redistribute_all([x], {"tp": Shard(1)})  # type: ignore[arg-type]
+    assert made.placements == (Replicate(), Shard(1))
+    with pytest.raises(LayoutError, match="a list of DTensors is needed, but got 3"):
+        shardwise.redistribute_all(3, [Shard(0)])  # type: ignore[arg-type]

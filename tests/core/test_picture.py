@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -109,7 +112,41 @@ def test_the_reductions_drawn_make_the_value(ops: tuple[str, str]) -> None:
 def test_visualize_sharding_prints_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     x = laid([Shard(0), Shard(2)], 3, 2, 4, mesh=(2, 2))
     visualize_sharding(x)
-    visualize_sharding(x, header="weight", use_rich=True)
+    visualize_sharding(x, header="weight")
     assert capsys.readouterr().out == f"{sw.picture(x)}\nweight\n{sw.picture(x)}\n"
     with pytest.raises(sw.errors.LayoutError, match="a DTensor"):
         visualize_sharding(torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_colours_change_no_character() -> None:
+    """`rich` shows the same drawing, with one colour for each shard; a replica is no new one."""
+    found = sw.picture(laid([Shard(0), Replicate()], 4, 3, mesh=(2, 2)))
+    marked = found.__rich__()
+    assert re.sub(r"\[[^]]*\]", "", marked) == found
+    assert re.findall(r"\[black on (\w+)\](\d \d)", marked) == [("cyan", "0 1"), ("yellow", "2 3")]
+
+
+def test_rich_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ImportError, match="pip install rich"):
+        visualize_sharding(laid([Shard(0)], 4, mesh=(2,)), use_rich=True)
+    shown: list[object] = []
+    monkeypatch.setitem(sys.modules, "rich", SimpleNamespace(print=shown.append))
+    x = laid([Shard(0)], 4, mesh=(2,))
+    visualize_sharding(x, use_rich=True)
+    assert shown == [sw.picture(x)]
+
+
+def test_a_notebook_shows_each_shard_in_its_colour_and_the_values() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    x = sw.distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0), Replicate()])
+    html = x._repr_html_()
+    cells = re.findall(r"background:(hsl\([^)]*\));[^>]*>([^<]*)</td>", html)
+    assert [text for _, text in cells] == ["0 1", "2 3"] and cells[0][0] != cells[1][0]
+    assert "<th>0:2</th>" in html and "<th>2:4</th>" in html
+    assert "[6., 7.]], float32[4@0, 2] on (2x2))</pre>" in html
+    parsed = ElementTree.fromstring(html)  # every tag is closed
+    assert parsed.tag == "div"
+    partial = x.redistribute(placements=[Partial(), Replicate()])
+    assert "sum(0 1, 2 3)" in partial._repr_html_() and "not reduced yet" in partial._repr_html_()
+    assert "grad_fn=&lt;" in (x.clone().requires_grad_() * 2)._repr_html_()

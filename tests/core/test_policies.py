@@ -38,9 +38,9 @@ def test_a_warning_names_operator_line_collective_and_bytes() -> None:
     with communication("warn"), pytest.warns(UserWarning) as caught:
         line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
         sharded(0) + sharded(1)
+    assert (caught[0].filename, caught[0].lineno) == (str(Path(__file__)), line)
     assert str(caught[0].message) == (
-        "aten.add.Tensor moves operand 1 from [S(1)] to [S(0)] (exchange, 16 B received per rank), "
-        f"at {Path(__file__)}:{line}."
+        "aten.add.Tensor moves operand 1 from [S(1)] to [S(0)] (exchange, 16 B received per rank)."
     )
 
 
@@ -75,6 +75,31 @@ def test_a_notice_in_a_backward_names_the_forward_operator() -> None:
     gradient = distribute_tensor(torch.ones(4, 4), MESH, [Shard(1)])
     with communication("warn"), pytest.warns(UserWarning, match="in the backward of mul"):
         product.backward(gradient)
+
+
+def test_a_warning_in_a_backward_is_at_the_line_of_the_forward() -> None:
+    x, y = sharded(0, grad=True), sharded(0)
+    gradient = distribute_tensor(torch.ones(4, 4), MESH, [Shard(1)])
+    with communication("warn"), pytest.warns(UserWarning, match="in the backward of mul") as caught:
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        product = x * y
+        product.backward(gradient)
+    assert (caught[0].filename, caught[0].lineno) == (str(Path(__file__)), line)
+    assert not torch.is_anomaly_enabled()  # nothing keeps lines after the block
+
+
+def test_a_warning_names_the_parameter() -> None:
+    linear = nn.Linear(4, 4, bias=False)
+    linear.weight = nn.Parameter(sharded(1))
+    x = distribute_tensor(torch.ones(64, 4), MESH, [Shard(0)])
+    with (
+        communication("warn"),
+        pytest.warns(UserWarning, match=r"1 \(a view of weight of Linear\)"),
+    ):
+        linear(x)
+    weight = sharded(1, grad=True)
+    with communication("warn"), pytest.warns(UserWarning, match=r"a view of float32\[4, 4\]"):
+        x @ weight.t().t()
 
 
 @torch.library.custom_op("shardwise_tests::mirrored", mutates_args=())

@@ -159,7 +159,27 @@ def errors() -> Iterator[str]:
             yield f"# {name}\nno error\n"
 
 
-TEXTS = {"rules.txt": rules, "plans.txt": plans, "errors.txt": errors}
+def explained() -> Iterator[str]:
+    """How calls run: the rows, their prices and the ones taken."""
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def laid(size: tuple[int, ...], *places: Any) -> DTensor:
+        return shardwise.distribute_tensor(torch.ones(size), mesh, places)
+
+    rows, columns = laid((8, 4), S0, R), laid((8, 4), S1, R)
+    calls: dict[str, tuple[Any, ...]] = {
+        "matmul": (torch.matmul, rows, laid((4, 6), R, S1)),
+        "matmul of parts": (torch.matmul, laid((8, 4), R, S1), laid((4, 6), R, S1)),
+        "add of different shards": (torch.add, rows, columns),
+        "softmax over a sharded dim": (torch.softmax, rows, 0),
+        "random": (torch.Tensor.normal_, rows.clone()),
+        "replicated": (torch.relu, laid((8, 4), R, R)),
+    }
+    for name, (function, *args) in calls.items():
+        yield f"# {name}\n{shardwise.explain(function, *args)}\n"
+
+
+TEXTS = {"rules.txt": rules, "plans.txt": plans, "errors.txt": errors, "explain.txt": explained}
 
 
 def _of_this_version(text: str) -> str:

@@ -71,7 +71,7 @@ def planned(run: Any) -> set[str]:
     """The operators that a call is made of, and who serves them."""
     found: set[str] = set()
 
-    def seen(op: Any, tier: str) -> None:
+    def seen(op: Any, tier: str, operands: Any) -> None:
         found.add(f"{op._schema.name.removeprefix('aten::')} {tier}")
 
     dispatch.clear()

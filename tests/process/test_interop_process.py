@@ -13,8 +13,17 @@ import torch
 import torch.distributed.tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 from shardwise.errors import LayoutError, MeshError
 from shardwise.interop import from_torch, to_torch
 
@@ -92,6 +101,32 @@ def ragged_and_refused() -> list[str]:
     with pytest.raises(LayoutError) as error:
         from_torch(odd)
     return [str(error.value)]
+
+
+def mixed_and_wrapped() -> list[str]:
+    """PyTorch's DTensor among ours, and DistributedDataParallel around a module of ours."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    other = theirs.distribute_tensor(torch.ones(4, 4), mesh, [theirs.Shard(0)])
+    wrong: list[Callable[[], Any]] = [
+        lambda: x + other,
+        lambda: torch.cat([x, other]),
+        lambda: distribute_tensor(other, mesh, [Shard(0)]),
+        lambda: DTensor.from_local(other, mesh, [Shard(0)]),
+        lambda: DistributedDataParallel(distribute_module(torch.nn.Linear(4, 4), mesh)),
+    ]
+    texts = []
+    for call in wrong:
+        with pytest.raises(LayoutError) as error:
+            call()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_mixing_and_wrapping_say_what_to_do(processes: Pools) -> None:
+    for *mixed, wrapped in processes(2).run(mixed_and_wrapped):
+        assert all("Convert it with shardwise.interop.from_torch" in text for text in mixed)
+        assert "DistributedDataParallel" in wrapped and "Shard the batch instead" in wrapped
 
 
 def test_there_and_back(processes: Pools) -> None:

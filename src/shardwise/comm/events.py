@@ -1,17 +1,22 @@
-"""Observers: listeners get every collective, watchers every call that is planned."""
+"""Observers: listeners get every collective, watchers every call that is planned, and choosers the
+rows it could have run by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ..layout.mesh import Topology
 
 Listener = Callable[[str, Topology, tuple[int, ...], int], None]
-Watcher = Callable[[object, str], None]
+Watcher = Callable[[object, str, Sequence[Any]], None]
+Chooser = Callable[[int, Sequence[object], Sequence[int], object], None]
 
 _listeners: list[Listener] = []
 _watchers: list[Watcher] = []
+choosers: list[Chooser] = []
+"""Called with a mesh axis, the rows of a rule, their prices, and the row that is taken."""
 
 listen, unlisten = _listeners.append, _listeners.remove
 watch, unwatch = _watchers.append, _watchers.remove
@@ -39,7 +44,7 @@ def record(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) ->
         listener(kind, topology, axes, nbytes)
 
 
-def planned(op: object, tier: str) -> None:
+def planned(op: object, tier: str, operands: Sequence[Any]) -> None:
     """Report that a call of `op` was planned, and how it runs: rows, form, fallback, ..."""
     for watcher in _watchers:
-        watcher(op, tier)
+        watcher(op, tier, operands)

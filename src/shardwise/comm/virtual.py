@@ -68,5 +68,6 @@ def _wholes(
             continue
         if key not in found:
             found[key] = job.empty(src.hull)
-        narrow(found[key], box).copy_(part)
+        if part.numel():  # else a part that is the whole tensor may be there already
+            narrow(found[key], box).copy_(part)
     return found

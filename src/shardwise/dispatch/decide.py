@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
+from ..comm.events import choosers
 from ..layout.cost import debt, move_cost, recut_cost
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology
@@ -159,6 +160,8 @@ class _Choice:
             best = min(prices)
             cheapest = [row for row, price in zip(rows, prices, strict=True) if price == best]
             row = min(cheapest, key=self._reduces)  # at the same price nothing is reduced early
+        for tell in choosers:
+            tell(axis, rows, [self._price(axis, count, each) for each in rows], row)
         for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
             for index, place in enumerate(places):
                 if place.is_shard():

@@ -71,6 +71,12 @@ def _forget_plans(_: World) -> None:
     clear()
 
 
+_NO_DDP = (
+    " If it comes from DistributedDataParallel: a module of DTensors needs none. Shard the batch "
+    "instead, with distribute_tensor(batch, mesh, [Shard(0)]), and its gradients are reduced."
+)
+
+
 def _refuse_collective(op: OpOverload) -> None:
     """An error if an operator is a collective of PyTorch, which takes local tensors."""
     namespace, name = op._schema.name.split("::")
@@ -79,6 +85,7 @@ def _refuse_collective(op: OpOverload) -> None:
             f"{op}: a collective of torch.distributed was given a DTensor, but collectives take "
             "local tensors. Use x.to_local() for this rank's part. To have the whole value, or "
             "another layout, no collective is needed: use x.full_tensor() or x.redistribute(...)."
+            f"{_NO_DDP if name == 'broadcast_' else ''}"
         )
 
 
@@ -283,5 +290,5 @@ def _build(
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
         _counts["built"] += 1
-    planned(entry.op, made.tier)
+    planned(entry.op, made.tier, operands)
     return made

@@ -29,7 +29,9 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not (0 <= self.latency < 1e3 and 1 <= self.bandwidth < 1e15):
+        given = (self.latency, self.bandwidth)
+        numbers = all(isinstance(number, (int, float)) for number in given)
+        if not (numbers and 0 <= self.latency < 1e3 and 1 <= self.bandwidth < 1e15):
             raise MeshError(
                 f"Link: latency={self.latency!r}, bandwidth={self.bandwidth!r}: the latency is in "
                 "seconds (0 or more), the bandwidth in bytes per second (1 or more)."
@@ -75,6 +77,8 @@ def links_of(given: Links, count: int) -> tuple[Link, ...]:
     """
     if given is None or isinstance(given, (Link, str)):
         return (_link(DEFAULT if given is None else given),) * count
+    if not isinstance(given, (Path, list, tuple)):
+        raise MeshError(f"links: {given!r} is no link, name of a preset, list of them, or Path.")
     links = _read(given) if isinstance(given, Path) else tuple(map(_link, given))
     if len(links) != count:
         raise MeshError(
@@ -96,7 +100,7 @@ def _read(file: Path) -> tuple[Link, ...]:
 def _link(given: LinkLike) -> Link:
     if isinstance(given, Link):
         return given
-    if given not in PRESETS:
+    if not isinstance(given, str) or given not in PRESETS:
         raise MeshError(f"links: {given!r} is none of the presets {', '.join(PRESETS)}.")
     return PRESETS[given]
 

@@ -7,7 +7,7 @@ works with its `Topology`: an interned value that says what the mesh is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -44,7 +44,11 @@ class VirtualMesh:
         mesh_dim_names: Sequence[str] | None = None,
         links: Links = None,
     ) -> None:
-        ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
+        try:
+            ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = f"DeviceMesh: {mesh!r} is no array of ranks: {error}."
+            raise MeshError(text) from error
         if ranks.numel() == 0:
             raise MeshError("DeviceMesh: a mesh needs at least one rank, but the array is empty.")
         if len(set(ranks.flatten().tolist())) != ranks.numel():
@@ -67,7 +71,7 @@ class VirtualMesh:
 
     def __getitem__(self, names: str | Sequence[str]) -> VirtualMesh:
         """The sub-mesh of the named axes that the first rank is in."""
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = tuple(names) if isinstance(names, (list, tuple)) else (names,)
         have = self.mesh_dim_names
         if have is None or any(name not in have for name in wanted):
             raise MeshError(f"mesh[{names!r}]: the axes of this mesh are {have or 'not named'}.")
@@ -128,8 +132,8 @@ def checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | N
     """The names of `ndim` axes, or an error."""
     if names is None:
         return None
-    got = tuple(names)
-    if len(got) != ndim or len(set(got)) != ndim:
+    got = tuple(names) if isinstance(names, Iterable) else (names,)
+    if len(got) != ndim or len(set(map(str, got))) != ndim:
         raise MeshError(
             f"mesh_dim_names: {ndim} different names are needed for a mesh of {ndim} axes, "
             f"but got {got}."

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..errors import LayoutError
+from ..errors import LayoutError, need
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
 from .make_mesh import described, described_mesh
 from .mesh import AnyMesh, Coord, Topology, topology
@@ -147,6 +147,8 @@ class DTensorSpec:
         cuts: Sequence[Sequence[int] | None] | None = None,
     ) -> DTensorSpec:
         where = mesh if isinstance(mesh, Topology) else topology(mesh)
+        if tensor_meta is not None and not hasattr(tensor_meta, "_replace"):  # or PyTorch's own
+            need("DTensorSpec", tensor_meta, TensorMeta, "a TensorMeta(shape, stride, dtype)")
         ndim = None if tensor_meta is None else len(tensor_meta.shape)
         places = checked_placements("DTensorSpec", where, placements, ndim)
         if tensor_meta is None:
@@ -464,6 +466,7 @@ def _normal_cuts(
     cuts: Sequence[Sequence[int] | None],
 ) -> tuple[Cuts | None, ...] | None:
     """Cuts checked, and None where they are what `torch.chunk` gives: equal means `is`."""
+    need("cuts", cuts, (list, tuple), "a list with the sizes of the pieces of each dim, or None,")
     if len(cuts) != len(shape):
         raise LayoutError(f"cuts: {len(cuts)} entries were given for {len(shape)} dims.")
     normal: list[Cuts | None] = []
@@ -472,6 +475,7 @@ def _normal_cuts(
         if own is None or not counts:
             normal.append(None)
             continue
+        need("cuts", own, (list, tuple), f"a list of the sizes of the pieces of dim {dim}")
         sizes = tuple(own)
         if len(sizes) != prod(counts) or sum(sizes) != size or min(sizes) < 0:
             raise LayoutError(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError
+from ..errors import LayoutError, need
 from ..storage.operands import version_stamp
 from ..storage.wrapper import share_cell
 from ..tensor.dtensor import DTensor
@@ -40,6 +40,7 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
     >>> torch.equal(model.weight.full_tensor(), on_one_device.weight)
     True
     """
+    need("materialize", model, nn.Module, "a module")
     empty: dict[str, Any] = dict(_on_meta(model))
     for name, tensor in empty.items():
         if not isinstance(tensor, DTensor):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError
+from ..errors import LayoutError, need
 from ..layout.mesh import AnyMesh, topology
 from ..tensor.dtensor import DTensor, distribute_tensor
 from .in_place import Layout, convert_module
@@ -57,6 +57,8 @@ def distribute_module(
     device_mesh = topology(device_mesh).mesh
     before = None if input_fn is None else _with_module("input_fn", input_fn)
     after = None if output_fn is None else _with_module("output_fn", output_fn)
+    need("distribute_module", module, nn.Module, "a module")
+    need("distribute_module: partition_fn", partition_fn, Callable | None, "a function")
     replaced = _Replaced(module)
     try:
         if partition_fn is not None:
@@ -80,6 +82,7 @@ def distribute_module(
 
 def _with_module(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of module, values and mesh. PyTorch also takes those of values and mesh."""
+    need(f"distribute_module: {what}", function, Callable, "a function")
     count = len(inspect.signature(function).parameters)
     if count == 2:
         return lambda module, values, mesh: function(values, mesh)

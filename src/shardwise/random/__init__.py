@@ -7,8 +7,9 @@ draws only the numbers that it holds.
 from ..config import random_mode as mode
 from ..dispatch.random_ops import register_random
 from .agree import manual_seed
-from .calls import permuted, random_form
+from .calls import permuted as permuted
+from .calls import random_form
 
 register_random(random_form, permuted)
 
-__all__ = ["manual_seed", "mode", "permuted"]
+__all__ = ["manual_seed", "mode"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from operator import index
 
 import torch
 
@@ -82,6 +83,10 @@ def manual_seed(seed: int, device_mesh: AnyMesh | None = None) -> None:
 
     >>> manual_seed(0)
     """
+    try:
+        seed = index(seed)
+    except TypeError as error:
+        raise LayoutError(f"manual_seed: the seed {seed!r} is no whole number.") from error
     if device_mesh is not None:
         shared = torch.tensor([seed], dtype=torch.int64)
         seed = int(from_first_rank(shared, device_mesh).item())

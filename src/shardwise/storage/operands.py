@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..layout.spec import DTensorSpec, TensorMeta
+from ..layout.user_line import frames
 from ..redistribute import (
     Ready,
     Run,
@@ -18,7 +19,7 @@ from ..redistribute import (
     steps_between,
 )
 from . import policy
-from .wrapper import Locals
+from .wrapper import Locals, Wrapper
 
 Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
@@ -190,11 +191,34 @@ def announce_moves(op: Any, moves: Sequence[Move], operands: Sequence[Any]) -> N
         return
     sources = {index: _source(operands[index], spec)[0] for index, spec in moves}
     specs = [sources.get(index, operand._spec) for index, operand in enumerate(operands)]
-    if texts := describe_moves(moves, specs):
+    if texts := describe_moves(moves, specs, [parameter_text(each) for each in operands]):
         policy.on_moves(op, texts)
 
 
-def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[str]:
+def parameter_text(tensor: Any) -> str:
+    """Which parameter an operand is, or is a view of, in words; nothing if it is none.
+
+    Its name is known where a module that has it runs.
+    """
+    if not isinstance(tensor, Wrapper):
+        return ""
+    base = tensor._base
+    leaf: Any = tensor if base is None else base
+    if not (isinstance(leaf, Wrapper) and leaf.is_leaf and leaf.requires_grad):
+        return ""
+    name = "" if base is None else repr(leaf._spec)
+    for frame in frames():
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            own = (key for key, value in module._parameters.items() if value is leaf)
+            name = next((f"{key} of {type(module).__name__}" for key in own), name)
+    view = "" if base is None else "a view of "
+    return f" ({view}{name})" if name else ""
+
+
+def describe_moves(
+    moves: Sequence[Move], specs: Sequence[DTensorSpec], names: Sequence[str] | None = None
+) -> list[str]:
     """What each move does, for a notice."""
     texts = []
     for operand, dst in moves:
@@ -206,5 +230,6 @@ def describe_moves(moves: Sequence[Move], specs: Sequence[DTensorSpec]) -> list[
         ]
         if kinds:
             way = f"from {src.layout_text()} to {dst.layout_text()}"
-            texts.append(f"operand {operand} {way} ({', '.join(kinds)})")
+            name = names[operand] if names else ""
+            texts.append(f"operand {operand}{name} {way} ({', '.join(kinds)})")
     return texts

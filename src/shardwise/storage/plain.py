@@ -23,9 +23,18 @@ from . import policy
 from .operands import in_layout
 from .wrapper import Plain, Wrapper, wrap
 
+_PYTORCHS = "torch.distributed.tensor"
+"""The module of PyTorch's own DTensor, which is slow to import."""
+
 
 def check_dense(what: str, value: torch.Tensor) -> None:
-    """An error if a tensor is sparse: boxes and strides say nothing of those."""
+    """An error if a tensor is sparse, of which boxes and strides say nothing, or PyTorch's DTensor,
+    of which the whole value is not here."""
+    if type(value) is not torch.Tensor and type(value).__module__.startswith(_PYTORCHS):
+        raise LayoutError(
+            f"{what}: a tensor of shape {list(value.shape)} is a DTensor of PyTorch. Convert it "
+            "with shardwise.interop.from_torch; to_torch is the way back."
+        )
     if value.layout is not torch.strided:
         raise LayoutError(
             f"{what}: a tensor of shape {list(value.shape)} has layout {value.layout}, but only "

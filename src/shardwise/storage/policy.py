@@ -6,10 +6,11 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..config import current as current
 from ..errors import CommunicationError, PlainTensorError
-from ..layout.user_line import user_line
+from ..layout.user_line import in_backward, user_line, user_place
 
 
 class _State(threading.local):
@@ -38,7 +39,7 @@ def on_moves(op: object | None, moves: list[str]) -> None:
     who = f"{op}, in {outer}," if None not in (op, outer) and op is not outer else op or outer
     text = f"{who} moves {'; '.join(moves)}"
     if current().moves == "warn":
-        warnings.warn(f"{text}, at {user_line()}.", stacklevel=2)
+        _warn(text)
         return
     raise CommunicationError(
         f'{text}, and communication("error") forbids implicit communication. Write it down with '
@@ -59,7 +60,18 @@ def on_fallback(op: object, seen: set[object]) -> None:
         )
     if op not in seen:
         seen.add(op)
-        warnings.warn(f"{text}, at {user_line()}.", stacklevel=2)
+        _warn(text)
+
+
+_shown: dict[str, dict[Any, Any]] = {}
+"""The warnings shown, by file, for Python: it shows one only once for each line."""
+
+
+def _warn(text: str) -> None:
+    """A warning at the user's line, in a backward at that of the forward."""
+    file, line = user_place()
+    shown = _shown.setdefault(file, {})
+    warnings.warn_explicit(f"{text}{in_backward()}.", UserWarning, file, line, registry=shown)
 
 
 def on_plain(op: object, shape: tuple[int, ...]) -> None:

@@ -96,10 +96,10 @@ def whole_local(whole: Any, grad_placements: Placements) -> torch.Tensor:
 def _given_grads(what: str, spec: DTensorSpec, grad_placements: Placements) -> DTensorSpec:
     """The spec of a gradient with `grad_placements`; its shards must have the shapes of those of
     `spec`."""
-    if tuple(grad_placements) == spec.reduced.placements:
-        return spec.reduced
     mesh = spec.topology
     places = checked_placements(what, mesh, grad_placements, spec.ndim)
+    if places == spec.reduced.placements:
+        return spec.reduced
     pairs = zip(spec.placements, places, strict=True)
     alike = all(a is b or not (a.is_shard() or b.is_shard()) for a, b in pairs)
     grad_spec = spec.with_placements(places, spec.cuts if alike else None)

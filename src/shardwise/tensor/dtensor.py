@@ -10,7 +10,7 @@ import torch
 from .._torch import take_lists, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
@@ -25,7 +25,7 @@ from .conversion import distribute_tensor as distribute_tensor
 from .conversion import from_local, laid_out_like, to_local, whole_local
 from .gradients import take_data, watch_leaf
 from .inplace_views import as_strided, in_place
-from .printing import text_of
+from .printing import html_of, text_of
 from .saving import plain_attributes, saved
 
 
@@ -131,6 +131,8 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         >>> x.redistribute(placements=[Shard(0)], cuts=[(1, 4)]).to_local().parts
         (tensor([0]), tensor([1, 2, 3, 4]))
         """
+        for dtype in (forward_dtype, backward_dtype):
+            need("redistribute", dtype, torch.dtype | None, "a dtype")
         target = _target(self, device_mesh, placements, cuts)
         if forward_dtype is not None:
             target = target.with_meta(target.meta._replace(dtype=forward_dtype))
@@ -210,6 +212,11 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The values and the layout, without communication between processes."""
         return text_of(self)
+
+    @untraced
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the layout in colours above the values."""
+        return html_of(self)
 
     # --- gradients of leaves -------------------------------------------------------------------
 
@@ -308,6 +315,32 @@ def _served(mesh: Topology) -> str:
     return "virtual" if mesh.virtual else "over processes"
 
 
+def _need_dtensor(what: str, value: object) -> None:
+    if not isinstance(value, DTensor):
+        raise LayoutError(
+            f"{what}: a DTensor is needed, but got {type(value).__name__}. "
+            "Use distribute_tensor for plain tensors."
+        )
+
+
+def redistribute(
+    tensor: DTensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Placements | None = None,
+    **options: Any,
+) -> DTensor:
+    """The same tensor in another layout: `tensor.redistribute(...)` as a function.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> x = shardwise.ones(4, device_mesh=mesh)
+    >>> redistribute(x, placements=[shardwise.Shard(0)]).placements
+    (S(0),)
+    """
+    _need_dtensor("redistribute", tensor)
+    return tensor.redistribute(device_mesh, placements, **options)
+
+
 @untraced
 def redistribute_all(
     tensors: Sequence[DTensor],
@@ -329,12 +362,10 @@ def redistribute_all(
     >>> [x.placements for x in redistribute_all(pair, [Shard(1)])]
     [(S(1),), (S(1),)]
     """
+    need("redistribute_all", tensors, (list, tuple), "a list of DTensors")
     for each in tensors:
-        if not isinstance(each, DTensor):
-            raise LayoutError(
-                f"redistribute_all: DTensors are needed, but got {type(each).__name__}. "
-                "Use distribute_tensor for plain tensors."
-            )
+        _need_dtensor("redistribute_all", each)
+    need("redistribute_all", placements, (list, tuple, Mapping), "a list of placements")
     one_for_all = isinstance(placements, Mapping) or all(
         isinstance(place, Placement) for place in placements
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import torch
 
+from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.spec import (
@@ -35,13 +36,27 @@ Generator = torch.Generator | None
 
 
 def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    """A size, given as numbers or as one sequence of them."""
+    found = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if not all(isinstance(number, SupportsIndex | torch.SymInt) for number in found):
+        raise LayoutError(f"a size must be made of whole numbers, but got {found!r}.")
+    return found
+
+
+def _check_names(where: _Where) -> None:
+    known = _Where.__annotations__
+    for name in where:
+        if name not in known:
+            raise TypeError(
+                f"unexpected keyword argument {name!r}: a factory takes {', '.join(known)}."
+            )
 
 
 def _made(
     name: str, shape: tuple[int, ...], where: _Where, fill: Callable[[DTensorSpec], Locals]
 ) -> DTensor:
     """A tensor whose ranks make their local tensors; a Partial one is made replicated first."""
+    _check_names(where)
     mesh = topology(where.get("device_mesh"))
     kind = where.get("dtype") or torch.get_default_dtype()
     meta = TensorMeta(shape, contiguous_stride(shape), kind)
@@ -90,7 +105,7 @@ def full(size: Sequence[int], fill_value: Any, **where: Unpack[_Where]) -> DTens
     torch.int64
     """
     where["dtype"] = where.get("dtype") or torch.full((), fill_value).dtype
-    return _made("full", tuple(size), where, _local(partial(torch.full, fill_value=fill_value)))
+    return _made("full", _sizes((size,)), where, _local(partial(torch.full, fill_value=fill_value)))
 
 
 def empty(*size: Any, **where: Unpack[_Where]) -> DTensor:
@@ -132,10 +147,15 @@ def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) 
     >>> randint(3, 4, (5,), device_mesh=mesh, placements=[shardwise.Shard(0)])
     DTensor([3, 3, 3, 3, 3], int64[5@0] on (2))
     """
+    if len(bounds) not in (2, 3):
+        raise LayoutError(
+            f"randint: {len(bounds)} arguments were given. Write randint(high, size) or "
+            "randint(low, high, size)."
+        )
     *limits, size = bounds
     low, high = (0, *limits) if len(limits) == 1 else limits
     where["dtype"] = where.get("dtype") or torch.int64
-    return _random("random_", (low, high), tuple(size), generator, where)
+    return _random("random_", (low, high), _sizes((size,)), generator, where)
 
 
 def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
@@ -182,6 +202,7 @@ def logspace(
 
 def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
     """A tensor that every rank makes whole, of which it keeps its part."""
+    _check_names(where)
     whole = make(*args, dtype=where.get("dtype"))
     mesh, placements = where.get("device_mesh"), where.get("placements")
     made = distribute_tensor(whole, mesh, placements, src_data_rank=None)

@@ -149,7 +149,7 @@ class _Waiting(NamedTuple):
     target: DTensorSpec
 
 
-class _Bucket:
+class Bucket:
     """Gradients that one collective reduces, and their bytes on a rank."""
 
     __slots__ = ("nbytes", "waiting")
@@ -189,7 +189,7 @@ class _Backward:
     every: ClassVar[WeakValueDictionary[int, _Backward]] = WeakValueDictionary()
 
     def __init__(self) -> None:
-        self._buckets: dict[object, _Bucket] = {}
+        self._buckets: dict[object, Bucket] = {}
         self._started: list[Callable[[], None]] = []
 
     @classmethod
@@ -209,7 +209,7 @@ class _Backward:
         move = prepared(grad._spec, target)
         bucket = self._buckets.get(move.alike)
         if bucket is None:
-            bucket = self._buckets[move.alike] = _Bucket()
+            bucket = self._buckets[move.alike] = Bucket()
         if bucket.nbytes + move.nbytes > most:
             self._start(bucket, True)
         bucket.waiting.append(_Waiting(leaf, grad, target))
@@ -217,7 +217,7 @@ class _Backward:
         if bucket.nbytes >= most:
             self._start(bucket, True)
 
-    def _start(self, bucket: _Bucket, async_op: bool) -> None:
+    def _start(self, bucket: Bucket, async_op: bool) -> None:
         if bucket.waiting:
             if len(self._started) == IN_FLIGHT:
                 self._started.pop(0)()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.geometry import flat_index
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..storage.wrapper import Wrapper
@@ -30,6 +30,7 @@ class PerRank:
     __slots__ = ("axes", "mesh", "parts")
 
     def __init__(self, mesh: Topology, axes: Sequence[int], parts: Sequence[Any]) -> None:
+        need("PerRank", mesh, Topology, "the topology of a mesh (per_rank makes one of these)")
         self.mesh = mesh
         self.axes = tuple(axes)
         self.parts = tuple(parts)
@@ -177,6 +178,7 @@ def per_rank(device_mesh: AnyMesh, fn: Callable[[Coord], Any]) -> Any:
     tensor([0, 1, 2, 3])
     """
     mesh = topology(device_mesh)
+    need("per_rank", fn, Callable, "a function of a coordinate")
     if not mesh.virtual:
         if mesh.coordinate is None:
             raise MeshError(f"per_rank: this rank is not in mesh {mesh}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ..comm.events import unheard
 from ..config import Block
 from ..dispatch.views import DeferredView
+from ..layout.picture import as_html, panels
 from ..layout.placement import Shard
 from ..layout.spec import DTensorSpec, default_placements
 from ..redistribute import redistribute_locals
@@ -34,6 +36,12 @@ def text_of(tensor: Any) -> str:
     gap = " " if len(last) + len(layout) < _WIDTH else "\n" + " " * len("DTensor(")
     text = values + gap + layout
     return f"Parameter containing:\n{text}" if isinstance(tensor, torch.nn.Parameter) else text
+
+
+def html_of(tensor: Any) -> str:
+    """What a notebook shows of a DTensor: its layout in colours above its values."""
+    drawing = as_html(panels(tensor._spec))
+    return f"<div>{drawing}<pre style='margin-top:.5em'>{escape(text_of(tensor))}</pre></div>"
 
 
 def layout_notation(spec: DTensorSpec) -> str:

@@ -1,19 +1,24 @@
-"""`CommDebugMode`: count collectives and bytes, by kind, axis and module."""
+"""`CommDebugMode`: count collectives and bytes, by kind, axis, line, module and operator."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 
+from .._torch import keep_forward_lines
 from ..comm.events import listen, unlisten
+from ..errors import CommunicationError
 from ..layout.mesh import Topology
 from ..layout.placement import Placement
+from ..layout.user_line import user_place
 from ..tensor.dtensor import DTensor
 from .running_module import RunningModule
+from .text_table import Table
+from .who_moves import leaves_reduced, operator_running, tensors_moving
 
 _EVERYWHERE = "Global"
 _PASSES = ("forward", "backward")
@@ -34,6 +39,34 @@ class Counts(dict[Any, int]):
         return self.get(_NAMES.get(name, name), 0)
 
 
+By = Literal["line", "module", "op"]
+
+
+class _Cause(NamedTuple):
+    """Where collectives come from, in the three ways to group them, and in which pass."""
+
+    line: str
+    module: str
+    op: str
+    phase: str
+
+
+class _Total:
+    """What collectives of one cause add up to."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+        self.bytes = 0
+        self.axes: dict[str, None] = {}  # in the order they came
+        self.parameters: dict[str, None] = {}
+
+    def add(self, other: _Total) -> None:
+        self.kinds += other.kinds
+        self.bytes += other.bytes
+        self.axes |= other.axes
+        self.parameters |= other.parameters
+
+
 class CommDebugMode:
     """A context manager that counts collectives; entering it again starts from zero.
 
@@ -42,7 +75,8 @@ class CommDebugMode:
 
     `comm_module_counts` has the numbers by module, `"Global"` for all of them, and by pass, forward
     or backward. What a style does before and after `forward` counts for its module, and the
-    reduction of a gradient for the module that has the parameter.
+    reduction of gradients for the module that has the parameters. `table` says which lines,
+    modules or operators communicate.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -63,6 +97,7 @@ class CommDebugMode:
         self.checks = 0
         self.comm_module_counts = {_EVERYWHERE: {name: Counts() for name in _PASSES}}
         self._modules = RunningModule()
+        self._causes: dict[_Cause, _Total] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
@@ -70,9 +105,11 @@ class CommDebugMode:
         self.__init__()  # type: ignore[misc]
         listen(self._on_collective)
         self._modules.watch()
+        self._lines = keep_forward_lines()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lines.__exit__(None, None, None)
         self._modules.unwatch()
         unlisten(self._on_collective)
 
@@ -86,6 +123,16 @@ class CommDebugMode:
         self._counts[key] += 1
         self._bytes[key] += nbytes
         phase, names = self._modules.now()
+        if leaves := leaves_reduced():
+            phase, names = "backward", self._modules.around(leaves)
+        line = "{}:{}".format(*user_place())
+        cause = _Cause(line, names[-1] if names else "", operator_running(), phase)
+        total = self._causes.setdefault(cause, _Total())
+        total.kinds[kind] += 1
+        total.bytes += nbytes
+        total.axes[key[1]] = None
+        moving = (self._modules.name_of(each) for each in tensors_moving())
+        total.parameters.update((name, None) for name in moving if name)
         for name in (_EVERYWHERE, *names):
             empty = {each: Counts() for each in _PASSES}
             self.comm_module_counts.setdefault(name, empty)[phase][kind] += 1
@@ -115,6 +162,47 @@ class CommDebugMode:
     def bytes_by_axis(self) -> dict[str, int]:
         """For each axis, or axes used together, the bytes received."""
         return _by(1, self._bytes)
+
+    def table(self, by: By = "line") -> Table:
+        """Which lines, modules or operators communicate, those with most bytes first.
+
+        What happens in a backward counts for the line, and the module, of the forward. Gradients of
+        parameters that are reduced together count for the line of the backward, and the module
+        that has all of them. A parameter is named if it moves, or its gradient.
+
+        >>> import torch, shardwise
+        >>> from shardwise.parallel import ColwiseParallel, RowwiseParallel
+        >>> mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        >>> model = shardwise.parallelize_module(model, mesh, plan)
+        >>> with CommDebugMode() as comm:
+        ...     model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        >>> comm.table(by="module")
+        module        pass      collectives   axes  count  bytes  parameters
+        Sequential.1  forward   all_reduce 1  tp        1     32
+        Sequential.0  backward  all_reduce 1  tp        1     32
+        """
+        if by not in get_args(By):
+            raise CommunicationError(
+                f"CommDebugMode.table: by={by!r} is none of {', '.join(map(repr, get_args(By)))}."
+            )
+        totals: dict[tuple[str, str], _Total] = {}
+        for cause, own in self._causes.items():
+            totals.setdefault((getattr(cause, by), cause.phase), _Total()).add(own)
+        rows = [
+            (
+                *where,
+                tuple(f"{kind} {count}" for kind, count in total.kinds.items()),
+                tuple(total.axes),
+                total.kinds.total(),
+                total.bytes,
+                tuple(total.parameters),
+            )
+            for where, total in sorted(totals.items(), key=lambda each: -each[1].bytes)
+        ]
+        columns = (by, "pass", "collectives", "axes", "count", "bytes", "parameters")
+        return Table(columns, tuple(rows))
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
         """The parameters of each module that ran, by module and name."""
@@ -195,6 +283,10 @@ class CommDebugMode:
             entry = {"fqn": name, "depth": len(chain), "parameters": parameters}
             found.append(entry | self.comm_module_counts.get(name, empty))
         return found
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in self.get_comm_counts().items())
+        return f"CommDebugMode({kinds or 'no collectives'}; {self._bytes.total()} bytes)"
 
     def __str__(self) -> str:
         rows: list[tuple[Any, ...]] = [("collective", "axes", "count", "bytes")]

@@ -4,6 +4,8 @@ made the autograd node."""
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +32,7 @@ class RunningModule:
         self.chains: dict[str, Chain] = {}
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._owners: dict[int, Chain] = {}
+        self._own_names: dict[int, str] = {}
         self._calls: list[tuple[Chain, Any]] = []
         self._spans: list[tuple[int, int, Chain]] = []  # end and start of each call's nodes
         self._handles: list[Any] = []
@@ -49,10 +52,18 @@ class RunningModule:
             return phase, self._calls[-1][0]
         if node is None:
             return phase, ()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return phase, self._owners.get(id(variable), ())
         return phase, self._made_by(node._sequence_nr())
+
+    def around(self, parameters: Sequence[torch.Tensor]) -> Chain:
+        """The innermost module that has all of some parameters, with those around it."""
+        chains = [self._owners.get(id(each), ()) for each in parameters]
+        shared = zip(*chains, strict=False)
+        return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, shared))
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of a parameter, or of that of which a tensor is a view; None if it is none."""
+        base = tensor._base
+        return self._own_names.get(id(tensor if base is None else base))
 
     def _made_by(self, number: int) -> Chain:
         """The call that made an autograd node. Calls end in order, the inner one first."""
@@ -96,4 +107,5 @@ class RunningModule:
             if own:
                 self.parameters[name] = own
             self._owners.update((id(value), chain) for value in own.values())
+            self._own_names.update((id(value), f"{name}.{key}") for key, value in own.items())
         return self.chains[name]

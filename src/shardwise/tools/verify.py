@@ -21,7 +21,7 @@ from ..dispatch.infer import infer
 from ..dispatch.operator import Operator
 from ..dispatch.plans import CallPlan, filled, tensors_in
 from ..dispatch.random_ops import is_random, is_without_dropout
-from ..errors import LayoutError, RuleError
+from ..errors import LayoutError, RuleError, need
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
 from ..layout.placement import Partial, Placement
@@ -115,6 +115,7 @@ def _default(given: Any) -> Any:
     """The overload of an operator that is named without one."""
     if isinstance(given, torch.library.CustomOpDef):  # type: ignore[attr-defined]
         return given._opoverload
+    need("verify", given, torch._ops.OpOverloadPacket, "an operator of torch.ops", RuleError)
     if "default" not in given.overloads():
         raise RuleError(
             f"verify: {given} has the overloads {', '.join(given.overloads())}: give one."
