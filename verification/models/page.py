@@ -119,6 +119,6 @@ def _failures(rows: list[Row]) -> str:
 
 
 def _reason(row: Row) -> str:
-    why = row["why"].replace("|", "/").replace("<", "&lt;").replace("`", "")
+    why = row["why"].replace("|", "/").replace("<", "&lt;").replace("`", "").replace("](", "] (")
     said = why if row["verdict"] == NOT_COUNTED else f"{row['verdict']} {why}"
     return f"| {row['name'].removeprefix('dtensor ')} | {said.strip()} |"
