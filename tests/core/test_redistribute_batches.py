@@ -342,7 +342,7 @@ def test_a_batch_that_cannot_be_is_refused() -> None:
     x = sw.distribute_tensor(torch.ones(2), mesh, [S0])
     with pytest.raises(LayoutError, match="2 lists of placements were given for 1 tensors"):
         sw.redistribute_all([x], [[S0], [R]])
-    with pytest.raises(LayoutError, match="DTensors are needed"):
+    with pytest.raises(LayoutError, match="a DTensor is needed"):
         sw.redistribute_all([torch.ones(2)], [R])  # type: ignore[list-item]
 
 

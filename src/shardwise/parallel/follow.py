@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError
+from ..errors import LayoutError, need
 from ..layout.placement import Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor, distribute_tensor
 from .in_place import Layout, convert_module
@@ -35,6 +35,11 @@ def follow_layouts(model: M, *, optimizers: Iterable[torch.optim.Optimizer] = ()
     >>> layer.lora_A.weight.placements, layer.lora_B.weight.placements
     ((R,), (S(0),))
     """
+    need("follow_layouts", model, nn.Module, "a module")
+    need("follow_layouts", optimizers, Iterable, "a list of optimizers")
+    optimizers = list(optimizers)
+    for each in optimizers:
+        need("follow_layouts", each, torch.optim.Optimizer, "a list of optimizers")
     meshes = {
         each._spec.topology: each.device_mesh
         for each in [*model.parameters(), *model.buffers()]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..dispatch.decide import decide
-from ..errors import RuleError
+from ..errors import RuleError, need
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
@@ -37,7 +37,10 @@ def normalize_dims(dims: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     >>> normalize_dims([-1, 0], 3)
     (2, 0)
     """
-    return tuple(normalize_dim(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims))
+    every = [dims] if isinstance(dims, int) else dims
+    for dim in every:
+        need("normalize_dims", dim, int, "a dim")
+    return tuple(normalize_dim(dim, ndim) for dim in every)
 
 
 def is_tensor_dim_sharded(spec: DTensorSpec, dim: int) -> bool:

@@ -60,8 +60,10 @@ class RunningModule:
         shared = zip(*chains, strict=False)
         return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, shared))
 
-    def name_of(self, tensor: torch.Tensor) -> str | None:
+    def name_of(self, tensor: object) -> str | None:
         """The name of a parameter, or of that of which a tensor is a view; None if it is none."""
+        if not isinstance(tensor, torch.Tensor):  # a plain operand, adopted
+            return None
         base = tensor._base
         return self._own_names.get(id(tensor if base is None else base))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload, memory_of
+from .._torch import OpOverload, OpOverloadPacket, memory_of
 from ..comm.dtypes import check_reducible
 from ..dispatch.decide import spec_for
 from ..dispatch.infer import infer
@@ -115,7 +115,7 @@ def _default(given: Any) -> Any:
     """The overload of an operator that is named without one."""
     if isinstance(given, torch.library.CustomOpDef):  # type: ignore[attr-defined]
         return given._opoverload
-    need("verify", given, torch._ops.OpOverloadPacket, "an operator of torch.ops", RuleError)
+    need("verify", given, OpOverloadPacket, "an operator of torch.ops", RuleError)
     if "default" not in given.overloads():
         raise RuleError(
             f"verify: {given} has the overloads {', '.join(given.overloads())}: give one."

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...dispatch.views import DeferredView
-from ...errors import CheckpointError
+from ...errors import CheckpointError, need
 from ...layout.geometry import flat_index
 from ...layout.spec import DTensorSpec
 from ...storage.operands import in_layout
@@ -61,6 +61,7 @@ def save_checkpoint(state: Mapping[str, Any], folder: str | Path) -> None:
             f"save_checkpoint: a dict is needed, but got {type(state).__name__}. Give a name to "
             'each: {"model": model, "optimizer": optimizer, "step": step}.'
         )
+    _check_folder("save_checkpoint", folder)
     _save("save_checkpoint", "checkpoint", state, Path(folder), _FILE)
 
 
@@ -78,7 +79,19 @@ def save_safetensors(model: Any, folder: str | Path, *, max_file_size: int = _FI
     ...     shardwise.save_safetensors(model, folder)
     ...     shardwise.load_safetensors(model, folder)
     """
+    _check_folder("save_safetensors", folder)
+    need(
+        "save_safetensors",
+        max_file_size,
+        int,
+        "max_file_size as a number of bytes",
+        CheckpointError,
+    )
     _save("save_safetensors", "model", model, Path(folder), max_file_size)
+
+
+def _check_folder(what: str, folder: object) -> None:
+    need(what, folder, str | os.PathLike, "the path of a folder", CheckpointError)
 
 
 def _save(what: str, stem: str, state: Any, folder: Path, most: int) -> None:

@@ -38,7 +38,8 @@ def _values(state: Any) -> Any:
     several names is known."""
     if isinstance(state, nn.Module):
         return state.state_dict(keep_vars=True)
-    return state.state_dict() if hasattr(state, "state_dict") else state
+    has_state = hasattr(state, "state_dict") and not isinstance(state, type)
+    return state.state_dict() if has_state else state
 
 
 def _whole(
