@@ -521,6 +521,9 @@ TRADES = """
 Programs that a change made dearer in one respect, each with its reason. The table above has what
 they cost now.
 
+Clipping reduces the norms of all parameters in one collective. For that it receives up to 144 bytes
+more in a step than if it reduced those of sharded parameters alone; this is not listed for each program.
+
 | program | collectives, bytes, peak before | reason |
 |---|---|---|
 """
