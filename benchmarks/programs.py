@@ -521,8 +521,8 @@ TRADES = """
 Programs that a change made dearer in one respect, each with its reason. The table above has what
 they cost now.
 
-Clipping reduces the norms of all parameters in one collective. For that it receives up to 144 bytes
-more in a step than if it reduced those of sharded parameters alone; this is not listed for each program.
+Clipping reduces the norms of all parameters in one collective. It receives up to 144 bytes more in
+a step than for the norms of sharded parameters alone; this is not listed for each program.
 
 | program | collectives, bytes, peak before | reason |
 |---|---|---|
