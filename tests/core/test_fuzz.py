@@ -7,6 +7,7 @@ import random
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +67,10 @@ def unclear(error: Exception) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_bad_arguments_get_clear_errors(seed: int) -> None:
+def test_bad_arguments_get_clear_errors(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some calls are right, and save a file
     draw, found = random.Random(seed), []
     for _ in range(150):
         name = draw.choice(list(FUNCTIONS))
