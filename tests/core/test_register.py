@@ -37,7 +37,8 @@ from shardwise.register import (
     replicate_tensor_dim,
     unshard_tensor_dim,
 )
-from shardwise.rules import REGISTERED, Along, Call, Rule
+from shardwise.rules.language import Along, Call, Rule
+from shardwise.rules.table import REGISTERED
 
 from ..compare import check, numbers, spread, virtual
 from ..layouts import spec_of

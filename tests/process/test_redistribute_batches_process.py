@@ -25,7 +25,7 @@ from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import run_all, run_between
+from shardwise.redistribute.execute import run_all, run_between
 from shardwise.storage.async_value import AsyncValue
 from shardwise.tools.calibrate import calibrate
 

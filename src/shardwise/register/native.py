@@ -12,7 +12,9 @@ from .._torch import OpOverload
 from ..dispatch.decide import Decision
 from ..errors import RuleError
 from ..layout.placement import Partial
-from ..rules import Call, Dims, Family, Local, Registered, Rule, Scaled, notation, parse
+from ..rules.language import Call, Dims, Family, Local, Rule, Scaled
+from ..rules.notation import notation, parse
+from ..rules.table import Registered
 from .operators import check_shapes, overloads, put
 
 
