@@ -36,7 +36,7 @@ from .parallel import (
     shard_module,
 )
 from .random import manual_seed
-from .redistribute.explain import Explanation, explain_redistribute
+from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
 from .tensor.dtensor import DTensor, distribute_tensor, redistribute, redistribute_all
 from .tensor.factories import (

@@ -16,8 +16,7 @@ from shardwise.errors import CommunicationError, LayoutError, MeshError
 from shardwise.layout.cost import PRESETS, links_of
 from shardwise.layout.geometry import all_coords, box_numel, box_shape, intersect
 from shardwise.layout.mesh import VirtualMesh
-from shardwise.redistribute.execute import redistribute_locals, run_all, run_between
-from shardwise.redistribute.prepare import steps_between
+from shardwise.redistribute import redistribute_locals, run_all, run_between, steps_between
 
 from ..layouts import assert_holds, by_coord, layouts_of, scatter, spec_of, stored, whole_numbers
 

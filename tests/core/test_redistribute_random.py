@@ -19,7 +19,7 @@ from shardwise.layout.geometry import stride_like
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute.execute import redistribute_locals, run_all, run_between
+from shardwise.redistribute import redistribute_locals, run_all, run_between
 
 from ..layouts import assert_holds, by_coord, equal, scatter, spec_of, stored, whole_numbers
 

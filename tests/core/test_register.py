@@ -37,8 +37,7 @@ from shardwise.register import (
     replicate_tensor_dim,
     unshard_tensor_dim,
 )
-from shardwise.rules.language import Along, Call, Rule
-from shardwise.rules.table import REGISTERED
+from shardwise.rules import REGISTERED, Along, Call, Rule
 
 from ..compare import check, numbers, spread, virtual
 from ..layouts import spec_of

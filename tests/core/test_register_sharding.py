@@ -12,7 +12,7 @@ from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
 from shardwise.dispatch import dispatch
 from shardwise.errors import RuleError
 from shardwise.experimental import register_sharding
-from shardwise.rules.table import REGISTERED
+from shardwise.rules import REGISTERED
 
 from ..compare import numbers, virtual
 

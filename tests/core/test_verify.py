@@ -10,10 +10,8 @@ import torch
 
 import shardwise
 from shardwise.errors import RuleError
-from shardwise.rules.language import Call, Family, Rule, along
-from shardwise.rules.notation import notation
+from shardwise.rules import TABLE, Call, Family, Rule, along, notation
 from shardwise.rules.reductions import reduction
-from shardwise.rules.table import TABLE
 from shardwise.tools.verify import Report
 
 aten = torch.ops.aten

@@ -22,9 +22,8 @@ from shardwise import DTensor, DTensorSpec, Partial, Replicate, Shard, TensorMet
 from shardwise.dispatch.operator import Operator
 from shardwise.errors import ShardwiseError
 from shardwise.layout.mesh import VirtualMesh
-from shardwise.redistribute.prepare import steps_between
-from shardwise.rules.notation import parse
-from shardwise.rules.table import TABLE
+from shardwise.redistribute import steps_between
+from shardwise.rules import TABLE, parse
 from shardwise.tools.verify import Trial
 
 from ..rules.index_samples import index_samples

@@ -22,7 +22,7 @@ from shardwise.comm import all_to_all
 from shardwise.errors import CommunicationError
 from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh
-from shardwise.redistribute.execute import run_all, run_between
+from shardwise.redistribute import run_all, run_between
 from shardwise.storage.async_value import AsyncValue
 
 from ..layouts import whole_numbers

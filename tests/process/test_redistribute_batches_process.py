@@ -23,7 +23,7 @@ from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute.execute import run_all, run_between
+from shardwise.redistribute import run_all, run_between
 from shardwise.storage.async_value import AsyncValue
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers

@@ -14,7 +14,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh
 from shardwise.layout.placement import Placement
-from shardwise.redistribute.execute import redistribute_locals, run_all, run_between
+from shardwise.redistribute import redistribute_locals, run_all, run_between
 
 from ..layouts import all_coords, assert_holds, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool

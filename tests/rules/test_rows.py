@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.rules.table import TABLE, family_of
+from shardwise.rules import TABLE, family_of
 
 from ..tier import quicker
 from .index_samples import index_samples

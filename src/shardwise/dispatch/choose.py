@@ -15,8 +15,8 @@ from ..errors import LayoutError, MeshError, RuleError
 from ..layout.cost import debt
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..redistribute.prepare import steps_between
-from ..rules.language import Call, Operand, Site
+from ..redistribute import steps_between
+from ..rules import Call, Operand, Site
 from ..storage import policy
 from ..storage.match_meta import conforming
 from ..storage.plain import bring_number

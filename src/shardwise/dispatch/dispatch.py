@@ -31,7 +31,7 @@ from ..comm.failures import report
 from ..config import current
 from ..errors import LayoutError
 from ..layout.world import World, at_end
-from ..rules.language import has_fractions
+from ..rules import has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
 from ..storage.operands import in_layout

@@ -16,8 +16,8 @@ from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute.execute import run_all, run_between
-from ..rules.language import Call, Operand
+from ..redistribute import run_all, run_between
+from ..rules import Call, Operand
 from ..rules.pointwise import pointwise
 from ..storage import policy
 from ..storage.operands import (

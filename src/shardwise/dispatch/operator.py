@@ -12,8 +12,7 @@ import torch
 
 from .._torch import OpOverload, is_composite, take_composite
 from ..comm.failures import report
-from ..rules.language import Call
-from ..rules.table import Registered, family_of, registered
+from ..rules import Call, Registered, family_of, registered
 from ..storage.wrapper import Wrapper
 from .classes import has_classes
 from .lists import is_list_op, list_form

@@ -12,8 +12,8 @@ import torch
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute.execute import redistribute_locals
-from ..rules.language import Local, Site, Windows
+from ..redistribute import redistribute_locals
+from ..rules import Local, Site, Windows
 from ..storage import policy
 from ..storage.halo import fetch_parts
 from ..storage.match_meta import in_memory_order

@@ -10,7 +10,7 @@ import torch
 from .._torch import suggest_memory_format
 from ..dispatch.fallback import mesh_of
 from ..dispatch.operator import register_form
-from ..rules.language import Call
+from ..rules import Call
 from ..storage.ragged import as_dtensor
 from .decomposed import aligned, in_full, moments, reduced
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..dispatch.operator import register_form
-from ..rules.language import Call
+from ..rules import Call
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2

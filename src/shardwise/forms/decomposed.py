@@ -11,7 +11,7 @@ import torch
 
 from .._torch import OpOverload, decomposition
 from ..dispatch.operator import register_form
-from ..rules.language import Call
+from ..rules import Call
 from ..rules.reductions import reduced_dims
 from ..storage.ragged import move_to, reduce_partial
 from ..storage.wrapper import Wrapper

@@ -16,9 +16,8 @@ from ..dispatch.operator import register_form
 from ..layout.geometry import Cuts, Interval, intervals
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
-from ..redistribute.execute import in_order
-from ..redistribute.layout import DimMap
-from ..rules.language import Call
+from ..redistribute import DimMap, in_order
+from ..rules import Call
 from ..storage.halo import fetch_all
 from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper, wrap

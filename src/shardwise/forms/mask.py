@@ -16,8 +16,8 @@ from ..dispatch.fallback import fallback_form, laid_out, mesh_of
 from ..dispatch.operator import register_form
 from ..errors import OutOfRangeError
 from ..layout.placement import Placement, Replicate, Shard
+from ..rules import Call
 from ..rules.indexing import has_mask
-from ..rules.language import Call
 from ..storage.ragged import (
     as_dtensor,
     gather_plain,

@@ -14,7 +14,7 @@ from ..dispatch.operator import register_form
 from ..layout.geometry import Box, contiguous_stride
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..rules.language import Call
+from ..rules import Call
 from ..storage.operands import all_in_layout, announce_moves
 from ..storage.ragged import reduce_partial
 from ..storage.wrapper import wrap

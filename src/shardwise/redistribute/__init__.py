@@ -1,1 +1,38 @@
-"""Changing layouts: `prepare.py` gives the steps of a move, `execute.py` takes them."""
+"""Changing layouts: `steps_between(src, dst)` gives the steps, `redistribute_locals` takes them."""
+
+from .execute import (
+    Ready,
+    Run,
+    bytes_received,
+    in_order,
+    redistribute_locals,
+    run_all,
+    run_between,
+    run_together,
+)
+from .explain import Explanation, explain_redistribute
+from .layout import DimMap, Layout
+from .prepare import once, ordered, prepared, steps_between
+from .routes import move
+from .step import Step
+
+__all__ = [
+    "DimMap",
+    "Explanation",
+    "Layout",
+    "Ready",
+    "Run",
+    "Step",
+    "bytes_received",
+    "explain_redistribute",
+    "in_order",
+    "move",
+    "once",
+    "ordered",
+    "prepared",
+    "redistribute_locals",
+    "run_all",
+    "run_between",
+    "run_together",
+    "steps_between",
+]

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from ..dispatch.decide import Decision
 from ..errors import LayoutError, RuleError
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..rules.language import Call, Local, Site
-from ..rules.table import Registered
+from ..rules import Call, Local, Registered, Site
 from .helpers import redistribute_cost
 from .operators import check_shapes, overloads, put, with_operands
 from .schema import (

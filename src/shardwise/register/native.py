@@ -12,9 +12,7 @@ from .._torch import OpOverload
 from ..dispatch.decide import Decision
 from ..errors import RuleError
 from ..layout.placement import Partial
-from ..rules.language import Call, Dims, Family, Local, Rule, Scaled
-from ..rules.notation import notation, parse
-from ..rules.table import Registered
+from ..rules import Call, Dims, Family, Local, Registered, Rule, Scaled, notation, parse
 from .operators import check_shapes, overloads, put
 
 

@@ -17,8 +17,7 @@ from ..errors import RuleError
 from ..layout.geometry import all_coords, memory_order, stride_like
 from ..layout.mesh import Coord
 from ..layout.spec import DTensorSpec
-from ..rules.language import Call, Local, Operand, Site
-from ..rules.table import REGISTERED, Registered, key_of
+from ..rules import REGISTERED, Call, Local, Operand, Registered, Site, key_of
 
 
 def overloads(what: str, given: Any) -> list[OpOverload]:

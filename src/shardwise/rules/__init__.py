@@ -1,1 +1,55 @@
-"""Rules: what layouts an operator may run in on one mesh axis. `table.py` has one line for each."""
+"""Rules: what layouts an operator may run in on one mesh axis."""
+
+from .language import (
+    LEAST,
+    MOST,
+    Along,
+    Call,
+    Dims,
+    Family,
+    Local,
+    Operand,
+    Row,
+    Rule,
+    Scaled,
+    Site,
+    Windows,
+    along,
+    has_fractions,
+    keeps_sums,
+    named,
+    split_factors,
+    stored,
+)
+from .notation import notation, parse
+from .table import REGISTERED, TABLE, Registered, family_of, key_of, registered
+
+__all__ = [
+    "LEAST",
+    "MOST",
+    "REGISTERED",
+    "TABLE",
+    "Along",
+    "Call",
+    "Dims",
+    "Family",
+    "Local",
+    "Operand",
+    "Registered",
+    "Row",
+    "Rule",
+    "Scaled",
+    "Site",
+    "Windows",
+    "along",
+    "family_of",
+    "has_fractions",
+    "keeps_sums",
+    "key_of",
+    "named",
+    "notation",
+    "parse",
+    "registered",
+    "split_factors",
+    "stored",
+]

@@ -9,7 +9,7 @@ import torch
 
 from .._torch import make_wrapper
 from ..layout.spec import DTensorSpec
-from ..redistribute.execute import Ready
+from ..redistribute import Ready
 from .wrapper import Locals, Wrapper, wrap
 
 

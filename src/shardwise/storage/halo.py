@@ -11,10 +11,7 @@ from functools import lru_cache
 
 from ..layout.geometry import Interval
 from ..layout.spec import DTensorSpec
-from ..redistribute.execute import bytes_received, run_together
-from ..redistribute.layout import DimMap, Layout
-from ..redistribute.routes import move
-from ..redistribute.step import Step
+from ..redistribute import DimMap, Layout, Step, bytes_received, move, run_together
 from . import policy
 from .wrapper import Locals
 

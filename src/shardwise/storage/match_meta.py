@@ -11,7 +11,7 @@ import torch
 from ..errors import RuleError
 from ..layout.geometry import memory_order
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute.prepare import ordered
+from ..redistribute import ordered
 from .wrapper import Wrapper, wrap
 
 

@@ -9,8 +9,15 @@ import torch
 
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..layout.user_line import frames
-from ..redistribute.execute import Ready, Run, redistribute_locals, run_all, run_between
-from ..redistribute.prepare import once, steps_between
+from ..redistribute import (
+    Ready,
+    Run,
+    once,
+    redistribute_locals,
+    run_all,
+    run_between,
+    steps_between,
+)
 from . import policy
 from .wrapper import Locals, Wrapper
 

@@ -13,7 +13,7 @@ from ..dispatch.views import DeferredView
 from ..layout.picture import as_html, panels
 from ..layout.placement import Shard
 from ..layout.spec import DTensorSpec, default_placements
-from ..redistribute.execute import redistribute_locals
+from ..redistribute import redistribute_locals
 from ..storage.async_value import AsyncValue
 
 _WIDTH = 100
