@@ -59,7 +59,7 @@ programs: $(READY)
 # Whole models of transformers, timm and diffusers, in a venv of its own. A stopped run goes on; after
 # a change of the library, `make clean` or delete verification/models.jsonl.
 models: $(MODELS)/.ready
-	$(MODELS)/bin/python -m verification.models --page docs/models.md --example examples/finetune_hf.py
+	$(MODELS)/bin/python -m verification.models --page docs/models.md --examples examples/*_hf.py
 
 # Times beside PyTorch's DTensor; make bench ARGS=--quick, or ARGS='--only step list'.
 bench: $(READY)
