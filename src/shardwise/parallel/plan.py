@@ -190,6 +190,8 @@ def _unmatched(pattern: Pattern, names: Sequence[str]) -> str:
     regex = isinstance(pattern, re.Pattern)
     near = _nearest(pattern.pattern if isinstance(pattern, re.Pattern) else pattern, names)
     hint = " A regex must match the whole name." if regex else ""
+    if isinstance(pattern, str) and any(fnmatchcase(name, f"{pattern}.*") for name in names):
+        near, hint = "", f' It names a module: write "{pattern}.*" for its parameters.'
     return f"{_quoted(pattern)} matches no parameter and no buffer.{near}{hint}"
 
 
