@@ -14,7 +14,10 @@ import pytest
 import torch
 
 EXAMPLES = {path.stem: path for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
-EXTERNAL = {"finetune_hf"}  # `make models` runs these, with the packages that they need
+EXTERNAL = {
+    "finetune_hf",
+    "trainer_hf",
+}  # `make models` runs these, with the packages that they need
 SHORT = {"train_gpt": ("--steps", "4")}
 _thorough = pytest.mark.thorough
 

@@ -29,7 +29,7 @@ from .._torch import (
 )
 from ..comm.events import planned
 from ..comm.failures import report
-from ..errors import LayoutError
+from ..errors import LayoutError, end_at_user_line
 from ..layout.world import World, at_end
 from ..rules import has_fractions
 from ..storage import policy
@@ -147,6 +147,7 @@ def dispatch(
         else:
             # an error in values is this rank's alone: the others must not wait for it
             report(error, operands[0]._spec.topology)
+            end_at_user_line(error)
         raise
 
 
