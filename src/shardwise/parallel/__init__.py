@@ -1,13 +1,14 @@
 """Whole modules on a mesh."""
 
 from .follow import follow_layouts
-from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from .fully_shard import FSDPModule, fully_shard
 from .local_map import local_map
 from .loss import loss_parallel
 from .materialize import materialize
 from .module import distribute_module
 from .parallelize import parallelize_module
 from .plan import Plan, make_plan
+from .replicate import replicate
 from .saving import (
     full_state_dict,
     load_checkpoint,
@@ -16,6 +17,7 @@ from .saving import (
     save_safetensors,
 )
 from .shard import shard_module
+from .units import MixedPrecisionPolicy
 from .style import (
     ColwiseParallel,
     ParallelStyle,
@@ -48,6 +50,7 @@ __all__ = [
     "make_plan",
     "materialize",
     "parallelize_module",
+    "replicate",
     "save_checkpoint",
     "save_safetensors",
     "shard_module",
