@@ -19,7 +19,7 @@ from ..layout.geometry import Box, box_numel
 from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
 from .group import Group, all_to_all
-from .protocol import Job, Launch, Parcel, Wait, narrow
+from .protocol import Job, Launch, Out, Parcel, Wait, narrow
 
 # --- the buffer ----------------------------------------------------------------------------------
 
@@ -66,11 +66,11 @@ def chunks(box: Box, most: int) -> list[Box]:
 
 
 def rounds(
-    group: Group, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]
+    group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]
 ) -> Iterator[Launch]:
     """The all-to-alls, one after another, that bring the pieces of all jobs into `outs`. Each must
     be waited for before the next one is launched."""
-    small: list[tuple[Job, torch.Tensor | None]] = []
+    small: list[Part] = []
     # Of several dtypes a received piece may be misaligned, and is then copied once more.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
@@ -99,7 +99,7 @@ def largest_share(group: Group, job: Job) -> int:
     return max(max(sent), max(got))
 
 
-def _in_chunks(group: Group, job: Job, out: torch.Tensor | None) -> Iterator[Launch]:
+def _in_chunks(group: Group, job: Job, out: Out | None) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
     most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.task, job.dtype)))
     pairs = [(src, dst) for src in group.senders for dst in group.receivers if src and dst]
@@ -113,7 +113,7 @@ class Packet(NamedTuple):
     """A piece of a job's tensor, the result it belongs to, and who sends it."""
 
     job: Job
-    out: torch.Tensor | None
+    out: Out | None
     src: Coord
     parcel: Parcel
 
@@ -128,10 +128,10 @@ class Packet(NamedTuple):
     def place(self) -> torch.Tensor:
         """The place of the piece in the result."""
         assert self.out is not None
-        return narrow(self.out, self.parcel.place)
+        return narrow(self.out.tensor(), self.parcel.place)
 
 
-Part = tuple[Job, torch.Tensor | None]
+Part = tuple[Job, Out | None]
 """A job, and this rank's result of it."""
 
 
@@ -170,10 +170,11 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
     )
     _pack(leaving, sent)
     wait = all_to_all(group, received, sent, incoming, outgoing)
-    if not jobs[0].task.op:
-        _put(own)
-        own = []
-    elif any(job.async_op for job in jobs):  # the program may write into the source meanwhile
+    if not any(job.async_op for job in jobs):
+        if not jobs[0].task.op:
+            _put(own)
+            own = []
+    else:  # the program may write into the source meanwhile
         own = [(packet, value.clone()) for packet, value in own]
 
     def land() -> None:

@@ -229,7 +229,7 @@ class Unit:
         if self._whole is None and backward:
             when_backward_ends(self.drop)  # if no parameter gets a gradient nobody else does
         whole = self.gather()[saved.index]
-        before = _neighbour(self, self._outermost._sequence, -1) if backward else None
+        before = self._before() if backward else None
         if before is not None:
             before.start()
         parts = [
@@ -237,6 +237,18 @@ class Unit:
             for local, (shape, stride, offset) in zip(whole, saved.parts, strict=True)
         ]
         return wrap(saved.spec, tuple(parts))
+
+
+    def _before(self) -> Unit | None:
+        """The unit whose backward is next."""
+        return _neighbour(self, self._outermost._sequence, -1)
+
+    def await_prefetched(self) -> None:
+        """Wait for the unit whose backward is next, if it is on its way: its buffers and those of
+        a reduction are not needed at one time."""
+        before = self._before()
+        if before is not None and before._started is not None:
+            before.gather()
 
 
 def _in_dtype(parameter: Any, dtype: torch.dtype) -> Any:
@@ -288,6 +300,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         unit: Unit = ctx.unit
         unit.drop()
+        unit.await_prefetched()
         moving: list[tuple[int, Any, DTensorSpec]] = []
         found: list[Any] = list(grads)
         for index, (parameter, grad) in enumerate(zip(unit.parameters, grads, strict=True)):
