@@ -68,14 +68,14 @@ def _part(x: torch.Tensor) -> torch.Tensor:
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
     rows = x.new_empty(dist.get_world_size(), *x.shape)
-    dist.all_gather_single(rows, x.contiguous())
+    dist.all_gather_single(rows.flatten(0, 1), x.contiguous())
     return torch.cat(rows.unbind(), 1)
 
 
 def _scattered(x: torch.Tensor) -> torch.Tensor:
     rows = torch.stack(x.chunk(dist.get_world_size(), 1))
     total = torch.empty_like(rows[0])
-    dist.reduce_scatter_single(total, rows)
+    dist.reduce_scatter_single(total, rows.flatten(0, 1))
     return total
 
 

@@ -175,7 +175,7 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
             _put(own)
             own = []
     else:  # the program may write into the source meanwhile
-        own = [(packet, value.clone()) for packet, value in own]
+        own = _cloned(own)
 
     def land() -> None:
         wait()
@@ -183,6 +183,10 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
         give_back([sent, received])
 
     return land
+
+
+_SUMMED = (torch.float32, torch.float64)
+"""The dtypes whose sums are formed in place, one value after another."""
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -200,7 +204,22 @@ def _is_aligned(packet: Packet, raw: torch.Tensor) -> bool:
     return raw.storage_offset() % packet.job.dtype.itemsize == 0
 
 
+def _one_dtype(packets: Iterable[Packet]) -> torch.dtype | None:
+    """The dtype of real tensors, if all packets are of one; few calls then serve them all."""
+    found = {packet.job.dtype for packet in packets}
+    dtype = found.pop() if len(found) == 1 else None
+    return None if dtype is None or dtype.is_complex else dtype
+
+
+def _flat(packet: Packet) -> torch.Tensor:
+    return packet.job.flat(packet.held())
+
+
 def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
+    dtype = _one_dtype(chain.from_iterable(packets))
+    if dtype is not None:
+        torch.cat([_flat(packet) for each in packets for packet in each], out=flat.view(dtype))
+        return
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
         if _is_aligned(packet, raw):
@@ -209,10 +228,29 @@ def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
             raw.copy_(as_bytes(value.permute(job.order)))
 
 
+def _cloned(own: list[tuple[Packet, torch.Tensor]]) -> list[tuple[Packet, torch.Tensor]]:
+    """Packets with copies of their values."""
+    if _one_dtype(packet for packet, _ in own) is None:
+        return [(packet, value.clone()) for packet, value in own]
+    flat = torch.cat([packet.job.flat(value) for packet, value in own])
+    return list(_shaped([packet for packet, _ in own], flat))
+
+
+def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, torch.Tensor]]:
+    """Packets of one dtype with their values, which lie one after another in `flat`."""
+    parts = flat.split_with_sizes([packet.parcel.numel for packet in packets])
+    for packet, part in zip(packets, parts, strict=True):
+        yield packet, packet.job.shaped(part, packet.parcel.box)
+
+
 def _received(
     packets: list[list[Packet]], flat: torch.Tensor
 ) -> Iterator[tuple[Packet, torch.Tensor]]:
     """Each packet with its values."""
+    dtype = _one_dtype(chain.from_iterable(packets))
+    if dtype is not None:
+        yield from _shaped(list(chain.from_iterable(packets)), flat.view(dtype))
+        return
     for packet, raw in _split(packets, flat):
         raw = raw if _is_aligned(packet, raw) else raw.clone()
         yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.box)
@@ -220,15 +258,28 @@ def _received(
 
 def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
     """Put pieces into the results; those of one box are reduced if their job reduces."""
-    reduced = []
-    for packet, value in received:
-        if packet.job.task.op:
-            reduced.append((packet, value))
-        else:
-            packet.place().copy_(value)
-    for packet, values in by_place(reduced):
+    pairs = list(received)
+    moved = [(packet.place(), value) for packet, value in pairs if not packet.job.task.op]
+    if moved:
+        torch._foreach_copy_([place for place, _ in moved], [value for _, value in moved])
+    reduced = list(by_place([pair for pair in pairs if pair[0].job.task.op]))
+    if reduced and _adds_up(reduced):
+        places = [packet.place() for packet, _ in reduced]
+        columns = zip(*[values for _, values in reduced], strict=True)
+        torch._foreach_copy_(places, list(next(columns)))
+        for column in columns:
+            torch._foreach_add_(places, list(column))
+        return
+    for packet, values in reduced:
         task = packet.job.task
         reduce_list(values, task.op, task.over, out=packet.place())
+
+
+def _adds_up(reduced: list[tuple[Packet, list[torch.Tensor]]]) -> bool:
+    """True if all packets are sums of as many values, in a dtype in which sums are formed."""
+    alike = len({len(values) for _, values in reduced}) == 1
+    jobs = [packet.job for packet, _ in reduced]
+    return alike and all(job.task.op == "sum" and job.dtype in _SUMMED for job in jobs)
 
 
 def by_place(

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import in_backward, outer_saved_tensor_hooks, when_backward_ends
+from .._torch import (
+    current_backward,
+    in_backward,
+    outer_saved_tensor_hooks,
+    when_backward_ends,
+)
 from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
@@ -65,6 +70,7 @@ class Unit:
     - `_started` are gathers under way, with their stamp.
     - `_sequence` are the units in the order of this forward, and `_last` in that of the one before,
       if this unit is the outermost.
+    - `_seen` is the number of the backward that uses the gathered parameters.
     - `_to_run` are those of its modules that have not run yet in this forward.
     """
 
@@ -92,6 +98,7 @@ class Unit:
         self._last: list[Unit] = []
         self._outermost = self
         self._saving: list[Any] = []
+        self._seen = -1
         for parameter in parameters:
             parameter._fully_sharded = self
 
@@ -225,19 +232,28 @@ class Unit:
 
     def unpacked(self, saved: _Saved) -> Any:
         """The tensor that was saved, of parameters that are gathered again."""
-        backward = in_backward()
-        if self._whole is None and backward:
-            when_backward_ends(self.drop)  # if no parameter gets a gradient nobody else does
-        whole = self.gather()[saved.index]
-        before = self._before() if backward else None
-        if before is not None:
-            before.start()
+        number = current_backward()
+        if self._whole is None or number == -1 or self._seen != number:
+            self._gather_again(number)
+        assert self._whole is not None
+        whole = self._whole[saved.index]
         parts = [
             local.as_strided(shape, stride, local.storage_offset() + offset)
             for local, (shape, stride, offset) in zip(whole, saved.parts, strict=True)
         ]
         return wrap(saved.spec, tuple(parts))
 
+
+    def _gather_again(self, number: int) -> None:
+        """Gather for a backward, and start to gather the unit whose backward is next."""
+        self._seen = number
+        self.gather()
+        if number == -1:  # autograd's graph is looked at, and no backward runs
+            return
+        when_backward_ends(self.drop)  # if no parameter gets a gradient nobody else does
+        before = self._before()
+        if before is not None:
+            before.start()
 
     def _before(self) -> Unit | None:
         """The unit whose backward is next."""
@@ -249,6 +265,7 @@ class Unit:
         before = self._before()
         if before is not None and before._started is not None:
             before.gather()
+            when_backward_ends(before.drop)
 
 
 def _in_dtype(parameter: Any, dtype: torch.dtype) -> Any:
@@ -307,8 +324,12 @@ class Gather(torch.autograd.Function):
             if isinstance(grad, Wrapper) and not _stays_partial(parameter, grad):
                 cast: Any = grad.to(unit.policy.reduce_dtype or grad.dtype)
                 moving.append((index, cast, parameter._spec.with_meta(cast._spec.meta)))
-        targets = [spec for _, _, spec in moving]
-        made = Redistribute.apply(targets, False, None, *[grad for _, grad, _ in moving])
+        targets, partials = [spec for _, _, spec in moving], [grad for _, grad, _ in moving]
+        if torch.is_grad_enabled():  # the backward is recorded
+            made = Redistribute.apply(targets, False, None, *partials)
+        else:
+            pairs = zip(targets, start_moves(partials, targets), strict=True)
+            made = [wrap(spec, ready()) for spec, ready in pairs]
         for (index, _, _), grad in zip(moving, made, strict=True):
             found[index] = grad
         own = zip(unit.parameters, found, strict=True)
