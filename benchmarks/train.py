@@ -29,10 +29,10 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import train_by_hand as hand  # noqa: E402
-from benchmarks.models.gpt import GPT, Size, loss_of  # noqa: E402
+from benchmarks import train_by_hand as hand
+from benchmarks.models.gpt import GPT, Size, loss_of
 
-import shardwise as sw  # noqa: E402
+import shardwise as sw
 
 PAGE = Path(__file__).parent / "train.md"
 SIZE = Size(width=192, heads=4, layers=4, length=64, vocabulary=256)
@@ -271,8 +271,8 @@ def page(tables: dict[int, list[Row]], turns: int) -> str:
         "",
         f"Written by `python benchmarks/train.py`: torch {torch.__version__}, gloo processes on "
         f"{os.cpu_count()} cores, one thread each. A GPT of width {SIZE.width} with {SIZE.layers} "
-        f"blocks, {BATCH} rows of {SIZE.length} tokens, AdamW. Milliseconds of a step, the least of "
-        f"{turns}, in turns. Rows that are slower than PyTorch come first.",
+        f"blocks, {BATCH} rows of {SIZE.length} tokens, AdamW. Milliseconds of a step, the least "
+        f"of {turns}, in turns. Rows that are slower than PyTorch come first.",
         "",
     ]
     titles = ["", "Shardwise", "PyTorch", "by hand", "of PyTorch's", "of by hand"]

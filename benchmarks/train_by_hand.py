@@ -1,4 +1,4 @@
-"""The GPT of the training benchmark made parallel by PyTorch's styles, and by hand on plain tensors.
+"""The GPT of the training benchmark made parallel by PyTorch's styles, and by hand.
 
 Everything here is over all processes.
 """
@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.models.gpt import GPT
 from torch import nn
 from torch.func import functional_call
-
-from benchmarks.models.gpt import GPT
 
 
 def with_styles(model: GPT, mesh: Any, sequence: bool) -> GPT:

@@ -70,7 +70,7 @@ def test_ignored_parameters_and_errors() -> None:
     assert type(layer.bias) is nn.Parameter and type(layer.weight) is sw.DTensor
     with pytest.raises(LayoutError, match="a module is needed, but got int"):
         replicate(3, mesh)  # type: ignore[type-var]
-    with pytest.raises(LayoutError, match="already. Call it once"):
+    with pytest.raises(LayoutError, match=r"already\. Call it once"):
         replicate(layer, mesh)
     placed = sw.shard_module(nn.Linear(2, 2), mesh, {"*": {"dp": Shard(0)}})
     with pytest.raises(LayoutError, match="must replicate it"):

@@ -129,7 +129,10 @@ def peak_of_a_step(full: bool) -> int:
         most = peak.most
         optimizer.step()
         optimizer.zero_grad()
-    kept: Any = [*model.parameters(), *[s for each in optimizer.state.values() for s in each.values()]]
+    kept: Any = [
+        *model.parameters(),
+        *[s for each in optimizer.state.values() for s in each.values()],
+    ]
     return most + sum(part.nbytes for each in kept for part in getattr(each, "_locals", [each]))
 
 

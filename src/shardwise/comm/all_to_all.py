@@ -65,9 +65,7 @@ def chunks(box: Box, most: int) -> list[Box]:
 # --- rounds --------------------------------------------------------------------------------------
 
 
-def rounds(
-    group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]
-) -> Iterator[Launch]:
+def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
     """The all-to-alls, one after another, that bring the pieces of all jobs into `outs`. Each must
     be waited for before the next one is launched."""
     small: list[Part] = []

@@ -76,9 +76,7 @@ def _packed(group: Group, job: Job) -> int:
     return 2 * len(rows) * box_numel(rows[0]) * (job.dtype.itemsize if plain else 16)
 
 
-def batches(
-    group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]
-) -> Iterator[list[Part]]:
+def batches(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[list[Part]]:
     """The jobs with their results, as many together as fit into the buffer."""
     some: list[Part] = []
     total = 0

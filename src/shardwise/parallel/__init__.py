@@ -8,7 +8,7 @@ from .materialize import materialize
 from .module import distribute_module
 from .parallelize import parallelize_module
 from .plan import Plan, make_plan
-from .replicate import replicate
+from .replicate import ReplicateModule, replicate
 from .saving import (
     full_state_dict,
     load_checkpoint,
@@ -17,7 +17,6 @@ from .saving import (
     save_safetensors,
 )
 from .shard import shard_module
-from .units import MixedPrecisionPolicy
 from .style import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,6 +26,7 @@ from .style import (
     RowwiseParallel,
     SequenceParallel,
 )
+from .units import MixedPrecisionPolicy
 
 __all__ = [
     "ColwiseParallel",
@@ -37,6 +37,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicateModule",
     "RowwiseParallel",
     "SequenceParallel",
     "distribute_module",

@@ -207,8 +207,8 @@ def common_mesh(
         larger = larger or joined(mesh, own)
         if larger is None:
             raise MeshError(
-                f"{what}: a tensor of the module is on mesh {own}, and {topology(mesh)} is no part of "
-                "that mesh, nor of one that both are parts of. Make one mesh of all axes, "
+                f"{what}: a tensor of the module is on mesh {own}, and {topology(mesh)} is no part "
+                "of that mesh, nor of one that both are parts of. Make one mesh of all axes, "
                 "init_device_mesh(..., mesh_dim_names=...), and give its parts, such as "
                 'mesh["dp"].'
             )

@@ -243,7 +243,6 @@ class Unit:
         ]
         return wrap(saved.spec, tuple(parts))
 
-
     def _gather_again(self, number: int) -> None:
         """Gather for a backward, and start to gather the unit whose backward is next."""
         self._seen = number
@@ -276,7 +275,7 @@ def _in_dtype(parameter: Any, dtype: torch.dtype) -> Any:
 
 
 def _held(tensor: Any) -> Ready:
-    return lambda: tensor._locals  # type: ignore[no-any-return]
+    return lambda: tensor._locals
 
 
 def _neighbour(unit: Unit, sequence: Sequence[Unit], step: int) -> Unit | None:
