@@ -474,3 +474,13 @@ def test_no_memory_of_gathered_parameters_is_left() -> None:
     loss = F.cross_entropy(made(batch).flatten(0, 1), batch.flatten())
     assert len(seen) == 2 and all(each() is None for each in seen)
     loss.backward()
+
+
+def test_parts_of_a_larger_mesh_come_to_their_common_part() -> None:
+    mesh = virtual(2, 2, 2, names=("pp", "dp", "tp"))
+    layer = parallelize_module(nn.Linear(4, 6), mesh["tp"], ColwiseParallel(use_local_output=False))
+    fully_shard(layer, mesh["dp"])
+    assert layer.weight._spec.topology.names == ("dp", "tp")  # type: ignore[union-attr]
+    x = distribute_tensor(torch.ones(3, 4), mesh["dp", "tp"], {"dp": Shard(0)})
+    expected = F.linear(torch.ones(3, 4), layer.weight.full_tensor(), layer.bias.full_tensor())  # type: ignore[operator]
+    torch.testing.assert_close(layer(x).full_tensor(), expected)

@@ -172,7 +172,6 @@ class Unit:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the parameters, and start to gather those of the unit that ran next before."""
         self._outermost = _running.units[0] if _running.units else self
-        _running.units.append(self)
         self._to_run = self._to_run or set(self._modules)
         if self is self._outermost:
             self._last, self._sequence = self._sequence, []
@@ -186,6 +185,7 @@ class Unit:
         hooks = torch.autograd.graph.saved_tensors_hooks(*_composed(self))
         hooks.__enter__()
         self._saving.append(hooks)
+        _running.units.append(self)
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return None
