@@ -11,9 +11,10 @@ one all. With `Shard(2, split=8)` every rank has early and late queries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ from ..redistribute import (
     bytes_received,
     move,
     start_together,
+    steps_between,
 )
 from ..rules import Call
 from ..rules.language import named
@@ -117,29 +119,29 @@ def _held(spec: DTensorSpec) -> tuple[tuple[Interval, ...], ...]:
 # --- price ----------------------------------------------------------------------------------------
 
 
-def _cost(passes: int, results: Sequence[str], call: Call) -> list[int] | tuple[()] | None:
+def _cost(passes: int, results: Sequence[str], call: Call) -> Sequence[int] | None:
     """The bytes of a ring, whose rounds run beside the kernels and so are one start.
 
-    It is compared with the exchange of sequence for heads, which brings the results back later. If
-    heads do not go round, or the work of that exchange would be uneven, the ring wins. An exchange
-    shares causal work evenly, consecutive queries do not.
+    The other way is to exchange shards of the sequence for shards of the heads. Where heads do not
+    go round, the ring wins. Else the results of the exchange must come back: an even ring is
+    charged that much less, and one in which the last rank has most of the work is not.
     """
     names = zip(call.operand_names, call.laid, strict=True)
     given = {name: spec for name, spec in names if name in _NAMES}
-    masked = call.get("attn_mask") is not None
-    found = None if masked else _layouts(given, call.get("is_causal"))
+    causal = call.get("is_causal")
+    found = _layouts(given, causal) if call.get("attn_mask") is None else None
     if found is None:
         return None
-    key = found["key"]
-    count = len(_held(key))
+    key, count = found["key"], len(_held(found["key"]))
     if key.largest_shape[_HEADS] % count:
         return ()
-    if call.get("is_causal") and key.groups is None:
-        return None
-    sizes = {n: prod(spec.largest_shape) * spec.dtype.itemsize for n, spec in found.items()}
+    sizes = {name: prod(spec.largest_shape) * spec.dtype.itemsize for name, spec in found.items()}
     ring = passes * (count - 1) * (sizes["key"] + sizes["value"])
-    back = sum(sizes[name] for name in results) * (count - 1) // count
-    return [max(ring - back, 0)]
+    if not causal or key.groups is not None:
+        ring -= sum(sizes[name] for name in results) * (count - 1) // count
+    moves = [(spec, step) for n, spec in given.items() for step in steps_between(spec, found[n])]
+    before = [step.elements_received * spec.dtype.itemsize for spec, step in moves]
+    return [max(ring, 0), *(nbytes for nbytes in before if nbytes)]
 
 
 # --- the ring -------------------------------------------------------------------------------------
@@ -169,7 +171,8 @@ def _turn(spec: DTensorSpec, by: int, causal: bool) -> tuple[Step, Step]:
     return move(home, away), move(away, back)
 
 
-class _Ring(NamedTuple):
+@dataclass(frozen=True)
+class _Ring:
     """The layouts of queries, keys and values, and whether queries see later keys."""
 
     query: DTensorSpec
@@ -272,7 +275,8 @@ def _prepared(
     return ring, {name: v for name, v in given.items() if name not in parts}, parts
 
 
-class _Sums(NamedTuple):
+@dataclass(frozen=True)
+class _Sums:
     """A result that grows: its layout, and local tensors of at least single precision."""
 
     spec: DTensorSpec
