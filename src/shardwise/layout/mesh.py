@@ -57,6 +57,7 @@ class VirtualMesh:
         self.mesh = ranks.reshape(1) if ranks.ndim == 0 else ranks
         self.mesh_dim_names = checked_names(mesh_dim_names, self.mesh.ndim)
         self.links = links_of(links, self.mesh.ndim)
+        self._root: VirtualMesh | None = None  # the mesh that it was taken from
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +82,9 @@ class VirtualMesh:
         index = tuple(slice(None) if axis in axes else 0 for axis in range(self.ndim))
         links = [self.links[axis] for axis in axes]
         topology(self)
-        return VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted, links=links)
+        made = VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted, links=links)
+        made._root = self._root or self
+        return made
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         raise MeshError("get_group: a virtual mesh has no process groups; run under torchrun.")
@@ -118,6 +121,14 @@ class VirtualMesh:
 
 
 AnyMesh = VirtualMesh | TorchDeviceMesh
+
+
+def whole_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh that `mesh` was taken from, such as that of `mesh["tp"]`; itself if from none."""
+    if isinstance(mesh, VirtualMesh):
+        return mesh._root or mesh
+    found: AnyMesh = root_mesh(mesh)
+    return found
 
 
 def _no_single_rank(method: str) -> str:

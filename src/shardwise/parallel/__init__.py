@@ -1,5 +1,6 @@
 """Whole modules on a mesh."""
 
+from .context import context_parallel
 from .follow import follow_layouts
 from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .local_map import local_map
@@ -37,6 +38,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "context_parallel",
     "distribute_module",
     "follow_layouts",
     "full_state_dict",
