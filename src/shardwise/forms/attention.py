@@ -10,7 +10,7 @@ are sharded as the queries are:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -116,32 +116,43 @@ def _takes_ring(specs: Specs, causal: bool) -> bool:
     return ring < max(link.price(there) + link.price(back) for link in links)
 
 
+@lru_cache(maxsize=1024)
+def _way(
+    given: tuple[tuple[str, DTensorSpec], ...], causal: bool, masked: bool
+) -> tuple[Specs, Specs | None] | None:
+    """The layouts of operands by name where each rank has its part of the sequence, and those by
+    heads if that way is taken; None if rows serve the call."""
+    specs = _layouts(dict(given), causal)
+    heads = None if specs is None else _by_heads(specs)
+    if specs is None or (masked and heads is None):
+        return None
+    rings = heads is None or (not masked and _takes_ring(specs, causal))
+    return specs, None if rings else heads
+
+
 def _cost(call: Call) -> tuple[()] | None:
     """() if the call can be served so that no rank has all keys: then it is."""
     names = zip(call.operand_names, call.laid, strict=True)
-    given = {name: spec for name, spec in names if name in _OPERANDS}
-    specs = _layouts(given, call.get("is_causal"))
-    if specs is None:
-        return None
+    given = tuple((name, spec) for name, spec in names if name in _OPERANDS)
     masked = call.get("attn_mask") is not None
-    return None if masked and _by_heads(specs) is None else ()
+    return None if _way(given, call.get("is_causal"), masked) is None else ()
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     given = named(op, args, kwargs)
-    where, causal = given["key"]._spec.topology, given["is_causal"]
-    tensors = {name: as_dtensor(given[name], where) for name in _OPERANDS if name in given}
-    specs = _layouts({name: x._spec for name, x in tensors.items()}, causal)
-    assert specs is not None
-    heads, masked = _by_heads(specs), given["attn_mask"] is not None
-    if heads is None or (not masked and _takes_ring(specs, causal)):
-        moved = _moved(op, list(tensors.values()), list(specs.values()))
-        parts = {name: x._locals for name, x in zip(specs, moved, strict=True)}
+    where = given["key"]._spec.topology
+    tensors = {name: as_dtensor(x, where) for name, x in given.items() if name in _OPERANDS}
+    now = tuple((name, x._spec) for name, x in tensors.items())
+    found = _way(now, given["is_causal"], given["attn_mask"] is not None)
+    assert found is not None  # else its cost is None
+    specs, heads = found
+    laid = _moved(op, list(tensors.values()), [(heads or specs)[name] for name in tensors])
+    if heads is None:
+        parts = {name: x._locals for name, x in zip(tensors, laid, strict=True)}
         rest = {name: value for name, value in given.items() if name not in parts}
         run = attention_backward if "grad_out" in specs else attention
         return run(Ring(op, specs, parts, rest))
-    moved = _moved(op, list(tensors.values()), list(heads.values()))
-    made = op(**given | dict(zip(heads, moved, strict=True)))
+    made = op(**given | dict(zip(tensors, laid, strict=True)))
     names = _RESULTS["grad_out" in specs]
     return _moved(op, made, [_home(specs, n, x) for n, x in zip(names, made, strict=True)])
 
