@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise import CommDebugMode, Shard, init_device_mesh
+from shardwise import CommDebugMode, Shard, context_parallel, init_device_mesh
+from shardwise.errors import PlainTensorError
 
 from ..compare import assert_same
+from ..core.test_context_parallel import MESHES, equals_one_device
 from ..ops.test_ring_attention import FUNCTIONS, LAYOUTS, operands
 from .harness import ProcessPool
 from .peak import Peak
@@ -58,3 +60,28 @@ def test_no_rank_holds_all_keys(heads: int, processes: Pools) -> None:
     for found in processes(RANKS).run(memory, 2048, heads, 8):
         assert found["rounds"] == (RANKS - 1 if heads % RANKS else 2)
         assert found["forward"][0] < RANKS and found["backward"][0] < RANKS
+
+
+def in_context(name: str) -> None:
+    shape, names, plan = MESHES[name]
+    equals_one_device(init_device_mesh("cpu", shape, mesh_dim_names=names), plan)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_context_parallel_is_one_device(name: str, processes: Pools) -> None:
+    processes(RANKS).run(in_context, name)
+
+
+def own_batches() -> bool:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    mine = torch.full((2, 16), float(mesh.get_rank()))
+    with (
+        pytest.raises(PlainTensorError, match="not equal on all ranks"),
+        context_parallel(mesh, buffers=[mine], buffer_seq_dims=[1]),
+    ):
+        pass
+    return type(mine) is torch.Tensor
+
+
+def test_plain_buffers_that_differ_are_refused(processes: Pools) -> None:
+    assert all(processes(RANKS).run(own_batches))

@@ -136,11 +136,12 @@ class Ring:
     def rounds(self) -> Iterator[tuple[int, list[Locals]]]:
         """The blocks that pass by: the own ones, then those of the rank before, and so on."""
         own = [self.parts[name] for name in _KEYS]
-        now = own
+        now = own.copy()
         for by in range(self.count):
             later = self.start(by + 1, own) if by + 1 < self.count else []
             yield by, now
-            now = self.take(later)
+            now.clear()  # whoever holds the list lets go of the blocks
+            now += self.take(later)
 
     def start(self, by: int, blocks: Sequence[Locals], home: bool = False) -> list[Ready]:
         """Send blocks to the rank `by` after this one, or what was made of them home."""
