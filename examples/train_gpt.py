@@ -3,6 +3,7 @@
     python examples/train_gpt.py                                    # four ranks in one process
     python examples/train_gpt.py --mesh tp=4 --sequence-parallel    # another mesh, the same losses
     python examples/train_gpt.py --mesh dp=4 --fsdp
+    python examples/train_gpt.py --mesh cp=2,tp=2 --cp
     torchrun --nproc-per-node 4 examples/train_gpt.py               # four processes
 
 The model learns the text of this file, letter by letter. Nothing in the model or in `train` knows
@@ -75,8 +76,9 @@ def train(
     losses = []
     for _ in tqdm(range(steps), title, disable=None if sw.is_first_rank() else True):
         starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
-        batch = lay_out(TEXT[starts + torch.arange(LENGTH + 1)])
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        batch = TEXT[starts + torch.arange(LENGTH + 1)]
+        inputs, targets = lay_out(batch[:, :-1]), lay_out(batch[:, 1:])
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the text over tp")
     parser.add_argument("--fsdp", action="store_true", help="shard parameters over dp too")
+    parser.add_argument("--cp", action="store_true", help="shard text and attention over cp")
     parser.add_argument("--picture", type=Path, help="a PNG for the loss curves")
     given = parser.parse_args()
     axes = dict(axis.split("=") for axis in given.mesh.split(","))
@@ -130,6 +133,8 @@ def main() -> None:
     layout = {"dp": Shard(0)} if "dp" in axes else {}
     if given.sequence_parallel:
         layout["tp"] = Shard(1)
+    if given.cp:
+        layout["cp"] = Shard(1, split=8)  # early and late letters: causal work is shared evenly
 
     def lay_out(batch: Tensor) -> Tensor:
         return sw.distribute_tensor(batch, mesh, layout)

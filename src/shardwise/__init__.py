@@ -24,6 +24,7 @@ from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import (
     MixedPrecisionPolicy,
     Plan,
+    context_parallel,
     distribute_module,
     follow_layouts,
     full_state_dict,
@@ -88,6 +89,7 @@ __all__ = [
     "arange",
     "assert_layout",
     "communication",
+    "context_parallel",
     "distribute_module",
     "distribute_tensor",
     "empty",

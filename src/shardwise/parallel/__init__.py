@@ -1,5 +1,6 @@
 """Whole modules on a mesh."""
 
+from .context import context_parallel
 from .follow import follow_layouts
 from .fully_shard import FSDPModule, fully_shard
 from .local_map import local_map
@@ -40,6 +41,7 @@ __all__ = [
     "ReplicateModule",
     "RowwiseParallel",
     "SequenceParallel",
+    "context_parallel",
     "distribute_module",
     "follow_layouts",
     "full_state_dict",
