@@ -20,8 +20,10 @@ from .layout.make_mesh import DeviceMesh, init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import (
+    Dispatched,
     MixedPrecisionPolicy,
     Plan,
+    dispatch,
     distribute_module,
     follow_layouts,
     full_state_dict,
@@ -67,6 +69,7 @@ __all__ = [
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",
+    "Dispatched",
     "Explanation",
     "Link",
     "MixedPrecisionPolicy",
@@ -80,6 +83,7 @@ __all__ = [
     "arange",
     "assert_layout",
     "communication",
+    "dispatch",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -70,9 +70,9 @@ def _by_experts(rows: Any, experts: Any, ends: list[int], dtype: torch.dtype) ->
         for axis, (x, w) in enumerate(zip(rows._spec.placements, spec.placements, strict=True))
     ]
     of_rows, of_experts, of_out = zip(*ways, strict=True)
-    x = move_to(OP, rows, _laid(rows._spec, of_rows, 0, cuts))
-    w = move_to(OP, experts, _laid(spec, of_experts, 0, shares))
-    out = _laid(spec, of_out, 0, cuts, (rows.shape[0], experts.shape[2]), dtype)
+    x = move_to(OP, rows, laid(rows._spec, of_rows, 0, cuts))
+    w = move_to(OP, experts, laid(spec, of_experts, 0, shares))
+    out = laid(spec, of_out, 0, cuts, (rows.shape[0], experts.shape[2]), dtype)
     return _called(x, w, ends, out, own, shares, cuts)
 
 
@@ -93,9 +93,9 @@ def _into_experts(a: Any, b: Any, ends: list[int], dtype: torch.dtype) -> Any:
         for axis, (x, y) in enumerate(zip(a._spec.placements, b._spec.placements, strict=True))
     ]
     of_a, of_b, of_out = zip(*ways, strict=True)
-    x = move_to(OP, a, _laid(a._spec, of_a, 1, cuts))
-    y = move_to(OP, b, _laid(b._spec, of_b, 0, cuts))
-    out = _laid(a._spec, of_out, 0, shares, (len(ends), a.shape[0], b.shape[1]), dtype)
+    x = move_to(OP, a, laid(a._spec, of_a, 1, cuts))
+    y = move_to(OP, b, laid(b._spec, of_b, 0, cuts))
+    out = laid(a._spec, of_out, 0, shares, (len(ends), a.shape[0], b.shape[1]), dtype)
     return _called(x, y, ends, out, own, shares, cuts)
 
 
@@ -123,7 +123,7 @@ def _shares(cuts: Cuts, ends: Sequence[int], even: Cuts) -> Cuts | None:
     return tuple([b - a for a, b in pairwise(places)])
 
 
-def _laid(
+def laid(
     like: DTensorSpec,
     places: Sequence[Placement],
     dim: int,

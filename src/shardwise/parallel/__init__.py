@@ -1,5 +1,6 @@
 """Whole modules on a mesh."""
 
+from .experts import Dispatched, dispatch
 from .follow import follow_layouts
 from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .local_map import local_map
@@ -28,6 +29,7 @@ from .style import (
 
 __all__ = [
     "ColwiseParallel",
+    "Dispatched",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "ParallelStyle",
@@ -37,6 +39,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "dispatch",
     "distribute_module",
     "follow_layouts",
     "full_state_dict",
