@@ -48,7 +48,8 @@ class Rows:
     def held(self, coord: Coord) -> Tensor:
         """The rows that a rank takes, as indices of its own shard."""
         start, _ = intervals(self.src_cuts)[flat_index(coord, self.mesh.shape, self.src_axes)]
-        return self.index.split(self.cuts)[self.shard(coord)] - start
+        piece: Tensor = self.index.split(self.cuts)[self.shard(coord)]
+        return piece - start
 
     @cached_property
     def taken(self) -> list[tuple[Tensor, Tensor]]:
@@ -65,7 +66,7 @@ class Rows:
         owners = [torch.bucketize(rows, stops, right=True) for rows, _ in self.taken]
         table = torch.stack([torch.bincount(own, minlength=len(stops)) for own in owners], dim=1)
         alone = torch.equal(table, table.diag().diag())
-        return None if alone else table.tolist()  # type: ignore[no-any-return]
+        return None if alone else table.tolist()
 
     def sent(self, coord: Coord) -> Tensor:
         """The rows that a rank sends, in order of the shards that take them."""
