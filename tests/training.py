@@ -91,7 +91,7 @@ def mixture() -> nn.Module:
 
 
 def dispatched() -> nn.Module:
-    return transformer.Llama(layers=2, mlp=moe.DispatchedExperts)
+    return transformer.Llama(layers=1, mlp=moe.DispatchedExperts)
 
 
 def adapters() -> nn.Module:

@@ -1,5 +1,5 @@
-"""Mixtures of experts: a loop over experts, all experts at once, experts with a capacity, and tokens
-that travel to their experts."""
+"""Mixtures of experts: a loop over experts, all experts at once, experts with a capacity, and
+tokens that travel to their experts."""
 
 from __future__ import annotations
 

@@ -280,8 +280,8 @@ def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -
             "dispatch: expert_index must hold integers, and experts a parameter whose dim 0 "
             f"counts the experts, but they are {index.dtype} and {type(experts).__name__}."
         )
-    if capacity is not None and (isinstance(capacity, bool) or capacity < 0):
-        raise LayoutError(f"dispatch: capacity must be an int of at least 0, but got {capacity}.")
+    if capacity is not None and (isinstance(capacity, bool) or capacity < 1):
+        raise LayoutError(f"dispatch: capacity must be an int of at least 1, but got {capacity}.")
 
 
 # --- experts of Hugging Face models --------------------------------------------------------------
