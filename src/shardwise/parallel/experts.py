@@ -52,11 +52,14 @@ def dispatch(
     >>> mesh = shardwise.init_device_mesh("cpu", (2,))
     >>> experts = torch.stack([torch.eye(4) * scale for scale in (1.0, 10.0, 100.0)])
     >>> experts = shardwise.distribute_tensor(experts, mesh, [shardwise.Shard(0)])
-    >>> tokens = shardwise.distribute_tensor(torch.ones(4, 4), mesh, [shardwise.Shard(0)])
-    >>> chosen, weights = torch.tensor([[2], [0], [2], [1]]), torch.ones(4, 1)
+    >>> tokens = torch.tensor([1.0, 2.0, 3.0, 4.0]).unsqueeze(1).repeat(1, 4)
+    >>> tokens = shardwise.distribute_tensor(tokens, mesh, [shardwise.Shard(0)])
+    >>> chosen, weights = torch.tensor([[2], [0], [2], [2]]), torch.ones(4, 1)
     >>> sent = dispatch(tokens, chosen, weights, experts)
-    >>> sent.tokens.shape, sent.tokens.device_mesh.shape
+    >>> sent.tokens[:, 0]
+    DTensor([2., 1., 3., 4.], float32[4@0(1+3)] on (2))
     >>> sent.combine(sent.grouped_mm(sent.tokens, experts))[:, 0]
+    DTensor([100., 2., 300., 400.], float32[4@0] on (2))
     """
     _check(tokens, expert_index, weights, experts, capacity)
     given = (tokens, expert_index, weights, experts)
