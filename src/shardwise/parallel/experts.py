@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import untraced
+from ..config import communication
 from ..errors import LayoutError, OutOfRangeError
 from ..layout.geometry import Cuts, all_coords, chunk_cuts, flat_index, intervals
 from ..layout.mesh import Topology
@@ -245,7 +246,8 @@ def _replicated(expert_index: Tensor, count: int) -> Tensor:
     ids = expert_index.detach().reshape(-1).clamp(-1, count)
     if isinstance(ids, Wrapper):
         small = torch.int16 if count < 2**15 else torch.int32
-        ids = gather_plain(OP, ids.to(small))
+        with communication("auto"):  # the program asks for it
+            ids = gather_plain(OP, ids.to(small))
     ids = ids.to(torch.int64)
     if ((ids < 0) | (ids == count)).any():
         raise OutOfRangeError(
@@ -266,22 +268,25 @@ def _pairs(ids: Tensor, count: int, capacity: int | None) -> Tensor:
 
 
 def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -> None:
-    shapes = [list(x.shape) for x in (tokens, index) if isinstance(x, Tensor)]
-    if len(shapes) < 2 or len(shapes[0]) != 2 or len(shapes[1]) not in (1, 2):
-        raise LayoutError(
-            "dispatch: tokens must be [tokens, width] and expert_index [tokens, experts of each], "
-            f"but their shapes are {shapes}. Flatten other dims first."
+    given = {"tokens": tokens, "expert_index": index, "weights": weights, "experts": experts}
+    if (
+        not all(
+            isinstance(x, Tensor) for name, x in given.items() if name != "weights" or x is not None
         )
-    if shapes[0][0] != shapes[1][0] or (weights is not None and weights.shape != index.shape):
+        or (tokens.ndim, tokens.shape[0]) != (2, *index.shape[:1])
+        or (weights is not None and weights.shape != index.shape)
+        or index.ndim not in (1, 2)
+        or index.is_floating_point()
+        or not experts.ndim
+    ):
+        texts = [
+            f"{k} {x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else f"{k} {x}"
+            for k, x in given.items()
+        ]
         raise LayoutError(
-            f"dispatch: {shapes[0][0]} tokens, expert_index of shape {shapes[1]} and weights of "
-            f"shape {None if weights is None else list(weights.shape)}: expert_index needs a row "
-            "for each token, and weights its shape."
-        )
-    if index.is_floating_point() or not isinstance(experts, Tensor) or experts.ndim == 0:
-        raise LayoutError(
-            "dispatch: expert_index must hold integers, and experts a parameter whose dim 0 "
-            f"counts the experts, but they are {index.dtype} and {type(experts).__name__}."
+            f"dispatch: got {', '.join(texts)}. Give tokens [tokens, width], integers expert_index "
+            "[tokens, chosen experts], weights of the same shape or None, and a parameter whose "
+            "dim 0 counts the experts. Flatten other dims of tokens first."
         )
     if capacity is not None and (isinstance(capacity, bool) or capacity < 1):
         raise LayoutError(f"dispatch: capacity must be an int of at least 1, but got {capacity}.")

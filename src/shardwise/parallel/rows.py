@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import communication
 from ..forms.grouped_mm import laid
 from ..forms.index import Shipment, ship
 from ..layout.geometry import Cuts, flat_index, intervals
@@ -42,15 +43,6 @@ class Rows:
     axes: tuple[int, ...]
     cuts: Cuts
 
-    def shard(self, coord: Coord) -> int:
-        return flat_index(coord, self.mesh.shape, self.axes)
-
-    def held(self, coord: Coord) -> Tensor:
-        """The rows that a rank takes, as indices of its own shard."""
-        start, _ = intervals(self.src_cuts)[flat_index(coord, self.mesh.shape, self.src_axes)]
-        piece: Tensor = self.index.split(self.cuts)[self.shard(coord)]
-        return piece - start
-
     @cached_property
     def taken(self) -> list[tuple[Tensor, Tensor]]:
         """For each shard the rows that it takes, each once and sorted, and their inverse."""
@@ -68,11 +60,14 @@ class Rows:
         alone = torch.equal(table, table.diag().diag())
         return None if alone else table.tolist()
 
-    def sent(self, coord: Coord) -> Tensor:
-        """The rows that a rank sends, in order of the shards that take them."""
-        start, stop = intervals(self.src_cuts)[self.shard(coord)]
-        every = [rows[(rows >= start) & (rows < stop)] for rows, _ in self.taken]
-        return torch.cat(every) - start
+    def own(self, coord: Coord) -> tuple[Tensor, Tensor]:
+        """The rows that a rank sends, as indices of its shard, in order of the shards that take
+        them; and which of the rows that it takes each of its rows is."""
+        start, stop = intervals(self.src_cuts)[flat_index(coord, self.mesh.shape, self.src_axes)]
+        mine = self.taken[flat_index(coord, self.mesh.shape, self.axes)]
+        every = [mine] if self.counts is None else self.taken
+        sent = [rows[(rows >= start) & (rows < stop)] for rows, _ in every]
+        return torch.cat(sent) - start, mine[1]
 
     def layouts(self, spec: DTensorSpec, adds: bool) -> tuple[DTensorSpec, DTensorSpec]:
         """The layout that a tensor, now in `spec`, must have, and that of the result. Axes that do
@@ -127,80 +122,65 @@ def _backward(function: Any, rows: Sequence[Rows], grads: Sequence[Any]) -> list
 
 
 def _both_ways(rows: Sequence[Rows], values: Sequence[Any], adds: bool) -> list[Any]:
-    """Each tensor is moved into its layout; what changes owner is sent; the rest is local."""
-    layouts = [each.layouts(x._spec, adds) for each, x in zip(rows, values, strict=True)]
-    moved = [move_to(OP, x, now) for x, (now, _) in zip(values, layouts, strict=True)]
-    prepare, finish = (_summed_once, _summed_at_owners) if adds else (_leaving, _repeated)
-    far = [(each, x) for each, x in zip(rows, moved, strict=True) if each.counts is not None]
-    arrived = iter(ship(OP, [_shipment(each, x, prepare(each, x), adds) for each, x in far]))
-    local = _added_here if adds else _picked_here
+    """Each tensor is moved into its layout, what changes owner is sent, the rest is local."""
+    made: list[tuple[Rows, DTensorSpec, Locals]] = []
+    far: list[Shipment] = []
+    for each, value in zip(rows, values, strict=True):
+        now, then = each.layouts(value._spec, adds)
+        x = move_to(OP, value, now)
+        parts = []
+        for coord in (now if adds else then).slots:
+            sent, inverse = each.own(coord)
+            part = x._locals[now.slot(coord)]
+            size = int(inverse.max()) + 1 if len(inverse) else 0
+            parts.append(sum_rows(size, inverse, part) if adds else pick_rows(part, sent))
+        made.append((each, then, tuple(parts)))
+        if each.counts is not None:
+            far.append(_shipment(each, now, tuple(parts), adds))
+    with communication("auto"):  # the program asks for it
+        arrived = iter(ship(OP, far))
     return [
-        wrap(to, local(each, x, to) if each.counts is None else finish(each, next(arrived), to))
-        for each, x, (_, to) in zip(rows, moved, layouts, strict=True)
+        wrap(to, _at_goal(each, parts if each.counts is None else next(arrived), to, adds))
+        for each, to, parts in made
     ]
 
 
-def _shipment(rows: Rows, x: Any, parts: Locals, back: bool) -> Shipment:
+def _shipment(rows: Rows, spec: DTensorSpec, parts: Locals, back: bool) -> Shipment:
     """Rows on their way to those who take them, or back."""
     table = rows.counts or []
     counts = list(map(list, zip(*table, strict=True))) if back else table
     cuts = tuple(map(sum, counts))
-    shape = (sum(cuts), *x._spec.meta.shape[1:])
-    return laid(x._spec, x._spec.placements, 0, cuts, shape, x.dtype), parts, counts
+    shape = (sum(cuts), *spec.meta.shape[1:])
+    return laid(spec, spec.placements, 0, cuts, shape, spec.dtype), parts, counts
 
 
-# --- taking --------------------------------------------------------------------------------------
+def _at_goal(rows: Rows, parts: Locals, to: DTensorSpec, adds: bool) -> Locals:
+    found = []
+    for part, coord in zip(parts, to.slots, strict=True):
+        sent, inverse = rows.own(coord)
+        size = to.local_shape(coord)[0]
+        found.append(sum_rows(size, sent, part) if adds else pick_rows(part, inverse))
+    return tuple(found)
 
 
-def _picked_here(rows: Rows, x: Any, to: DTensorSpec) -> Locals:
-    parts = [(x._locals[x._spec.slot(c)], rows.held(c)) for c in to.slots]
-    return tuple(
-        [part.contiguous() if _is_all(index, part) else part[index] for part, index in parts]
-    )
+# --- local tensors -------------------------------------------------------------------------------
 
 
-def _is_all(index: Tensor, part: Tensor) -> bool:
-    """True if an index names all rows in their order."""
-    return len(index) == len(part) and torch.equal(index, torch.arange(len(index)).to(index))
-
-
-def _leaving(rows: Rows, x: Any) -> Locals:
-    pairs = zip(x._locals, x._spec.slots, strict=True)
-    return tuple([part[rows.sent(coord)] for part, coord in pairs])
-
-
-def _repeated(rows: Rows, arrived: Locals, to: DTensorSpec) -> Locals:
-    pairs = zip(arrived, to.slots, strict=True)
-    return tuple([part[rows.taken[rows.shard(c)][1]] for part, c in pairs])
-
-
-# --- adding --------------------------------------------------------------------------------------
+def pick_rows(part: Tensor, index: Tensor) -> Tensor:
+    """The rows that an index names: all of them are not copied."""
+    return part.contiguous() if _is_all(index, len(part)) else part[index]
 
 
 def sum_rows(size: int, index: Tensor, part: Tensor) -> Tensor:
     """`size` rows, each the sum of the rows of `part` that name it. Narrow floats are summed in
     single precision."""
-    if size == len(part) and _is_all(index, part):
+    if _is_all(index, size):
         return part.contiguous()
     narrow = part.dtype in (torch.bfloat16, torch.float16)
     total = part.new_zeros((size, *part.shape[1:]), dtype=torch.float32 if narrow else part.dtype)
     return total.index_add(0, index, part.to(total.dtype)).to(part.dtype)
 
 
-def _added_here(rows: Rows, x: Any, to: DTensorSpec) -> Locals:
-    return tuple(
-        sum_rows(to.local_shape(c)[0], rows.held(c), x._locals[x._spec.slot(c)]) for c in to.slots
-    )
-
-
-def _summed_once(rows: Rows, x: Any) -> Locals:
-    made = []
-    for part, coord in zip(x._locals, x._spec.slots, strict=True):
-        taken, inverse = rows.taken[rows.shard(coord)]
-        made.append(sum_rows(len(taken), inverse, part))
-    return tuple(made)
-
-
-def _summed_at_owners(rows: Rows, arrived: Locals, to: DTensorSpec) -> Locals:
-    pairs = zip(arrived, to.slots, strict=True)
-    return tuple(sum_rows(to.local_shape(c)[0], rows.sent(c), part) for part, c in pairs)
+def _is_all(index: Tensor, size: int) -> bool:
+    """True if an index names all rows in their order."""
+    return len(index) == size and torch.equal(index, torch.arange(size, device=index.device))
