@@ -16,6 +16,7 @@ import torch
 from .._torch import (
     OpOverload,
     autograd_node_name,
+    end_graph_at_unknown_size,
     in_func_backward,
     is_tracing,
     modes_of_thread,
@@ -139,6 +140,7 @@ def dispatch(
         return found.quick(operands, args, kwargs)  # type: ignore[misc]  # it is not watched
     except BaseException as error:
         if is_tracing():  # no rank waits for this one
+            end_graph_at_unknown_size(op, error)
             _refuse_reading(op, error)
         else:
             # an error in values is this rank's alone: the others must not wait for it

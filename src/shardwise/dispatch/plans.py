@@ -11,7 +11,7 @@ import torch
 
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
-from ..layout.spec import DTensorSpec
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
@@ -258,6 +258,11 @@ class CallPlan(Plan):
         )
         self._aliases = aliases and not self._windows
         self.is_local = not (self._moves or self._windows)
+        self._only_reduces = (
+            moving == {i for i, spec in enumerate(specs) if spec.sums}
+            and not (written in moving or self._windows)
+            and not any(dst.sums or dst.cuts or dst.groups for _, dst in self._moves)
+        )
         passes = written is None and not aliases and self.is_local
         passes = passes and any(spec.sums for spec in outputs)
         self._pending = tuple([i for i, spec in enumerate(specs) if spec.sums and passes])
@@ -294,10 +299,10 @@ class CallPlan(Plan):
 
     @property
     def is_general(self) -> bool:
-        """True if the same recipe serves operands of other sizes: nothing moves, and the local call
-        knows no size."""
+        """True if the same recipe serves operands of other sizes: nothing moves, or all Partials
+        are reduced and nothing else moves, and the local call knows no size."""
         closed = self._local is not None and self._local.__closure__
-        return self.is_local and self._tails is None and not closed and not self._pending
+        return (self.is_local or self._only_reduces) and self._tails is None and not closed
 
     def with_sizes(
         self, specs: Sequence[DTensorSpec], outs: Sequence[DTensorSpec]
@@ -307,6 +312,7 @@ class CallPlan(Plan):
         made.__dict__.update(self.__dict__)
         made.outs = tuple(outs)
         made.plain_checked = False
+        made._moves = tuple([(i, _resized(dst, specs[i].meta)) for i, dst in self._moves])
         made._orders = self._orders if self._is_sure else None
         if self._local is not None or self._unless is not None or self._rewrites is not None:
             coords = [site.coord for site in self._sites]
@@ -467,6 +473,10 @@ class CallPlan(Plan):
         if any(map(is_not, local, new)):
             self._orders = True
         return new
+
+
+def _resized(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
+    return DTensorSpec._intern(spec.topology, spec.placements, meta, None)
 
 
 def _returned_type(op: Any) -> type:

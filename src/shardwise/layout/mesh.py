@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .._torch import entered_torch_mesh, root_mesh
+from .._torch import entered_torch_mesh, root_mesh, without_modes
 from ..config import current, set_meshes
 from ..errors import MeshError
 from .cost import Link, Links, links_of
@@ -110,7 +110,8 @@ class VirtualMesh:
         return hash(self._key())
 
     def _key(self) -> tuple[object, ...]:
-        ranks = tuple(self.mesh.flatten().tolist())
+        with without_modes():
+            ranks = tuple(self.mesh.flatten().tolist())
         return self.device_type, self.shape, ranks, self.mesh_dim_names, self.links
 
     def __repr__(self) -> str:
@@ -301,7 +302,8 @@ def _key(mesh: AnyMesh) -> tuple[object, ...]:
     if isinstance(mesh, VirtualMesh):
         return mesh._key()
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-    ranks = tuple(mesh.mesh.flatten().tolist())
+    with without_modes():  # a compiler that traces has fake tensors only
+        ranks = tuple(mesh.mesh.flatten().tolist())
     return current_world().number, mesh.device_type, tuple(mesh.shape), ranks, names
 
 
