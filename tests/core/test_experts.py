@@ -4,6 +4,7 @@ chosen, and weights of experts do not move."""
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -247,6 +248,14 @@ def test_errors(change: dict[str, Any], message: str) -> None:
             )
 
 
+def test_tensors_of_two_meshes() -> None:
+    index, given = Case().made()
+    tokens = sw.distribute_tensor(given["tokens"], virtual(2, names=("ep",)), {"ep": Shard(0)})
+    experts = sw.distribute_tensor(given["up"], virtual(4, names=("ep",)), {"ep": Shard(0)})
+    with pytest.raises(sw.errors.MeshError, match="Redistribute them to one mesh first"):
+        sw.dispatch(tokens, index, None, experts)
+
+
 # --- modules that transformers marks -------------------------------------------------------------
 
 
@@ -301,7 +310,8 @@ def test_modules_of_stacked_experts_dispatch(kind: str, transposed: bool, bias: 
         plan = {"*": {"ep": Shard(0)}}
     mesh = virtual(2, 2, names=("ep", "tp"))
     alone = Experts(transposed, bias)
-    model = copy.deepcopy(sw.shard_module(copy.deepcopy(alone), mesh, plan))
+    model = sw.shard_module(copy.deepcopy(alone), mesh, plan)
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     index, given = Case().made()
     chosen, tokens, weights = index, given["tokens"], given["weights"]
     alone(tokens, chosen, weights).square().sum().backward()

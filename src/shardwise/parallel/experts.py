@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .._torch import untraced
 from ..config import communication
-from ..errors import LayoutError, OutOfRangeError
+from ..errors import LayoutError, MeshError, OutOfRangeError
 from ..layout.geometry import Cuts, all_coords, chunk_cuts, flat_index, intervals
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
@@ -62,57 +62,36 @@ def dispatch(
     >>> sent.combine(sent.grouped_mm(sent.tokens, experts))[:, 0]
     DTensor([100., 2., 300., 400.], float32[4@0] on (2))
     """
-    _check(tokens, expert_index, weights, experts, capacity)
-    given = (tokens, expert_index, weights, experts)
-    mesh = next((x._spec.topology for x in given if isinstance(x, Wrapper)), None)
+    mesh = _check(tokens, expert_index, weights, experts, capacity)
     count, top = experts.shape[0], prod(expert_index.shape[1:])
-    ids = _replicated(expert_index, count)
-    order = _pairs(ids, count, capacity)
+    ids = _replicated(expert_index, count, mesh)
+    pairs = _pairs(ids, count, capacity)
     if mesh is None:
-        offs = torch.bincount(ids[order], minlength=count).cumsum(0, dtype=torch.int32)
-        rows = tokens.index_select(0, order // top)
-        picked = None if weights is None else weights.reshape(-1).index_select(0, order)
-        return Dispatched(rows, picked, offs, order // top, tokens.shape[0])
-    on_mesh = _on_mesh(tokens, mesh)
-    ranks = _Ranks.of(on_mesh._spec, _on_mesh(experts, mesh)._spec)
-    order, table = ranks.sort(order, order // top, ids)
-    values = [on_mesh] if weights is None else [on_mesh, _on_mesh(weights, mesh).reshape(-1)]
-    cuts = tuple(table.sum(1).tolist())
-    all_rows = [
-        Rows(
-            mesh,
-            index,
-            ranks.src_axes,
-            tuple([n * times for n in ranks.src_cuts]),
-            ranks.axes,
-            cuts,
-        )
-        for index, times in ((order // top, 1), (order, top))
-    ]
-    picked = Pick.apply(all_rows[: len(values)], *values)
-    offs = torch.cat([row[slice(*own)] for row, own in zip(table, ranks.served, strict=True)])
-    return Dispatched(
-        picked[0],
-        picked[1] if len(picked) > 1 else None,
-        offs.cumsum(0, dtype=torch.int32),
-        order // top,
-        tokens.shape[0],
-        all_rows[0],
-        ranks,
-    )
+        ends = torch.bincount(ids[pairs], minlength=count).cumsum(0, dtype=torch.int32)
+        picked = None if weights is None else weights.reshape(-1)[pairs]
+        return Dispatched(tokens[pairs // top], picked, ends, pairs // top, tokens.shape[0])
+    values = [_on_mesh(tokens, mesh)]
+    ranks = _Ranks.of(values[0]._spec, _on_mesh(experts, mesh)._spec)
+    pairs, table = ranks.sort(pairs, pairs // top, ids)
+    rows = [ranks.rows(pairs // top, 1, table), ranks.rows(pairs, top, table)]
+    if weights is not None:
+        values.append(_on_mesh(weights, mesh).reshape(-1))
+    sent = (*Pick.apply(rows[: len(values)], *values), None)
+    sizes = torch.cat([row[slice(*own)] for row, own in zip(table, ranks.served, strict=True)])
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    return Dispatched(sent[0], sent[1], ends, pairs // top, tokens.shape[0], rows[0], ranks)
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
     """Tokens at their experts: a row for each pair of a token and an expert.
 
-    `tokens` are the rows, `weights` what each counts in its token's result, and `offs` where the
-    rows of each expert end, as `F.grouped_mm` takes it.
+    `tokens` are the rows, and `weights` what each counts in the result of its token.
     """
 
     tokens: Tensor
     weights: Tensor | None
-    offs: Tensor
+    _ends: Tensor
     _index: Tensor
     _count: int
     _rows: Rows | None = None
@@ -121,10 +100,10 @@ class Dispatched:
     @untraced
     def grouped_mm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Each row times the matrix of its expert, `weight[expert]`, plus `bias[expert]`."""
-        made = F.grouped_mm(rows.to(weight.dtype), self._served(weight), offs=self.offs)
+        made = F.grouped_mm(rows.to(weight.dtype), self._served(weight), offs=self._ends)
         if bias is None:
             return made
-        counts = self.offs.diff(prepend=self.offs.new_zeros(1))
+        counts = self._ends.diff(prepend=self._ends.new_zeros(1))
         groups = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         if self._rows is None or self._ranks is None:
             return made + bias.index_select(0, groups)
@@ -188,6 +167,12 @@ class _Ranks:
         src_cuts = tokens.dim_cuts[0] if same else chunk_cuts(tokens.shape[0], sizes)
         return _Ranks(mesh, src_axes, src_cuts, own, spec.dim_cuts[0], replicas)
 
+    def rows(self, index: Tensor, times: int, table: Tensor) -> Rows:
+        """The rows of a tensor that has `times` rows for each token, where pairs are served."""
+        cuts = tuple([size * times for size in self.src_cuts])
+        sizes = tuple(table.sum(1).tolist())
+        return Rows(self.mesh, index, self.src_axes, cuts, self.axes, sizes)
+
     @property
     def axes(self) -> tuple[int, ...]:
         return tuple(sorted({*self.replicas, *self.own}))
@@ -241,10 +226,11 @@ def _on_mesh(value: Any, mesh: Topology) -> Any:
     return value * wrap(spec, (one,))
 
 
-def _replicated(expert_index: Tensor, count: int) -> Tensor:
+def _replicated(expert_index: Tensor, count: int, mesh: Topology | None) -> Tensor:
     """The chosen experts of all tokens, one after the other, on every rank."""
     ids = expert_index.detach().reshape(-1).clamp(-1, count)
-    if isinstance(ids, Wrapper):
+    if mesh is not None:
+        ids = _on_mesh(ids, mesh)
         small = torch.int16 if count < 2**15 else torch.int32
         with communication("auto"):  # the program asks for it
             ids = gather_plain(OP, ids.to(small))
@@ -267,22 +253,20 @@ def _pairs(ids: Tensor, count: int, capacity: int | None) -> Tensor:
     return order[torch.arange(len(order), device=order.device) - before < capacity]
 
 
-def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -> None:
+def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -> Topology | None:
+    """The mesh of those that are DTensors; an error if something does not fit."""
     given = {"tokens": tokens, "expert_index": index, "weights": weights, "experts": experts}
+    if weights is None:
+        del given["weights"]
+    texts = [f"{name} {getattr(x, 'dtype', '')}{list(x.shape)}" for name, x in given.items()]
     if (
-        not all(
-            isinstance(x, Tensor) for name, x in given.items() if name != "weights" or x is not None
-        )
-        or (tokens.ndim, tokens.shape[0]) != (2, *index.shape[:1])
-        or (weights is not None and weights.shape != index.shape)
+        tokens.ndim != 2
         or index.ndim not in (1, 2)
+        or tokens.shape[0] != index.shape[0]
+        or (weights is not None and weights.shape != index.shape)
         or index.is_floating_point()
         or not experts.ndim
     ):
-        texts = [
-            f"{k} {x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else f"{k} {x}"
-            for k, x in given.items()
-        ]
         raise LayoutError(
             f"dispatch: got {', '.join(texts)}. Give tokens [tokens, width], integers expert_index "
             "[tokens, chosen experts], weights of the same shape or None, and a parameter whose "
@@ -290,6 +274,11 @@ def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -
         )
     if capacity is not None and (isinstance(capacity, bool) or capacity < 1):
         raise LayoutError(f"dispatch: capacity must be an int of at least 1, but got {capacity}.")
+    meshes = {name: x._spec.topology for name, x in given.items() if isinstance(x, Wrapper)}
+    if len(set(meshes.values())) > 1:
+        found = ", ".join(f"{name} is on {mesh}" for name, mesh in meshes.items())
+        raise MeshError(f"dispatch: {found}. Redistribute them to one mesh first.")
+    return next(iter(meshes.values()), None)
 
 
 # --- experts of Hugging Face models --------------------------------------------------------------
@@ -302,7 +291,7 @@ def route_experts(model: nn.Module) -> None:
         down: Any = getattr(part, "down_proj", None)
         marked = all(hasattr(part, name) for name in ("has_gate", "has_bias", "is_transposed"))
         if marked and isinstance(down, Wrapper) and down._spec.dim_axes[0]:
-            part.forward = MethodType(_experts_forward, part)
+            part.forward = partial(_experts_forward, part)
 
 
 def _experts_forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -69,6 +69,10 @@ class Rows:
         sent = [rows[(rows >= start) & (rows < stop)] for rows, _ in every]
         return torch.cat(sent) - start, mine[1]
 
+    def count(self, coord: Coord) -> int:
+        """How many rows a rank takes, each counted once."""
+        return len(self.taken[flat_index(coord, self.mesh.shape, self.axes)][0])
+
     def layouts(self, spec: DTensorSpec, adds: bool) -> tuple[DTensorSpec, DTensorSpec]:
         """The layout that a tensor, now in `spec`, must have, and that of the result. Axes that do
         not cut rows keep their Shards and pending sums."""
@@ -132,7 +136,7 @@ def _both_ways(rows: Sequence[Rows], values: Sequence[Any], adds: bool) -> list[
         for coord in (now if adds else then).slots:
             sent, inverse = each.own(coord)
             part = x._locals[now.slot(coord)]
-            size = int(inverse.max()) + 1 if len(inverse) else 0
+            size = each.count(coord)
             parts.append(sum_rows(size, inverse, part) if adds else pick_rows(part, sent))
         made.append((each, then, tuple(parts)))
         if each.counts is not None:
