@@ -356,7 +356,7 @@ def test_a_local_tensor_among_dtensors() -> None:
     assert (whole.to_local() + whole).placements == (Replicate(),)  # one value for all ranks
 
 
-@pytest.mark.parametrize("name", ["zeros", "rand", "empty"])
+@pytest.mark.parametrize("name", ["zeros", "rand", "eye", "arange", "randperm"])
 def test_a_misspelled_keyword_of_a_factory(name: str) -> None:
     mesh = shardwise.init_device_mesh("cpu", (2,))
     with pytest.raises(TypeError, match="argument 'placement': a factory takes device_mesh, plac"):

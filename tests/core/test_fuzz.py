@@ -28,7 +28,7 @@ VALUES: list[Any] = [
     sw.TensorMeta((2,), (1,), torch.float32),
 ]
 UNCLEAR = (AssertionError, KeyError, AttributeError, IndexError, TypeError)
-CALLS_OTHERS = {"full", "mapped", "explain"}
+CALLS_OTHERS = {"fill", "full", "explain"}
 """Functions that call PyTorch's, or the user's: errors of those are passed on."""
 
 
