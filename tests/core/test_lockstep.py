@@ -10,7 +10,7 @@ from shardwise import Replicate, Shard
 
 
 def test_a_virtual_mesh_has_nothing_to_compare() -> None:
-    mesh = sw.init_device_mesh("cpu", (2, 2))
+    mesh = sw.init_device_mesh("cpu", (2, 2), lockstep=True)
     full = torch.arange(12.0).view(4, 3)
     x = sw.distribute_tensor(full, mesh, [Shard(0), Replicate()]).requires_grad_()
     with sw.lockstep(), sw.lockstep():

@@ -18,7 +18,8 @@ from shardwise import Replicate, Shard
 
 way, victim = sys.argv[1], int(sys.argv[2])
 world = int(os.environ["WORLD_SIZE"])
-mesh = sw.init_device_mesh("cpu", (world,))
+compared = {"lockstep": True} if way.startswith("flag") else {}
+mesh = sw.init_device_mesh("cpu", (world,), **compared)
 rank = dist.get_rank()
 full = torch.arange(8.0 * world).view(2 * world, 4)
 x = sw.distribute_tensor(full, mesh, [Shard(0)])
@@ -101,6 +102,16 @@ def run() -> None:
 
 def different() -> None:
     mine = rank == victim
+    if way.startswith("flag"):
+        x.mean().item()
+        if way == "flag more" and mine:
+            x.prod().item()  # one more
+        elif way == "flag amax" and mine:
+            x.amax().item()  # instead
+        elif way == "flag amax":
+            x.sum().item()  # instead
+        dist.destroy_process_group()  # at the end
+        return
     with sw.lockstep():
         x.mean().item()
         if way == "amax":

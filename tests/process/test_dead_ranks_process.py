@@ -43,7 +43,7 @@ def ends() -> Iterator[Ends]:
     several scripts run at a time."""
     values = [(way, *world) for way in ("raise", "value") for world in VICTIMS]
     plain = [("plain", 4, 1), ("plain", 2, 0)]
-    equal = [("equal", 4, 1)]
+    equal = [("equal", 4, 1), ("flag equal", 4, 1)]
     cases = [*CASES, *values, *plain, *equal, *[(way, 4, 1) for way in LINES]]
     with ThreadPoolExecutor(3) as threads:
         found = {case: threads.submit(_ends, *case) for case in cases}
@@ -117,6 +117,8 @@ LINES = {
     "order": ("values[0].item()  # first", "values[1].item()  # first"),
     "more": ("x.sum().item()  # one more", "with sw.lockstep()"),
     "hook": ("loss.backward()  # a hook on one rank", "loss.backward()  # a hook on one rank"),
+    "flag more": ("x.prod().item()  # one more", "dist.destroy_process_group()  # at the end"),
+    "flag amax": ("x.amax().item()  # instead", "x.sum().item()  # instead"),
 }
 
 
@@ -135,4 +137,5 @@ def test_different_programs_under_lockstep(ends: Ends, way: str) -> None:
 
 
 def test_equal_programs_under_lockstep(ends: Ends) -> None:
-    assert [end.code for end in ends("equal", 4, 1)] == [0] * 4
+    for way in ("equal", "flag equal"):
+        assert [end.code for end in ends(way, 4, 1)] == [0] * 4

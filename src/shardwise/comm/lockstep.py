@@ -13,6 +13,8 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any, ClassVar, NoReturn
 
+import torch.distributed as dist
+
 from .._torch import gloo_timeout, is_alone
 from ..config import Block, current
 from ..errors import CommunicationError
@@ -38,8 +40,9 @@ class _State:
 
 
 def is_compared() -> bool:
-    """True under `lockstep()`."""
-    return current().lockstep
+    """True under `lockstep()`, or if a mesh was made with `lockstep=True`."""
+    world = known_world()
+    return current().lockstep or (world is not None and world.lockstep)
 
 
 class lockstep(Block):
@@ -74,10 +77,7 @@ def _leave(error: BaseException | None) -> None:
         return
     try:
         if error is None:
-            what = "leaves lockstep()"
-            texts = _exchange(world, tuple(range(world.size)), f"{what} at {user_line()}")
-            if not all(each.startswith(what) for each in texts.values()):
-                _raise_difference(texts)
+            _leave_together(world, "leaves lockstep()")
         elif not isinstance(error, LockstepError):  # of a difference the others know
             how = f"raised {type(error).__name__}: {error}"[:500]
             world.store.set(_at(world, world.rank), f"\n{how} and left lockstep() at {user_line()}")
@@ -86,8 +86,21 @@ def _leave(error: BaseException | None) -> None:
 
 
 @at_end
-def _end(_: World) -> None:
-    _State.session, _State.counts = 0, {}
+def _end(world: World) -> None:
+    """Before the process group is destroyed: raise if another rank still waits for this one."""
+    try:
+        if world.lockstep and world.is_current():
+            _leave_together(world, "destroys the process group")
+    except dist.DistNetworkError:
+        pass  # the process that has the store saw that all have left, and went first
+    finally:
+        _State.session, _State.counts = 0, {}
+
+
+def _leave_together(world: World, what: str) -> None:
+    texts = _exchange(world, tuple(range(world.size)), f"{what} at {user_line()}")
+    if not all(each.startswith(what) for each in texts.values()):
+        _raise_difference(texts)
 
 
 # --- comparing -----------------------------------------------------------------------------------

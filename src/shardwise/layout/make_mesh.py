@@ -43,12 +43,14 @@ def init_device_mesh(
     *,
     mesh_dim_names: Sequence[str] | None = None,
     links: Links = None,
+    lockstep: bool = False,
 ) -> AnyMesh:
     """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
 
     `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
     one of these per axis. All processes take what the mesh's first rank has, for as long as the
-    mesh lives.
+    mesh lives. With `lockstep` the ranks compare what they run before each collective, as in
+    `shardwise.lockstep`, until the process group is destroyed.
 
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     VirtualMesh('cpu', dp=2, tp=2)
@@ -72,7 +74,9 @@ def init_device_mesh(
             f"init_device_mesh: mesh_shape {shape} has {prod(shape)} ranks, but {world} processes "
             f"run. Start {prod(shape)}, or use DeviceMesh(device_type, ranks) for a part of them."
         )
-    return _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
+    made = _made(torch_init_device_mesh(device_type, shape, mesh_dim_names=names), links)
+    current_world().lockstep |= lockstep
+    return made
 
 
 def _check_device(device_type: Any) -> None:

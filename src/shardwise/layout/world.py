@@ -29,6 +29,7 @@ class World:
         self.group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.store: Any = shared_store()
+        self.lockstep = False  # True if ranks compare what they run, see comm/lockstep.py
         self.prefix = f"shardwise/{self.number}"  # a store may outlive the group
         self._doorbell = _listen(store_address(self.store))
         self._addresses: dict[int, tuple[str, int]] = {}
