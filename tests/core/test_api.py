@@ -22,6 +22,7 @@ from shardwise import (
     distribute_tensor,
     per_rank,
 )
+from shardwise.__main__ import main
 from shardwise.errors import LayoutError
 from shardwise.tensor import conversion
 
@@ -417,7 +418,11 @@ def test_only_public_names_are_listed() -> None:
     assert all(getattr(shardwise, name) is not None for name in names)
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
     assert importlib.metadata.version("shardwise") == shardwise.__version__
 
 

@@ -10,6 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Link, Partial, Replicate, Shard
+from shardwise.__main__ import main
 from shardwise.comm.all_to_all import chunks
 from shardwise.comm.native import prefers_own
 from shardwise.errors import CommunicationError, LayoutError, MeshError
@@ -17,6 +18,7 @@ from shardwise.layout.cost import PRESETS, links_of
 from shardwise.layout.geometry import all_coords, box_numel, box_shape, intersect
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.redistribute import redistribute_locals, run_all, run_between, steps_between
+from shardwise.tools.calibrate import calibrate
 
 from ..layouts import assert_holds, by_coord, layouts_of, scatter, spec_of, stored, whole_numbers
 
@@ -110,6 +112,34 @@ def test_links_that_cannot_be_are_refused() -> None:
         sw.init_device_mesh("cpu", (2,), links=["pcie", "pcie"])
     with pytest.raises(MeshError, match="bytes per second"):
         Link(latency=-1, bandwidth=1e9)
+
+
+def test_links_are_read_from_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "links.json"
+    file.write_text("[[1e-5, 1e9], [2e-5, 2e9]]")
+    mesh = sw.init_device_mesh("cpu", (2, 2), links=file)
+    assert mesh.links == (Link(1e-5, 1e9), Link(2e-5, 2e9))
+    with pytest.raises(MeshError, match="2 links were given for a mesh of 1 axes"):
+        sw.init_device_mesh("cpu", (2,), links=file)
+    for text in ("[[1, 2, 3]]", "[[-1, 1e9]]", "{", "4"):
+        file.write_text(text)
+        with pytest.raises(MeshError, match=r"calibrate|latency is in"):
+            sw.init_device_mesh("cpu", (2,), links=file)
+    with pytest.raises(MeshError, match="No such file"):
+        sw.init_device_mesh("cpu", (2,), links=tmp_path / "none.json")
+
+
+def test_calibration_needs_processes(capsys: Any, tmp_path: Any) -> None:
+    with pytest.raises(MeshError, match="torchrun"):
+        calibrate("cpu", (2, 2), tmp_path / "links.json")
+    for arguments, said in (
+        (["calibrate", "--mesh", "2,2"], "torchrun --nproc-per-node 4"),
+        (["calibrate", "--mesh", "2,x"], "'2,x' is no shape"),
+        ([], "required: command"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert said in capsys.readouterr().err
 
 
 # --- buffers --------------------------------------------------------------------------------------

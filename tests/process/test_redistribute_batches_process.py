@@ -7,6 +7,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise import Link, Partial, Replicate, Shard
 from shardwise.comm import native
 from shardwise.comm.failures import wait
 from shardwise.errors import CommunicationError, MeshError
+from shardwise.layout.cost import DEFAULT, links_of
 from shardwise.layout.geometry import stride_like
 from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
@@ -25,6 +27,7 @@ from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import run_all, run_between
 from shardwise.storage.async_value import AsyncValue
+from shardwise.tools.calibrate import calibrate
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool
@@ -329,8 +332,8 @@ def test_ranks_agree_on_the_links_of_the_first(processes: Pools) -> None:
         assert groups == [(1, 2)]
 
 
-def links_of_first_rank(*given: Any) -> list[float] | str:
-    own = [*given] if dist.get_rank() == 2 else "no preset"
+def links_from_file(file: Path) -> list[float] | str:
+    own = file if dist.get_rank() == 2 else Path("/nowhere")
     try:
         mesh = DeviceMesh("cpu", [[2, 3]], links=own)
     except MeshError as error:
@@ -338,11 +341,24 @@ def links_of_first_rank(*given: Any) -> list[float] | str:
     return [link.bandwidth for link in topology(mesh).links]
 
 
-def test_a_mesh_has_the_links_of_its_first_rank(processes: Pools) -> None:
-    given = Link(1e-5, 1e9), Link(1e-5, 7e8)
-    assert processes(4).run(links_of_first_rank, *given) == [[1e9, 7e8]] * 4
-    wrong = processes(4).run(links_of_first_rank, "carrier pigeon", "pcie")
-    assert all("none of the presets" in text for text in wrong)
+def test_a_mesh_reads_the_file_of_its_first_rank(processes: Pools, tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    file.write_text("[[1e-5, 1e9], [1e-5, 7e8]]")
+    assert processes(4).run(links_from_file, file) == [[1e9, 7e8]] * 4
+    missing = processes(4).run(links_from_file, tmp_path / "no")
+    assert all("No such file" in text for text in missing)
+
+
+def calibrated(file: Path) -> list[tuple[Link, ...]]:
+    return [calibrate("cpu", (2, 1, 2), file, large=1 << 14), links_of(file, 3)]
+
+
+def test_calibration_measures_and_keeps(processes: Pools, tmp_path: Path) -> None:
+    got = processes(4).run(calibrated, tmp_path / "links.json")
+    assert all(each[0] == got[0][0] for each in got), "the ranks disagree"
+    (first, kept) = got[0]
+    assert kept == first and first[1] == DEFAULT
+    assert all(link.latency > 0 and link.bandwidth > 1e3 for link in first)
 
 
 class Slow:

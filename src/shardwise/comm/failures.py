@@ -158,10 +158,11 @@ def _is_alone(me: int, note: Note, notes: dict[int, Note]) -> bool:
 
 def _raise_store_gone(world: World, cause: BaseException) -> NoReturn:
     """Raise because the store does not answer: the process that had it has ended."""
-    text = "the process that has the store of torch.distributed has ended. See its output"
-    if _is_in_first_rank() and world.is_gone(0):
+    text = world.received()  # what that process has left for this one
+    if text is None and _is_in_first_rank() and world.is_gone(0):
         text = f"rank 0 {_GONE}"
-    _raise(f"a collective cannot finish: {text}.", cause)
+    text = text or "the process that has the store of torch.distributed has ended. See its output"
+    _raise(f"a collective cannot finish: {text.rstrip('.')}.", cause)
 
 
 def _is_in_first_rank() -> bool:
@@ -329,7 +330,8 @@ def _drain() -> None:
 
 
 def _leave() -> None:
-    """At the end of a process that knows of a failure and has the store: let the others read it."""
+    """At the end of a process that knows of a failure and has the store: let the others read it,
+    and send it to those that have not read it in time."""
     world = known_world()
     if world is None:
         return
@@ -343,5 +345,8 @@ def _leave() -> None:
             time.sleep(0.05)
             heard = {rank for rank in waiting if world.store.check([world.key("raised", rank)])}
             waiting = [r for r in waiting if r not in heard and not world.is_gone(r)]
+        found = _first_failure(world)
     except RuntimeError:
         return
+    for rank in waiting:
+        world.send(rank, _State.own.text if found is None else found[1])

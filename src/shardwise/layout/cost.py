@@ -5,9 +5,11 @@ Prices are whole femtoseconds: a pure function of sizes and links, the same answ
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from ..errors import MeshError
 from .placement import Placement
@@ -63,26 +65,36 @@ PRESETS = {
 """Rough figures by name: what a rank of a collective sees, not what a data sheet says."""
 
 LinkLike = Link | str
-Links = LinkLike | Sequence[LinkLike] | None
+Links = LinkLike | Sequence[LinkLike] | Path | None
 
 
 def links_of(given: Links, count: int) -> tuple[Link, ...]:
-    """A link for each of `count` axes, from one for all or one per axis, or names of presets.
+    """A link for each of `count` axes, from one for all, one per axis, names of presets, or a file
+    that `shardwise calibrate` has written.
 
     >>> links_of(["ethernet", "nvlink"], 2)[1].latency
     1e-05
     """
     if given is None or isinstance(given, (Link, str)):
         return (_link(DEFAULT if given is None else given),) * count
-    if not isinstance(given, (list, tuple)):
-        raise MeshError(f"links: {given!r} is no link, name of a preset, or list of them.")
-    links = tuple(map(_link, given))
+    if not isinstance(given, (Path, list, tuple)):
+        raise MeshError(f"links: {given!r} is no link, name of a preset, list of them, or Path.")
+    links = _read(given) if isinstance(given, Path) else tuple(map(_link, given))
     if len(links) != count:
         raise MeshError(
             f"links: {len(links)} links were given for a mesh of {count} axes. Give one for all "
             "axes, or one per axis."
         )
     return links
+
+
+def _read(file: Path) -> tuple[Link, ...]:
+    try:
+        return tuple(Link(*pair) for pair in json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise MeshError(
+            f"links: {file} does not hold links as `shardwise calibrate` writes them: {error}."
+        ) from error
 
 
 def _link(given: LinkLike) -> Link:

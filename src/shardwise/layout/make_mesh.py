@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -47,10 +48,11 @@ def init_device_mesh(
 ) -> AnyMesh:
     """Make a mesh: over the ranks of `torch.distributed` if there are any, else virtual.
 
-    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", or
-    one of these per axis. All processes take what the mesh's first rank has, for as long as the
-    mesh lives. With `lockstep` the ranks compare what they run before each collective, as in
-    `shardwise.lockstep`, until the process group is destroyed.
+    `links` says what connects the ranks along each axis: a `Link`, a preset such as "ethernet", one
+    of these per axis, or the `Path` of a file that `shardwise calibrate` has written. All processes
+    take what the mesh's first rank has, for as long as the mesh lives. With `lockstep` the
+    ranks compare what they run before each collective, as in `shardwise.lockstep`, until the
+    process group is destroyed.
 
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     VirtualMesh('cpu', dp=2, tp=2)
@@ -221,7 +223,8 @@ def described_mesh(
     names: tuple[str, ...] | None,
     links: Sequence[tuple[float, float]],
 ) -> Topology:
-    """The mesh of a description. One over processes must exist."""
+    """The mesh of a description. One over all processes is made if it does not exist, which needs
+    every rank."""
     if virtual:
         own = [Link(*pair) for pair in links]
         array = torch.tensor(ranks).view(shape)
@@ -233,12 +236,40 @@ def described_mesh(
         found = _part_of_known(device_type, tuple(ranks), tuple(names))
     if found is not None:
         return found
-    raise MeshError(
-        f"a tensor was saved on a mesh of processes ({device_type}, {axes_text(shape, names)}, "
-        f"ranks {list(ranks)}), which does not exist in this process. Make it with "
-        "shardwise.init_device_mesh before the file is loaded, in as many processes; for another "
-        "mesh save full_tensor() and use distribute_tensor after loading it."
-    )
+    text = f"{device_type}, {axes_text(shape, names)}, ranks {list(ranks)}"
+    everybody = list(range(dist.get_world_size())) if dist.is_initialized() else None
+    if sorted(ranks) != everybody:
+        raise MeshError(
+            f"a tensor was saved on a mesh of processes ({text}), which does not exist in this "
+            "process. Make it with shardwise.init_device_mesh before the file is loaded, in as "
+            "many processes; for another mesh save full_tensor() and use distribute_tensor after "
+            "loading it."
+        )
+    _wait_for_all(text)
+    mesh = TorchDeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=names)
+    return topology(_made(mesh, [Link(*pair) for pair in links]))
+
+
+_LOAD_SECONDS = 60.0
+"""How long a rank that loads a tensor waits for the others before it makes the mesh with them."""
+
+
+def _wait_for_all(mesh: str) -> None:
+    """Return when every rank is about to make a mesh; an error if some do not come."""
+    world = current_world()
+    store, here = world.store, world.rank
+    keys = [world.key("loading", mesh, rank) for rank in range(world.size)]
+    store.set(keys[here], "")
+    try:
+        store.wait(keys, timedelta(seconds=_LOAD_SECONDS))
+    except RuntimeError:
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        store.delete_key(keys[here])
+        raise MeshError(
+            f"a tensor was saved on a mesh ({mesh}) that does not exist yet, and to make it all "
+            f"ranks must load the tensor, but within {_LOAD_SECONDS:g} s ranks {late} did not. "
+            "Make the mesh with shardwise.init_device_mesh before the file is loaded."
+        ) from None
 
 
 def _part_of_known(
