@@ -301,6 +301,7 @@ FACTORIES: dict[str, Any] = {
         lambda **k: shardwise.full((5, 3), 0.5, **k),
         lambda: torch.full((5, 3), 0.5),
     ),
+    "eye": (lambda **k: shardwise.eye(5, 3, **k), lambda: torch.eye(5, 3)),
     "rand": (lambda **k: shardwise.rand(5, 3, **k), lambda: torch.rand(5, 3)),
     "randn": (lambda **k: shardwise.randn(5, 3, **k), lambda: torch.randn(5, 3)),
     "randn double": (
@@ -322,6 +323,22 @@ def test_factories(name: str, place: Placement, shape: tuple[int, ...]) -> None:
     assert x.dtype == want.dtype and x.stride() == want.stride()
     assert x.placements == (place,) * len(shape)
     assert torch.equal(x.full_tensor(), want)
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0)], ids=str)
+@pytest.mark.parametrize("args", [(5,), (2, 9), (1, 2, 0.3), (9, 0, -2)], ids=str)
+def test_arange(args: tuple[Any, ...], place: Placement) -> None:
+    x = shardwise.arange(*args, device_mesh=virtual(2), placements=[place])
+    assert x.dtype == torch.arange(*args).dtype and torch.equal(
+        x.full_tensor(), torch.arange(*args)
+    )
+
+
+@pytest.mark.parametrize("name", ["linspace", "logspace"])
+def test_spaces(name: str) -> None:
+    want = getattr(torch, name)(-1, 2, 7)
+    x = getattr(shardwise, name)(-1, 2, 7, device_mesh=virtual(4), placements=[Shard(0)])
+    assert x.dtype == want.dtype and torch.equal(x.full_tensor(), want)
 
 
 def test_empty_and_requires_grad() -> None:

@@ -163,7 +163,7 @@ def test_a_virtual_mesh_is_a_context() -> None:
         x = sw.distribute_tensor(plain, placements=[Shard(0)])
         with inner:
             y = sw.zeros(6, placements=[Shard(0)])
-            z = sw.ones(5)
+            z = sw.randperm(5)
         w = DTensor.from_local(torch.ones(2), placements=[Shard(0)])
     assert [each.device_mesh for each in (x, y, z, w)] == [outer, inner, inner, outer]
     assert torch.equal(x.full_tensor(), plain)

@@ -28,7 +28,7 @@ VALUES: list[Any] = [
     sw.TensorMeta((2,), (1,), torch.float32),
 ]
 UNCLEAR = (AssertionError, KeyError, AttributeError, IndexError, TypeError)
-CALLS_OTHERS = {"fill", "full", "explain"}
+CALLS_OTHERS = {"_kept", "full", "explain"}
 """Functions that call PyTorch's, or the user's: errors of those are passed on."""
 
 
@@ -37,7 +37,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     found = {n: getattr(sw, n) for n in names if callable(getattr(sw, n))}
     for module in (sw.random, sw.register):
         for name in module.__all__:
-            if callable(getattr(module, name)) and name.startswith(("register", "mode", "manual")):
+            if callable(getattr(module, name)):
                 found[f"{module.__name__}.{name}"] = getattr(module, name)
     methods = {name: getattr(X, name) for name in ("redistribute", "to_local", "full_tensor")}
     return {**found, **methods, "from_local": sw.DTensor.from_local}

@@ -146,7 +146,7 @@ SILENT: dict[str, Callable[[Any], Any]] = {
     "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
     "normal_": lambda x: (x * 1).normal_(),
     "rand_like": torch.rand_like,
-    "randperm": lambda x: torch.randperm(9, out=torch.empty_like(x[:, 0], dtype=torch.int64)),
+    "randperm": lambda x: sw.randperm(9, device_mesh=x.device_mesh, placements=x.placements),
     "init": lambda x: torch.nn.init.kaiming_uniform_(x * 1),
 }
 
@@ -257,10 +257,6 @@ def test_what_pytorch_refuses_is_refused(name: str, mode: str) -> None:
         BAD[name](laid_out(x, Shard(0)))
 
 
-def whole_numbers(count: int, place: Any) -> Any:
-    return sw.zeros(count, dtype=torch.int64, device_mesh=virtual(2), placements=[place])
-
-
 ODD: dict[str, Callable[[], Any]] = {
     "no dims": lambda: laid_out(torch.tensor(2.0), Replicate()).normal_(),
     "nothing": lambda: F.dropout(laid_out(torch.ones(0, 3), Shard(0))),
@@ -275,11 +271,11 @@ ODD: dict[str, Callable[[], Any]] = {
     ),
     "ragged cuts": lambda: laid_out(torch.ones(7, 3), Shard(0))[1:6].normal_(),
     "complex": lambda: sw.randn(5, 2, device_mesh=virtual(2), dtype=torch.complex128),
-    "int8": lambda: sw.empty(5, device_mesh=virtual(2), dtype=torch.int8).random_(-100, 100),
+    "int8": lambda: sw.randint(-100, 100, (5,), device_mesh=virtual(2), dtype=torch.int8),
     "bool": lambda: laid_out(torch.ones(9, dtype=torch.bool), Shard(0)).bernoulli_(0.4),
     "partial": lambda: sw.rand(5, 2, device_mesh=virtual(2), placements=[Partial()]),
-    "partial randperm": lambda: torch.randperm(5, out=whole_numbers(5, Partial())),
-    "empty randperm": lambda: torch.randperm(0, out=whole_numbers(0, Shard(0))),
+    "partial randperm": lambda: sw.randperm(5, device_mesh=virtual(2), placements=[Partial()]),
+    "empty randperm": lambda: sw.randperm(0, device_mesh=virtual(2), placements=[Shard(0)]),
     "a plain mean": lambda: torch.normal(torch.ones(4), laid_out(torch.ones(4, 4), Shard(0))),
     "a plain count": lambda: torch.binomial(
         torch.full((4, 4), 5.0), laid_out(torch.full((4, 4), 0.5), Shard(0))

@@ -82,7 +82,7 @@ def test_the_numbers_of_a_seed_never_change() -> None:
     torch.manual_seed(0)
     with sw.random.mode("counter"):
         x = sw.rand(4, device_mesh=mesh()).full_tensor()
-        y = sw.empty(4, dtype=torch.int64, device_mesh=mesh()).random_(0, 1000).full_tensor()
+        y = sw.randint(1000, (4,), device_mesh=mesh()).full_tensor()
     torch.testing.assert_close(x, torch.tensor(KNOWN[0]), rtol=0, atol=5e-5)
     assert y.tolist() == KNOWN[1]
 
@@ -249,16 +249,15 @@ def assert_all_as_likely(rows: torch.Tensor, values: int) -> None:
 def test_every_small_permutation_is_as_likely() -> None:
     torch.manual_seed(0)
     with sw.random.mode("counter"):
-        made = [randperm(4) for _ in range(600)]
-    codes = torch.stack(made) @ torch.tensor([64, 16, 4, 1])
+        made = [sw.randperm(4, device_mesh=virtual(1)).to_local() for _ in range(600)]
+    codes = torch.stack([x.parts[0] for x in made]) @ torch.tensor([64, 16, 4, 1])
     counts = codes.unique(return_counts=True)[1].double()
     assert len(counts) == 24
     assert_chi_square(counts, torch.full_like(counts, 600 / 24))
 
 
 def randperm(n: int) -> torch.Tensor:
-    x = sw.empty(n, dtype=torch.int64, device_mesh=mesh(), placements=[sw.Shard(0)])
-    return torch.randperm(n, out=x).full_tensor()
+    return sw.randperm(n, device_mesh=mesh(), placements=[sw.Shard(0)]).full_tensor()
 
 
 def test_a_large_permutation_has_no_pattern() -> None:

@@ -305,11 +305,15 @@ def test_draws_in_both_modes(mode: Any) -> None:
 
 def test_factories() -> None:
     mesh, blocks = virtual(2), [Shard(0, 2)]
-    made = sw.zeros(8, dtype=torch.int64, device_mesh=mesh, placements=blocks)
-    assert made.placements == tuple(blocks)
-    assert torch.equal(made.full_tensor(), torch.zeros(8, dtype=torch.int64))
+    for made, want in (
+        (sw.arange(8, device_mesh=mesh, placements=blocks), torch.arange(8)),
+        (sw.eye(8, device_mesh=mesh, placements=blocks), torch.eye(8)),
+        (sw.linspace(0, 1, 8, device_mesh=mesh, placements=blocks), torch.linspace(0, 1, 8)),
+    ):
+        assert made.placements == tuple(blocks)
+        assert torch.equal(made.full_tensor(), want)
     torch.manual_seed(1)
-    torch.randperm(8, out=made)
+    made = sw.randperm(8, device_mesh=mesh, placements=blocks)
     torch.manual_seed(1)
     assert torch.equal(made.full_tensor(), torch.randperm(8))
 

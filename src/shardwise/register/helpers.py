@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..dispatch.decide import decide
-from ..errors import RuleError
+from ..errors import RuleError, need
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
@@ -38,6 +38,8 @@ def normalize_dims(dims: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     (2, 0)
     """
     every = [dims] if isinstance(dims, int) else dims
+    for dim in every:
+        need("normalize_dims", dim, int, "a dim")
     return tuple(normalize_dim(dim, ndim) for dim in every)
 
 

@@ -1,4 +1,4 @@
-"""Factories: `zeros`, `ones`, `full`, `empty`, `rand` and `randn` on a mesh."""
+"""Factories: `zeros`, `randn`, `arange` and others, with the tensor on a mesh."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ..layout.spec import (
     checked_placements,
     default_placements,
 )
+from ..random import permuted
 from ..storage.wrapper import Locals, wrap
-from .dtensor import DTensor
+from .dtensor import DTensor, distribute_tensor
 
 
 class _Where(TypedDict, total=False):
@@ -136,3 +137,87 @@ def rand(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DT
 def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Normal random numbers on a mesh: those of `torch.randn` with the same seed, in any layout."""
     return _random("normal_", (), _sizes(size), generator, where)
+
+
+def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """Random integers on a mesh: `randint(high, size)` or `randint(low, high, size)`.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> randint(3, 4, (5,), device_mesh=mesh, placements=[shardwise.Shard(0)])
+    DTensor([3, 3, 3, 3, 3], int64[5@0] on (2))
+    """
+    if len(bounds) not in (2, 3):
+        raise LayoutError(
+            f"randint: {len(bounds)} arguments were given. Write randint(high, size) or "
+            "randint(low, high, size)."
+        )
+    *limits, size = bounds
+    low, high = (0, *limits) if len(limits) == 1 else limits
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _random("random_", (low, high), _sizes((size,)), generator, where)
+
+
+def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
+    """The numbers below `n` in random order, on a mesh.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> randperm(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).sort()[0].tolist()
+    [0, 1, 2, 3, 4]
+    """
+    where["dtype"] = where.get("dtype") or torch.int64
+    return _made("randperm", (n,), where, lambda spec: permuted(spec, generator))
+
+
+def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) -> DTensor:
+    """Numbers in steps, on a mesh: those of `torch.arange`, of which each rank keeps its part.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> arange(5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    first, last = (0, start) if end is None else (start, end)
+    return _kept(where, torch.arange, first, last, step)
+
+
+def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTensor:
+    """Numbers at equal distances, on a mesh: those of `torch.linspace`.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> linspace(0, 1, 5, device_mesh=mesh, placements=[shardwise.Shard(0)]).tolist()
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    return _kept(where, torch.linspace, start, end, steps)
+
+
+def logspace(
+    start: Any, end: Any, steps: int, base: float = 10.0, **where: Unpack[_Where]
+) -> DTensor:
+    """Numbers at equal ratios, on a mesh: those of `torch.logspace`."""
+    return _kept(where, torch.logspace, start, end, steps, base)
+
+
+def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTensor:
+    """A tensor that every rank makes whole, of which it keeps its part."""
+    _check_names(where)
+    whole = make(*args, dtype=where.get("dtype"))
+    mesh, placements = where.get("device_mesh"), where.get("placements")
+    made = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return made.requires_grad_(where.get("requires_grad", False))
+
+
+def eye(n: int, m: int | None = None, **where: Unpack[_Where]) -> DTensor:
+    """Ones on the diagonal, on a mesh; each rank makes only what it holds.
+
+    >>> import shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2,))
+    >>> eye(3, device_mesh=mesh, placements=[shardwise.Shard(0)]).sum().item()
+    3.0
+    """
+    requires_grad = where.pop("requires_grad", False)
+    made = zeros(n, n if m is None else m, **where)
+    made.diagonal().fill_(1)
+    return made.requires_grad_(requires_grad)
