@@ -1,6 +1,6 @@
 """Whole modules on a mesh."""
 
-from .experts import Dispatched, dispatch
+from .experts import Dispatched, dispatch_tokens
 from .follow import follow_layouts
 from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .local_map import local_map
@@ -39,7 +39,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
-    "dispatch",
+    "dispatch_tokens",
     "distribute_module",
     "follow_layouts",
     "full_state_dict",

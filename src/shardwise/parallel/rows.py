@@ -25,7 +25,7 @@ from ..storage.ragged import move_to
 from ..storage.wrapper import Locals, wrap
 from ..tensor.autograd import as_gradient
 
-OP = "shardwise.dispatch"
+OP = "shardwise.dispatch_tokens"
 
 
 @dataclass(frozen=True, eq=False)
