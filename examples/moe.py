@@ -8,6 +8,8 @@ and `dispatch_tokens` sends tokens there; weights of experts never move. On plai
 program for one device, and the losses are the same.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,7 +37,7 @@ class Mixture(nn.Module):
         return sent.combine(sent.grouped_mm(hidden, self.down))
 
 
-def train(model: nn.Module, lay_out=lambda batch: batch) -> list[float]:
+def train(model: nn.Module, lay_out: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
     """The single-device program."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

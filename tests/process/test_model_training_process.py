@@ -14,6 +14,7 @@ from .harness import ProcessPool
 Pools = Callable[[int], ProcessPool]
 VIRTUAL_ONLY = {  # for time
     "gpt, fully sharded x tp",
+    "gpt, context by heads",
     "llama, auto",
     "resnet, channels",
     "dispatched, dp x ep",
