@@ -26,7 +26,7 @@ from ..storage.ragged import move_to
 from ..storage.wrapper import Locals, wrap
 from ..tensor.autograd import as_gradient
 
-OP = "shardwise.dispatch"
+OP = "shardwise.dispatch_tokens"
 
 Shipment = tuple[DTensorSpec, Locals, Sequence[Sequence[int]]]
 """Rows: their layout, the local tensors, and how many of each shard's rows each shard gets."""
