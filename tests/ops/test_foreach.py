@@ -256,6 +256,17 @@ def test_elements_with_cuts_of_their_own() -> None:
     torch.testing.assert_close(torch._foreach_norm([ragged])[0].full_tensor(), (value * 2).norm())
 
 
+@pytest.mark.parametrize("ord", [0, 1, 2, 3, float("inf"), -float("inf")])
+def test_norms_of_complex_numbers(ord: float) -> None:
+    plain = [torch.complex(numbers(5, 3), numbers(5, 3, seed=1)), numbers(4, 4)]
+    want = torch._foreach_norm(plain, ord)
+    for places in itertools.product((R, S0, S1, P), repeat=2):
+        pairs = zip(plain, places, strict=True)
+        ours = [spread(each.clone(), virtual(2), (place,)) for each, place in pairs]
+        for made, value in zip(torch._foreach_norm(ours, ord), want, strict=True):
+            torch.testing.assert_close(made.full_tensor(), value)
+
+
 def test_what_has_no_norm_is_refused_as_on_one_device() -> None:
     ours = distribute_tensor(torch.arange(4), virtual(2), [S0])
     for ord in (2, float("inf")):
