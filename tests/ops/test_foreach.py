@@ -258,11 +258,11 @@ def test_elements_with_cuts_of_their_own() -> None:
 
 @pytest.mark.parametrize("ord", [0, 1, 2, 3, float("inf"), -float("inf")])
 def test_norms_of_complex_numbers(ord: float) -> None:
-    plain = [torch.complex(numbers(5, 3), numbers(5, 3, seed=1)), numbers(4, 4)]
+    """Of a shard with one number PyTorch's own sum of powers would drop the imaginary part."""
+    plain = [torch.complex(numbers(n, n), numbers(n, n, seed=1)) for n in (1, 2, 5)]
     want = torch._foreach_norm(plain, ord)
-    for places in itertools.product((R, S0, S1, P), repeat=2):
-        pairs = zip(plain, places, strict=True)
-        ours = [spread(each.clone(), virtual(2), (place,)) for each, place in pairs]
+    for place in (R, S0, S1, P):
+        ours = [spread(each.clone(), virtual(2), (place,)) for each in plain]
         for made, value in zip(torch._foreach_norm(ours, ord), want, strict=True):
             torch.testing.assert_close(made.full_tensor(), value)
 

@@ -128,7 +128,7 @@ def _each(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> 
 
 
 def _power_sums(ord: Any, dtype: torch.dtype, here: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    # A cast of complex numbers to a real dtype would drop their imaginary parts.
+    # PyTorch's kernel drops the imaginary part of a tensor of one complex number.
     real = [part.abs() if part.is_complex() else part for part in here]
     return torch._foreach_powsum(real, ord, dtype)
 
