@@ -8,15 +8,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree
+from torch._library.opaque_object import register_opaque_type
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
+from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -174,6 +176,16 @@ PyTorch without this function it counts as 1, and the modes are asked each time.
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
+def traced_as_constant(kind: type) -> None:
+    """Let compiled programs take objects of a class as constants, which guards compare by `==`."""
+    register_opaque_type(kind, typ="value")
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which calls of real tensors are real, even while PyTorch traces."""
+    return _disable_current_modes() if modes_of_thread() else nullcontext()
+
+
 def is_tracing() -> bool:
     """True if PyTorch traces the calls of this thread for a compiler: tensors have no values.
 
@@ -205,6 +217,17 @@ def reads_values(error: BaseException) -> bool:
     )
 
 
+def end_graph_at_unknown_size(op: OpOverload, error: BaseException) -> None:
+    """Let `torch.compile` end its graph before an operator whose result has an unknown size.
+
+    PyTorch stands for such a size with a symbol, and a layout cannot be looked up by one.
+    """
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    if isinstance(error, TypeError) and "unhashable type: non-nested SymInt" in str(error):
+        raise DynamicOutputShapeException(op) from error
+
+
 def mode_of_fakes(tensor: Any) -> Any:
     """The mode that made the local tensors of a DTensor, if they are fake; else an empty context.
 
@@ -233,6 +256,33 @@ def untraced(function: Function) -> Function:
         skip = frames._FrameAction.SKIP
         set_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def called_in_graph(function: Function) -> Function:
+    """Let `torch.compile` put calls of a function into its graphs as they are.
+
+    If an argument cannot be in a graph, the function runs between two. PyTorch's own decorator
+    imports its compiler, which takes a second. So the function is registered while the first call
+    is traced.
+    """
+    untraced(function)
+
+    def in_graph(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def register() -> bool:
+        torch._dynamo.allow_in_graph(in_graph)
+        return True
+
+    register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while tracing
+
+    @wraps(function, updated=())  # not the mark of `untraced`
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and register():
+            return in_graph(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def _tracer() -> Any:

@@ -17,6 +17,7 @@ from .._torch import (
     OpOverload,
     autograd_node_name,
     current_backward,
+    end_graph_at_unknown_size,
     is_tracing,
     modes_of_thread,
     note_given_gradient,
@@ -28,7 +29,7 @@ from .._torch import (
 )
 from ..comm.events import planned
 from ..comm.failures import report
-from ..errors import LayoutError
+from ..errors import LayoutError, end_at_user_line
 from ..layout.world import World, at_end
 from ..rules import has_fractions
 from ..storage import policy
@@ -141,10 +142,12 @@ def dispatch(
         return found.quick(operands, args, kwargs)  # type: ignore[misc]  # it is not watched
     except BaseException as error:
         if is_tracing():  # no rank waits for this one
+            end_graph_at_unknown_size(op, error)
             _refuse_reading(op, error)
         else:
             # an error in values is this rank's alone: the others must not wait for it
             report(error, operands[0]._spec.topology)
+            end_at_user_line(error)
         raise
 
 

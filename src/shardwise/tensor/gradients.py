@@ -108,12 +108,25 @@ def _moved(grad: Any, target: DTensorSpec) -> Any:
     return wrap(target, in_layout(grad, target, fresh=True))
 
 
+def keep_partial(leaf: Any, keep: bool) -> None:
+    """Say whether gradients of a leaf stay Partial, as all do in `keep_partial_grads`."""
+    leaf._keeps_partial = keep
+
+
+def keeps_partial(leaf: Any) -> bool:
+    """True if the gradient of a leaf stays Partial in a backward that runs now."""
+    return current().partial_grads or getattr(leaf, "_keeps_partial", False)
+
+
 def _may_stay_partial() -> bool:
     """True if the Partial gradient that a hook has been given goes into a bucket, or is kept."""
     if current().partial_grads:
         return True
     leaf = None if is_tracing() else leaf_of_gradient()
-    return leaf is not None and _is_unseen(leaf) and (leaf.grad is None or _is_partial(leaf.grad))
+    if leaf is None:
+        return False
+    unseen = _is_unseen(leaf) and (leaf.grad is None or _is_partial(leaf.grad))
+    return unseen or keeps_partial(leaf)
 
 
 def _is_unseen(leaf: Any) -> bool:
@@ -128,7 +141,7 @@ def _is_partial(grad: Any) -> bool:
 
 def _after_accumulation(leaf: Any) -> None:
     """Put a `.grad` that is not in the leaf's layout into a bucket, or move it."""
-    if _target(leaf) is None or current().partial_grads:
+    if _target(leaf) is None or keeps_partial(leaf):
         return
     if _is_unseen(leaf) and not is_tracing():
         _Backward.running().add(leaf)
