@@ -2,7 +2,8 @@
 
     python examples/train_gpt.py                                    # four ranks in one process
     python examples/train_gpt.py --mesh tp=4 --sequence-parallel    # another mesh, the same losses
-    python examples/train_gpt.py --mesh dp=4 --fully-sharded
+    python examples/train_gpt.py --mesh dp=4 --fsdp
+    python examples/train_gpt.py --mesh cp=2,tp=2 --cp
     torchrun --nproc-per-node 4 examples/train_gpt.py               # four processes
 
 The model learns the text of this file, letter by letter. Nothing in the model or in `train` knows
@@ -75,8 +76,9 @@ def train(
     losses = []
     for _ in tqdm(range(steps), title, disable=None if sw.is_first_rank() else True):
         starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
-        batch = lay_out(TEXT[starts + torch.arange(LENGTH + 1)])
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        batch = TEXT[starts + torch.arange(LENGTH + 1)]
+        inputs, targets = lay_out(batch[:, :-1]), lay_out(batch[:, 1:])
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -85,12 +87,35 @@ def train(
     return losses
 
 
+def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
+    """Shard over dp what the plan leaves whole over it; each block is gathered while it runs."""
+    for block in model.blocks:
+        sw.fully_shard(block, mesh["dp"])
+    return sw.fully_shard(model, mesh["dp"])
+
+
+def show_memory(mesh: sw.DeviceMesh, plan: dict, say) -> None:
+    """What the first rank holds of parameters, gradients and the two moments of AdamW."""
+    models = {
+        "replicated": sw.replicate(GPT(), mesh),
+        "sharded": sw.shard_module(GPT(), mesh, plan),
+    }
+    if "dp" in mesh.mesh_dim_names:
+        models["fully sharded"] = fully_shard(sw.shard_module(GPT(), mesh, plan), mesh)
+    say("\nmemory of a rank for parameters, gradients and AdamW:")
+    for name, model in models.items():
+        local = [parameter.detach().to_local() for parameter in model.parameters()]
+        held = 4 * sum(getattr(part, "parts", [part])[0].nbytes for part in local)
+        say(f"{name:>14}  {held / 1024:7.0f} KiB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and sizes, such as dp=4")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the text over tp")
-    parser.add_argument("--fully-sharded", action="store_true", help="shard parameters over dp")
+    parser.add_argument("--fsdp", action="store_true", help="shard parameters over dp too")
+    parser.add_argument("--cp", action="store_true", help="shard text and attention over cp")
     parser.add_argument("--picture", type=Path, help="a PNG for the loss curves")
     given = parser.parse_args()
     axes = dict(axis.split("=") for axis in given.mesh.split(","))
@@ -102,13 +127,14 @@ def main() -> None:
     model.load_state_dict(alone.state_dict())
     say(plan := sw.make_plan(model, mesh, PLAN if "tp" in axes else {}))
     sw.shard_module(model, mesh, plan)
-    if given.fully_sharded:  # what the plan leaves whole over dp is sharded over it too
-        for block in model.blocks:
-            sw.fully_shard(block, mesh=mesh["dp"])
-        sw.fully_shard(model, mesh=mesh["dp"])
+    if given.fsdp:
+        fully_shard(model, mesh)
+    show_memory(mesh, PLAN if "tp" in axes else {}, say)
     layout = {"dp": Shard(0)} if "dp" in axes else {}
     if given.sequence_parallel:
         layout["tp"] = Shard(1)
+    if given.cp:
+        layout["cp"] = Shard(1, split=8)  # early and late letters: causal work is shared evenly
 
     def lay_out(batch: Tensor) -> Tensor:
         return sw.distribute_tensor(batch, mesh, layout)
