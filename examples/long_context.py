@@ -9,10 +9,11 @@ model is. Attention passes blocks of keys and values round, or exchanges heads i
 """
 
 import argparse
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import Shard
@@ -29,14 +30,17 @@ class Model(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.places
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + self.mlp(mixed.transpose(1, 2).flatten(2)))
+        scores: Tensor = self.head(x + self.mlp(mixed.transpose(1, 2).flatten(2)))
+        return scores
 
 
-def train(model: nn.Module, length: int, lay_out=lambda batch: batch) -> list[float]:
+def train(
+    model: nn.Module, length: int, lay_out: Callable[[Tensor], Tensor] = lambda x: x
+) -> list[float]:
     """The single-device program: the losses of some steps on a text that repeats eight letters."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
     counts: list[list[int]]
 
     def send(self, vector: Sequence[torch.Tensor]) -> Locals:
-        """What arrives of the vector, in order of the sending shards."""
+        """The received elements of the vector, in order of the sending shards."""
         ordered = [part[order] for part, order in zip(vector, self.orders, strict=True)]
         return self._ship(ordered, self.counts)
 

@@ -104,8 +104,8 @@ def _only_mask(x: Any, indices: Sequence[Any]) -> Any:
 
 
 def masked_index(x: Any, indices: Sequence[Any]) -> Any:
-    """What masks pick: by the indices of true elements. With `ragged_results()` each rank picks
-    from its shard of dim 0."""
+    """The elements that masks pick, by the indices of true elements. With `ragged_results()` each
+    rank picks from its shard of dim 0."""
     op = aten.index.Tensor
     mask = _only_mask(x, indices)
     if mask is not None and is_requested():

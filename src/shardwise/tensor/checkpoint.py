@@ -52,7 +52,7 @@ def chunks(spec: DTensorSpec) -> list[Chunk]:
     for slot, coord in enumerate(spec.slots):
         for runs in product(*map(_runs, held_of(spec, coord))):
             offset, local_offset, size = zip(*runs, strict=True) if runs else ((), (), ())
-            # Of an empty chunk DCP would keep its offset, which is also that of another one.
+            # DCP would keep the offset of an empty chunk, which another chunk has too.
             if prod(size):
                 found.append(Chunk(slot, offset, local_offset, size))
     return found

@@ -128,7 +128,7 @@ def _files_of(path: Path, stem: str) -> list[Path]:
 
 
 def _unpacked(stored: dict[str, Stored]) -> dict[str, Any]:
-    """What a checkpoint has beside tensors."""
+    """The values of a checkpoint that are no tensors."""
     packed = stored.pop(REST, None)
     if packed is None:
         raise CheckpointError("the file was not written by save_checkpoint. Use load_safetensors.")
