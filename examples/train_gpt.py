@@ -94,6 +94,7 @@ def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
     return sw.fully_shard(model, mesh["dp"])
 
 
+@torch.no_grad()
 def show_memory(mesh: sw.DeviceMesh, plan: sw.Plan, say: Callable[[str], None]) -> None:
     """What the first rank holds of parameters, gradients and the two moments of AdamW."""
     models = {
