@@ -94,8 +94,9 @@ def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
     return sw.fully_shard(model, mesh["dp"])
 
 
-@torch.no_grad()
-def show_memory(mesh: sw.DeviceMesh, plan: sw.Plan, say: Callable[[str], None]) -> None:
+def show_memory(
+    mesh: sw.DeviceMesh, plan: dict[str, dict[str, Shard]], say: Callable[[str], None]
+) -> None:
     """What the first rank holds of parameters, gradients and the two moments of AdamW."""
     models = {
         "replicated": sw.replicate(GPT(), mesh),
@@ -105,7 +106,9 @@ def show_memory(mesh: sw.DeviceMesh, plan: sw.Plan, say: Callable[[str], None]) 
         models["fully sharded"] = fully_shard(sw.shard_module(GPT(), mesh, plan), mesh)
     say("\nmemory of a rank for parameters, gradients and AdamW:")
     for name, model in models.items():
-        local = [p.to_local() for p in model.parameters() if isinstance(p, sw.DTensor)]
+        parameters = [each for each in model.parameters() if isinstance(each, sw.DTensor)]
+        with torch.no_grad():
+            local = [parameter.to_local() for parameter in parameters]
         held = 4 * sum(getattr(part, "parts", [part])[0].nbytes for part in local)
         say(f"{name:>14}  {held / 1024:7.0f} KiB")
 
@@ -130,7 +133,7 @@ def main() -> None:
     sw.shard_module(model, mesh, plan)
     if given.fsdp:
         fully_shard(model, mesh)
-    show_memory(mesh, plan, say)
+    show_memory(mesh, PLAN if "tp" in axes else {}, say)
     layout = {"dp": Shard(0)} if "dp" in axes else {}
     if given.sequence_parallel:
         layout["tp"] = Shard(1)
@@ -162,12 +165,14 @@ def draw(file: Path, single: list[float], meshed: list[float]) -> None:
     import matplotlib.pyplot as plt
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="tight")
-    axes.plot(single, label="one device", linewidth=4, alpha=0.4)
-    axes.plot(meshed, label="on the mesh")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
-    figure.savefig(file, dpi=120)
+    plt.figure(figsize=(6, 3.5))
+    plt.plot(single, label="one device", linewidth=4, alpha=0.4)
+    plt.plot(meshed, label="on the mesh")
+    plt.xlabel("step")
+    plt.ylabel("loss")
+    plt.legend()
+    plt.tight_layout()
+    plt.savefig(file, dpi=120)
 
 
 if __name__ == "__main__":
