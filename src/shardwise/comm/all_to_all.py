@@ -69,7 +69,7 @@ def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Ite
     """The all-to-alls, one after another, that bring the pieces of all jobs into `outs`. Each must
     be waited for before the next one is launched."""
     small: list[Part] = []
-    # Of several dtypes a received piece may be misaligned, and is then copied once more.
+    # With several dtypes a received piece may be misaligned; it is then copied once more.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
     for job, out in zip(jobs, outs, strict=True):
@@ -136,8 +136,8 @@ Part = tuple[Job, Out | None]
 def packets(
     parts: Sequence[Part], src: Coord | None, dst: Coord | None, index: int = 0, most: int = 0
 ) -> list[Packet]:
-    """What `src` sends `dst`: a piece of each job, or chunk number `index` of it if pieces are sent
-    in chunks of at most `most` elements."""
+    """The message of `src` to `dst`: a piece of each job, or chunk number `index` of it if pieces
+    are sent in chunks of at most `most` elements."""
     found: list[Packet] = []
     for job, out in parts:
         parcel = None if src is None or dst is None else job.task.parcel(src, dst)

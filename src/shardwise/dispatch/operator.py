@@ -1,4 +1,4 @@
-"""What is known of an operator before it is called: its form, its rule, and how its arguments enter
+"""An operator before it is called: its form, its rule, and how its arguments enter
 a key."""
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
 
 
 class Operator:
-    """What is known of an operator before it is called, and the plans of its calls."""
+    """The facts about an operator that hold for all calls, and the plans of its calls."""
 
     def __init__(self, op: OpOverload) -> None:
         arguments = op._schema.arguments

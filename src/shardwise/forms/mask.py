@@ -109,8 +109,8 @@ def _if_masked(call: Call) -> tuple[()] | None:
 
 @register_form("index", "_unsafe_index", cost=_if_masked)
 def masked_index(x: Any, indices: Sequence[Any]) -> Any:
-    """What masks pick: by the indices of true elements. With `ragged_results()` each rank picks
-    from its shard of dim 0."""
+    """The elements that masks pick, by the indices of true elements. With `ragged_results()` each
+    rank picks from its shard of dim 0."""
     op = aten.index.Tensor
     mask = _only_mask(x, indices)
     if mask is not None and is_requested():

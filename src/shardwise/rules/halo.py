@@ -132,7 +132,7 @@ class Halo:
         }
 
     def window(self, value: torch.Tensor, box: Box) -> torch.Tensor:
-        """What the stops in `box` read: the fetched elements, and zeros for the padding."""
+        """The input of the stops in `box`: the fetched elements, and zeros for the padding."""
         want = [s.reads(piece) for s, piece in zip(self.slides, box[self.first :], strict=True)]
         each = zip(self.slides, want, value.shape[self.first :], strict=True)
         # A dim that is not sharded is there as a whole.

@@ -1,4 +1,4 @@
-"""The one page: which family or notation each operator follows, and the rules that users gave.
+"""The table of rules: which family or notation each operator follows, and rules that users gave.
 
 A key is an operator's name, or name and overload where overloads differ. In-place, `out=`, `_copy`
 and foreach forms are derived from these and never written.
