@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,13 @@ from .world import World, at_end, current_world
 
 Coord = tuple[int, ...]
 
+if TYPE_CHECKING:  # for type checkers a virtual mesh is a DeviceMesh: one annotation serves both
+    _MeshInterface = TorchDeviceMesh
+else:
+    _MeshInterface = object
 
-class VirtualMesh:
+
+class VirtualMesh(_MeshInterface):
     """A mesh whose ranks all live in this process, with the interface of PyTorch's `DeviceMesh`.
 
     >>> mesh = VirtualMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
@@ -35,6 +40,10 @@ class VirtualMesh:
     >>> mesh["tp"].size()
     2
     """
+
+    device_type: str
+    mesh: torch.Tensor
+    mesh_dim_names: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -95,7 +104,7 @@ class VirtualMesh:
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         raise MeshError(_no_single_rank("get_local_rank"))
 
-    def get_coordinate(self) -> list[int]:
+    def get_coordinate(self) -> tuple[int, ...]:
         raise MeshError(_no_single_rank("get_coordinate"))
 
     def __enter__(self) -> VirtualMesh:
@@ -122,6 +131,12 @@ class VirtualMesh:
 
 
 AnyMesh = VirtualMesh | TorchDeviceMesh
+
+
+def whole_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh that `mesh` was taken from, such as that of `mesh["tp"]`; itself if from none."""
+    found: AnyMesh = mesh.root if isinstance(mesh, VirtualMesh) else root_mesh(mesh)
+    return found
 
 
 def _no_single_rank(method: str) -> str:
@@ -227,7 +242,7 @@ def axes_in(part: Topology, whole: Topology) -> tuple[int, ...] | None:
 
 def joined(mesh: AnyMesh, other: Topology) -> Topology | None:
     """The mesh with the axes of two parts of one mesh; None if they are not parts of one."""
-    root: Any = mesh.root if isinstance(mesh, VirtualMesh) else root_mesh(mesh)
+    root: Any = whole_mesh(mesh)
     names = {*topology(mesh).names, *other.names}
     have = tuple(name for name in root.mesh_dim_names or () if name in names)
     if set(have) != names:
