@@ -43,8 +43,8 @@ WHERE = [
     "Where the time goes: a step of this model calls about 570 operators. On DTensors each costs",
     "some microseconds of Python more than on plain tensors (`make bench`). DDP, FSDP2 and the",
     "model by hand compute on plain tensors; PyTorch's styles do so between linear layers. What",
-    "sharding adds is Python too: for each parameter a view to pack it, one to unpack it, a DTensor of the",
-    "gathered value, and the hook that brings its gradient into its layout.",
+    "sharding adds is Python too: for each parameter a view to pack it, one to unpack it, a",
+    "DTensor of the gathered value, and the hook that brings its gradient into its layout.",
 ]
 PLAN: Any = {
     **{f"*.attention.{name}.*": {"tp": sw.Shard(0)} for name in ("queries", "keys", "values")},
