@@ -209,14 +209,22 @@ def _one_dtype(packets: Iterable[Packet]) -> torch.dtype | None:
     return None if dtype is None or dtype.is_complex else dtype
 
 
-def _flat(packet: Packet) -> torch.Tensor:
-    return packet.job.flat(packet.held())
+def _flat(packets: list[tuple[Packet, torch.Tensor]]) -> list[torch.Tensor] | None:
+    """The elements of each piece in the order of memory, if they lie so: nothing is copied."""
+    found = []
+    for packet, value in packets:
+        if not value.permute(packet.job.order).is_contiguous():
+            return None
+        found.append(packet.job.flat(value))
+    return found
 
 
 def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
     dtype = _one_dtype(chain.from_iterable(packets))
-    if dtype is not None:
-        torch.cat([_flat(packet) for each in packets for packet in each], out=flat.view(dtype))
+    every = [(packet, packet.held()) for each in packets for packet in each]
+    values = None if dtype is None else _flat(every)
+    if values and dtype is not None:
+        torch.cat(values, out=flat.view(dtype))
         return
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
@@ -228,10 +236,10 @@ def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
 
 def _cloned(own: list[tuple[Packet, torch.Tensor]]) -> list[tuple[Packet, torch.Tensor]]:
     """Packets with copies of their values."""
-    if _one_dtype(packet for packet, _ in own) is None:
+    values = None if _one_dtype(packet for packet, _ in own) is None else _flat(own)
+    if not values:
         return [(packet, value.clone()) for packet, value in own]
-    flat = torch.cat([packet.job.flat(value) for packet, value in own])
-    return list(_shaped([packet for packet, _ in own], flat))
+    return list(_shaped([packet for packet, _ in own], torch.cat(values)))
 
 
 def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, torch.Tensor]]:
