@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from .._torch import is_tracing
 from ..dispatch.operator import register_form
-from ..layout.placement import Placement, Shard
+from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
 from ..rules.language import named
@@ -145,9 +146,11 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     now = tuple((name, x._spec) for name, x in tensors.items())
     found = _way(now, given["is_causal"], given["attn_mask"] is not None)
     assert found is not None  # else its cost is None
-    specs, heads = found
-    laid = _moved(op, list(tensors.values()), [(heads or specs)[name] for name in tensors])
-    if heads is None:
+    specs, others = found
+    if others is None and is_tracing():
+        others = _by_queries(specs)
+    laid = _moved(op, list(tensors.values()), [(others or specs)[name] for name in tensors])
+    if others is None:
         parts = {name: x._locals for name, x in zip(tensors, laid, strict=True)}
         rest = {name: value for name, value in given.items() if name not in parts}
         run = attention_backward if "grad_out" in specs else attention
@@ -155,6 +158,21 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     made = op(**given | dict(zip(tensors, laid, strict=True)))
     names = _RESULTS["grad_out" in specs]
     return _moved(op, made, [_home(specs, n, x) for n, x in zip(names, made, strict=True)])
+
+
+def _by_queries(specs: Specs) -> Specs:
+    """The layouts with whole keys, for compiled programs.
+
+    The collectives of a ring do not depend on each other, and what a rank does with them depends on
+    the rank: PyTorch may order them in one graph otherwise than in another.
+    """
+    found = {name: spec.consecutive for name, spec in specs.items()}
+    for name in ("key", "value"):
+        axes = specs[name].dim_axes[_SEQUENCE]
+        own = specs[name].placements
+        places = [Replicate() if axis in axes else place for axis, place in enumerate(own)]
+        found[name] = specs[name].with_placements(places)
+    return found
 
 
 def _home(specs: Specs, name: str, made: Any) -> DTensorSpec:
