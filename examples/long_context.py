@@ -9,6 +9,7 @@ model is. Attention passes blocks of keys and values round, or exchanges heads i
 """
 
 import argparse
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,14 @@ class Model(nn.Module):
         x = self.embed(tokens) + self.places
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + self.mlp(mixed.transpose(1, 2).flatten(2)))
+        made: torch.Tensor = self.head(x + self.mlp(mixed.transpose(1, 2).flatten(2)))
+        return made
 
 
-def train(model: nn.Module, length: int, lay_out=lambda batch: batch) -> list[float]:
+LayOut = Callable[[torch.Tensor], torch.Tensor]
+
+
+def train(model: nn.Module, length: int, lay_out: LayOut = lambda batch: batch) -> list[float]:
     """The single-device program: the losses of some steps on a text that repeats eight letters."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

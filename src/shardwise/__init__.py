@@ -4,6 +4,8 @@ Write a program for one device; Shardwise runs it on a mesh of devices and gives
 answer.
 """
 
+from typing import TYPE_CHECKING
+
 from . import errors, random, register
 from . import forms as forms  # importing it registers the distributed forms
 from .comm.lockstep import lockstep
@@ -16,13 +18,15 @@ from .config import (
     ragged_results,
 )
 from .layout.cost import Link
-from .layout.make_mesh import DeviceMesh, init_device_mesh, is_virtual
+from .layout.make_mesh import init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import (
+    Dispatched,
     MixedPrecisionPolicy,
     Plan,
     context_parallel,
+    dispatch,
     distribute_module,
     follow_layouts,
     full_state_dict,
@@ -32,6 +36,7 @@ from .parallel import (
     make_plan,
     materialize,
     parallelize_module,
+    replicate,
     save_checkpoint,
     save_safetensors,
     shard_module,
@@ -61,6 +66,11 @@ from .tools.explain import explain
 from .tools.picture import picture
 from .tools.verify import verify
 
+if TYPE_CHECKING:  # an annotation that fits both kinds of mesh
+    from torch.distributed.device_mesh import DeviceMesh
+else:
+    from .layout.make_mesh import DeviceMesh
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -68,6 +78,7 @@ __all__ = [
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",
+    "Dispatched",
     "Explanation",
     "Link",
     "MixedPrecisionPolicy",
@@ -82,6 +93,7 @@ __all__ = [
     "assert_layout",
     "communication",
     "context_parallel",
+    "dispatch",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -122,6 +134,7 @@ __all__ = [
     "redistribute_all",
     "register",
     "register_rule",
+    "replicate",
     "save_checkpoint",
     "save_safetensors",
     "shard_module",

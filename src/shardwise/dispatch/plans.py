@@ -36,7 +36,6 @@ class Plan:
     - `tier` says who serves the call: rows, form, random, decomposition or fallback.
     - `default` is the default dtype for which it was built, if the results may have it.
     - `is_complex` is True if some operand is complex.
-    - `may_be_partial` is True if a new result may be Partial.
     - `is_watched` is False if `quick` is all there is to do, for ordinary operands.
     - `plain_checked` is True if plain operands of such calls are known to be equal on all ranks.
     - `deferred` is True for a view whose elements live on other ranks than its base's: `run` gives
@@ -53,14 +52,13 @@ class Plan:
         self.tier = tier
         self.deferred = deferred
         self.default: torch.dtype | None = None
-        self.is_complex = self.may_be_partial = False
+        self.is_complex = False
         self.is_watched = True
         self.plain_checked = False
 
     def set_watched(self) -> None:
         """Set `is_watched` from what else is known of the plan."""
-        usual = not (self.is_complex or self.may_be_partial) and self.default is None
-        self.is_watched = self.quick is None or not usual
+        self.is_watched = self.quick is None or self.is_complex or self.default is not None
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError

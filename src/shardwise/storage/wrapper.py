@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +46,7 @@ class Wrapper(torch.Tensor):
     _memo: Memo | None = None
     _of: Any = None
     public: ClassVar[type[Wrapper]]
+    watch_func_leaves: ClassVar[Callable[[], bool]]
 
     __torch_function__ = disabled_torch_function
 
