@@ -87,14 +87,20 @@ def _by_heads(specs: Specs) -> Specs | None:
     """The layouts with shards of the heads in place of those of the sequence; None if the ranks
     would not get as many heads each."""
     key = specs["key"]
-    axes = key.dim_axes[_SEQUENCE]
     if key.dim_axes[_HEADS] or key.meta.shape[_HEADS] % len(held_intervals(key)):
         return None
+    return _instead(specs, Shard(_HEADS))
+
+
+def _instead(specs: Specs, place: Placement) -> Specs:
+    """The layouts with another placement on the axes that shard the sequence."""
     found = {}
     for name, spec in specs.items():
-        places = [Shard(_HEADS) if a in axes else p for a, p in enumerate(spec.placements)]
-        batches = None if spec.cuts is None else [spec.cuts[0], *[None] * (spec.ndim - 1)]
-        found[name] = spec.with_placements(places, batches)
+        axes = spec.dim_axes[_SEQUENCE]
+        places = [place if axis in axes else own for axis, own in enumerate(spec.placements)]
+        kept = None if spec.cuts is None else spec.cuts[: _SEQUENCE if place.is_replicate() else 1]
+        cuts = None if kept is None else [*kept, *[None] * (spec.ndim - len(kept))]
+        found[name] = spec.with_placements(places, cuts)
     return found
 
 
@@ -148,7 +154,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     assert found is not None  # else its cost is None
     specs, others = found
     if others is None and is_tracing():
-        others = _by_queries(specs)
+        # In a ring ranks do different work between collectives that do not depend on each other:
+        # their graphs might order them differently. With the whole sequence they do the same.
+        others = _instead(specs, Replicate())
     laid = _moved(op, list(tensors.values()), [(others or specs)[name] for name in tensors])
     if others is None:
         parts = {name: x._locals for name, x in zip(tensors, laid, strict=True)}
@@ -158,21 +166,6 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     made = op(**given | dict(zip(tensors, laid, strict=True)))
     names = _RESULTS["grad_out" in specs]
     return _moved(op, made, [_home(specs, n, x) for n, x in zip(names, made, strict=True)])
-
-
-def _by_queries(specs: Specs) -> Specs:
-    """The layouts with whole keys, for compiled programs.
-
-    The collectives of a ring do not depend on each other, and what a rank does with them depends on
-    the rank: PyTorch may order them in one graph otherwise than in another.
-    """
-    found = {name: spec.consecutive for name, spec in specs.items()}
-    for name in ("key", "value"):
-        axes = specs[name].dim_axes[_SEQUENCE]
-        own = specs[name].placements
-        places = [Replicate() if axis in axes else place for axis, place in enumerate(own)]
-        found[name] = specs[name].with_placements(places)
-    return found
 
 
 def _home(specs: Specs, name: str, made: Any) -> DTensorSpec:
