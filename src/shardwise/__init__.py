@@ -54,9 +54,9 @@ from .tensor.factories import (
     zeros,
 )
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
+from .report import StepReport, explain
 from .tools.assert_layout import assert_layout
 from .tools.comm_debug import CommDebugMode
-from .tools.explain import explain
 from .tools.picture import picture
 from .tools.verify import verify
 
@@ -76,6 +76,7 @@ __all__ = [
     "Plan",
     "Replicate",
     "Shard",
+    "StepReport",
     "TensorMeta",
     "arange",
     "assert_layout",

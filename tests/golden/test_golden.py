@@ -98,7 +98,7 @@ def _plan(mesh: Any, size: tuple[int, int], src: tuple[Any, ...], dst: tuple[Any
         step.kind
         if step.is_local
         else f"{step.kind}({','.join(names[axis] for axis in step.axes)}) "
-        f"{step.elements_received * 4} B"
+        f"{step.bytes_received(4)} B"
         for step in steps_between(a, b)
     ]
     return f"{a} -> {b.layout_text()}: {', then '.join(steps) or 'nothing'}"
