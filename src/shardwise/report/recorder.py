@@ -78,10 +78,12 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, tuple[Block, _Watched]] = {}
         self._names: dict[int, str] = {}  # by id of the operator, which PyTorch keeps
         self._in_collective = False
+        self._cause = Cause("unknown", (), "", "forward")  # of the last local call
         self._slots: dict[DTensorSpec, tuple[int, ...]] = {}
 
     def __enter__(self) -> Self:
         gc.collect()  # what is garbage already is no part of the step
+        self._there = _memory_there()
         listen(self._on_collective)
         on_free.append(self._on_free)
         self.causes.watch()
@@ -113,7 +115,7 @@ class Recorder(TorchDispatchMode):
             return made
         end = self._now()
         name = self._name(func)
-        cause = self.causes.of_local_call(name)
+        cause = self._cause = self.causes.of_local_call(name)
         ranks = EVERYWHERE if func is _LIFT else self._read(args)
         if kwargs:
             ranks &= self._read(kwargs.values())
@@ -145,14 +147,14 @@ class Recorder(TorchDispatchMode):
             slots = self._slots[spec] = _ranks_by_slot(spec)
         # Values that are under way, or views not read yet, have no local tensors of their own.
         for part, ranks in zip(tensor.__dict__.get("_locals", ()), slots, strict=False):
-            self._before(part).held_by(ranks)
+            self._operand(part).held_by(ranks)
 
     def _read(self, values: Any) -> int:
         """The ranks that hold all of the operands among `values`."""
         ranks = EVERYWHERE
         for value in values:
             if isinstance(value, torch.Tensor):
-                ranks &= self._before(value).ranks
+                ranks &= self._operand(value).ranks
             elif type(value) in (list, tuple):
                 ranks &= self._read(value)
         return ranks
@@ -168,10 +170,19 @@ class Recorder(TorchDispatchMode):
 
     # --- memory ----------------------------------------------------------------------------------
 
-    def _before(self, tensor: torch.Tensor) -> Block:
-        """The block of an operand. One that no call has made was there before."""
-        found = self._alive.get(memory_of(tensor))
-        return self._hold(tensor, 0, EVERYWHERE, None) if found is None else found[0]
+    def _operand(self, tensor: torch.Tensor) -> Block:
+        """The block of an operand.
+
+        One that no call has made was there before, or is a state of random numbers or the like,
+        which PyTorch makes by itself.
+        """
+        key = memory_of(tensor)
+        found = self._alive.get(key)
+        if found is not None:
+            return found[0]
+        if key in self._there:
+            return self._hold(tensor, 0, EVERYWHERE, None)
+        return self._hold(tensor, self._now(), EVERYWHERE, self._cause)
 
     def _hold(self, tensor: torch.Tensor, now: int, ranks: int, cause: Cause | None) -> Block:
         """The block of a tensor's memory, a new one if it was not seen before or has grown."""
@@ -223,6 +234,18 @@ class Recorder(TorchDispatchMode):
                         self._hold(part, now, ranks, one.cause).held_by(ranks)
 
         return landed
+
+
+def _memory_there() -> set[int]:
+    """The memory of all tensors that Python knows."""
+    found = set()
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            try:
+                found.add(memory_of(each))
+            except (NotImplementedError, RuntimeError):
+                continue  # a sparse tensor, or a wrapper, has none
+    return found
 
 
 def _ranks_by_slot(layout: DTensorSpec | Boxes) -> tuple[int, ...]:
