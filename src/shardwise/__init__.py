@@ -38,6 +38,7 @@ from .parallel import (
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
+from .report import StepReport, explain
 from .tensor.dtensor import DTensor, distribute_tensor, redistribute, redistribute_all
 from .tensor.factories import (
     arange,
@@ -54,7 +55,6 @@ from .tensor.factories import (
     zeros,
 )
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
-from .report import StepReport, explain
 from .tools.assert_layout import assert_layout
 from .tools.comm_debug import CommDebugMode
 from .tools.picture import picture

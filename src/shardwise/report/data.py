@@ -51,9 +51,7 @@ def as_dict(report: StepReport) -> dict[str, Any]:
             "end": _time(one.end),
             "cause": causes[one.cause],
             "parameters": list(one.parameters),
-            "moves": [
-                [move.src.text(move.dtype), move.dst.text(move.dtype)] for move in one.moves
-            ],
+            "moves": [[move.src.text(move.dtype), move.dst.text(move.dtype)] for move in one.moves],
         }
         for one in report.collectives
     ]

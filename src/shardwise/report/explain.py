@@ -46,7 +46,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> [(one.kind, one.axes, one.bytes, one.cause.op) for one in report.collectives]
     [('all_reduce', ('tp',), 64, 'relu')]
     >>> report.memory().peak
-    176
+    240
     """
     if not callable(function):
         raise LayoutError(f"explain: {function!r} is no function. Give one, and its arguments.")

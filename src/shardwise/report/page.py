@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout.geometry import all_coords
-from ..layout.picture import as_html, panels_of
+from ..layout.mesh import Coord
+from ..layout.picture import Intervals, as_html, panels_of
 from ..redistribute.layout import Layout
 
 if TYPE_CHECKING:
@@ -41,5 +42,7 @@ def _picture(layout: Layout) -> str:
     coords = all_coords(where.shape)
     if len(coords) > _DRAWN:
         return ""
-    held = {coord: tuple((each,) for each in layout.box(coord)) for coord in coords}
+    held: dict[Coord, tuple[Intervals, ...]] = {
+        coord: tuple((each,) for each in layout.box(coord)) for coord in coords
+    }
     return as_html(panels_of(where, held, layout.partial))

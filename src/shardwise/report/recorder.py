@@ -8,9 +8,8 @@ from time import perf_counter_ns
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch import memory_of
+from .._torch import DispatchMode, memory_of, untraced
 from ..comm.events import Communication, Landed, Made, listen, on_free, unlisten
 from ..comm.protocol import Boxes
 from ..layout.geometry import all_coords
@@ -58,7 +57,7 @@ Call = tuple[str, int, int, int, Cause]
 """A local call: operator, begin and end, ranks, cause."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Records the steps that run in its `with` block.
 
     On a virtual mesh the ranks that hold a tensor are known from layouts; what is made in between
@@ -104,6 +103,7 @@ class Recorder(TorchDispatchMode):
 
     # --- calls -----------------------------------------------------------------------------------
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not torch.Tensor for kind in types):
             if Wrapper.public in types:
@@ -165,7 +165,8 @@ class Recorder(TorchDispatchMode):
             self._hold(made, now, ranks, cause)
             return not made.is_meta
         if type(made) in (list, tuple):
-            return any([self._write(each, now, ranks, cause) for each in made])
+            held = [self._write(each, now, ranks, cause) for each in made]
+            return any(held)
         return True
 
     # --- memory ----------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from .._torch import memory_of
 from ..storage.wrapper import Wrapper
 from ..tools.causes import Cause
@@ -149,8 +147,8 @@ def report_of(name: str, recorder: Recorder) -> StepReport:
     """The report of what a recorder has seen."""
     virtual = any(where.virtual for where in recorder.topologies)
     every = sorted({rank for where in recorder.topologies for rank in where.ranks}) or [0]
-    here = dist.get_rank() if dist.is_initialized() and not virtual else 0
-    ranks = tuple(every) if virtual else (here,)
+    here = [at.rank_of(at.coordinate) for at in recorder.topologies if at.coordinate is not None]
+    ranks = tuple(every) if virtual else (*here, 0)[:1]
 
     @cache
     def sets(bits: int) -> tuple[int, ...]:
@@ -187,7 +185,7 @@ def report_of(name: str, recorder: Recorder) -> StepReport:
 
 def _names_of_memory(recorder: Recorder) -> dict[int, str]:
     """The names of parameters, by their memory."""
-    found = {}
+    found: dict[int, str] = {}
     for module, own in recorder.causes.modules.parameters.items():
         for key, value in own.items():
             parts = value.__dict__.get("_locals", ()) if isinstance(value, Wrapper) else (value,)
@@ -246,7 +244,7 @@ def _sections(report: StepReport) -> Iterable[str]:
     yield _communication(report)
     for by in ("axis", "module", "line"):
         if report.collectives:
-            yield f"by {by}\n{_short(report.table(by))}"  # type: ignore[arg-type]
+            yield f"by {by}\n{_short(report.table(by))}"
     memory = report.memory()
     share = memory.at / report.seconds if report.seconds else 0.0
     head = (
@@ -257,7 +255,7 @@ def _sections(report: StepReport) -> Iterable[str]:
 
 
 def _communication(report: StepReport) -> str:
-    columns = ("collective", "axes", "bytes", "price", "pass", "operator", "line", "module", "moves")
+    names = "collective axes bytes price pass operator line module moves"
     rows = [
         (
             one.kind,
@@ -268,7 +266,7 @@ def _communication(report: StepReport) -> str:
             one.cause.op,
             one.cause.line,
             one.cause.module,
-            tuple(map(str, one.moves)),
+            _moves(one),
         )
         for one in report.collectives
     ]
@@ -279,7 +277,18 @@ def _communication(report: StepReport) -> str:
     )
     if report.checks:
         text += f"; {len(report.checks)} checks, {sum(c.bytes for c in report.checks):,} bytes"
-    return f"{text}\n{_short(_first(Table(columns, tuple(rows)), _SHOWN))}" if rows else text
+    return (
+        f"{text}\n{_short(_first(Table(tuple(names.split()), tuple(rows)), _SHOWN))}"
+        if rows
+        else text
+    )
+
+
+def _moves(one: Collective) -> str:
+    """The first move of a collective, and how many more there are."""
+    more = len(one.moves) - 1
+    first = str(one.moves[0]) if one.moves else ""
+    return f"{first}, and {more} more" if more > 0 else first
 
 
 def _first(table: Table, count: int) -> Table:
