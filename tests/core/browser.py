@@ -44,10 +44,11 @@ class Browser:
         self._count = 0
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        arguments = [f"--user-data-dir={self._folder.name}", f"--window-size={width},{height}"]
+        own = [f"--user-data-dir={self._folder.name}", f"--window-size={width},{height}"]
+        # The browser talks through its descriptors 3 and 4.
+        shell = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash"]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh"]
-            + [program, *FLAGS, *arguments, "about:blank"],
+            [*shell, program, *FLAGS, *own, "about:blank"],
             pass_fds=(theirs_in, theirs_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
 from ..tools.causes import Cause, Causes
 from ..tools.collectives import Collective, collective_of
+from ..tools.who_moves import tensors_moving
 
 EVERYWHERE = -1
 """The set of all ranks; sets of ranks are numbers with a bit for each rank."""
@@ -218,6 +219,9 @@ class Recorder(DispatchMode):
 
     def _on_collective(self, event: Communication) -> Landed:
         one, begin = collective_of(event, self.causes), self._now()
+        for tensor in tensors_moving():
+            if isinstance(tensor, Wrapper):
+                self._on_operand(tensor)
         virtual = event.topology.virtual
         self.topologies[event.topology] = None
         self._in_collective = virtual

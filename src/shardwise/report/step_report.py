@@ -277,11 +277,8 @@ def _communication(report: StepReport) -> str:
     )
     if report.checks:
         text += f"; {len(report.checks)} checks, {sum(c.bytes for c in report.checks):,} bytes"
-    return (
-        f"{text}\n{_short(_first(Table(tuple(names.split()), tuple(rows)), _SHOWN))}"
-        if rows
-        else text
-    )
+    table = Table(tuple(names.split()), tuple(rows))
+    return f"{text}\n{_short(_first(table, _SHOWN))}" if rows else text
 
 
 def _moves(one: Collective) -> str:
