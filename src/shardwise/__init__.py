@@ -4,6 +4,8 @@ Write a program for one device; Shardwise runs it on a mesh of devices and gives
 answer.
 """
 
+from typing import TYPE_CHECKING
+
 from . import errors, random, register
 from . import forms as forms  # importing it registers the distributed forms
 from .comm.lockstep import lockstep
@@ -16,7 +18,7 @@ from .config import (
     ragged_results,
 )
 from .layout.cost import Link
-from .layout.make_mesh import DeviceMesh, init_device_mesh, is_virtual
+from .layout.make_mesh import init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import (
@@ -31,6 +33,7 @@ from .parallel import (
     make_plan,
     materialize,
     parallelize_module,
+    replicate,
     save_checkpoint,
     save_safetensors,
     shard_module,
@@ -59,6 +62,11 @@ from .tools.assert_layout import assert_layout
 from .tools.comm_debug import CommDebugMode
 from .tools.picture import picture
 from .tools.verify import verify
+
+if TYPE_CHECKING:  # an annotation that fits both kinds of mesh
+    from torch.distributed.device_mesh import DeviceMesh
+else:
+    from .layout.make_mesh import DeviceMesh
 
 __version__ = "0.1.0"
 
@@ -121,6 +129,7 @@ __all__ = [
     "redistribute_all",
     "register",
     "register_rule",
+    "replicate",
     "save_checkpoint",
     "save_safetensors",
     "shard_module",

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise import DTensor
 from shardwise.comm import all_to_all, process
 
 
@@ -47,13 +48,12 @@ class Peak:
 
     def see(self, given: list[Any], made: list[Any]) -> None:
         """Count what was made of what was given."""
-        before = {_memory(each) for each in given if isinstance(each, torch.Tensor)}
+        before = set(map(_memory, _held_by(given)))
         with self._lock:
-            for each in made:
-                if isinstance(each, torch.Tensor):
-                    key = _memory(each)
-                    if key in self._made or key not in before:  # no view of what was there
-                        self._made.setdefault(key, []).append(weakref.ref(each))
+            for each in _held_by(made):
+                key = _memory(each)
+                if key in self._made or key not in before:  # no view of what was there
+                    self._made.setdefault(key, []).append(weakref.ref(each))
             self.most = max(self.most, self._held())
 
     def now(self) -> int:
@@ -85,6 +85,12 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._peak.see(tree_leaves((args, kwargs)), tree_leaves(result))
         return result
+
+
+def _held_by(values: list[Any]) -> list[torch.Tensor]:
+    """The tensors among values; a DTensor holds its local tensors."""
+    parts = [v._locals if isinstance(v, DTensor) else [v] for v in values]
+    return [each for part in parts for each in part if isinstance(each, torch.Tensor)]
 
 
 def _memory(value: torch.Tensor) -> int:

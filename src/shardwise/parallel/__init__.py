@@ -1,13 +1,14 @@
 """Whole modules on a mesh."""
 
 from .follow import follow_layouts
-from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from .fully_shard import FSDPModule, fully_shard
 from .local_map import local_map
 from .loss import loss_parallel
 from .materialize import materialize
 from .module import distribute_module
 from .parallelize import parallelize_module
 from .plan import Plan, make_plan
+from .replicate import ReplicateModule, replicate
 from .saving import (
     full_state_dict,
     load_checkpoint,
@@ -25,6 +26,7 @@ from .style import (
     RowwiseParallel,
     SequenceParallel,
 )
+from .units import MixedPrecisionPolicy
 
 __all__ = [
     "ColwiseParallel",
@@ -35,6 +37,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicateModule",
     "RowwiseParallel",
     "SequenceParallel",
     "distribute_module",
@@ -48,6 +51,7 @@ __all__ = [
     "make_plan",
     "materialize",
     "parallelize_module",
+    "replicate",
     "save_checkpoint",
     "save_safetensors",
     "shard_module",

@@ -49,7 +49,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     240
     """
     if not callable(function):
-        raise LayoutError(f"explain: {function!r} is no function. Give one, and its arguments.")
+        raise LayoutError(
+            "explain: a function and its arguments are needed, but got a "
+            f"{type(function).__name__}. Write for example explain(torch.matmul, x, w)."
+        )
     if _is_pytorchs(function):
         return explain_call(function, *args, **kwargs)
     return explain_step(function, *args, **kwargs)
