@@ -112,7 +112,7 @@ def test_memory_is_shown_at_the_time_of_a_click(report: StepReport, browser: Bro
     assert browser.read(total) == memory.peak
     browser.click("#memory", across=0.15)
     width = browser.read("document.getElementById('memory').getBoundingClientRect().width")
-    time = (0.15 * width - 92) / (width - 100) * report.seconds
+    time = (0.15 * width - 104) / (width - 112) * report.seconds
     expected = [held for at, held in memory.curve if at <= time][-1]
     assert browser.read(total) == expected < memory.peak
     browser.click("#to-peak")
@@ -124,7 +124,7 @@ def test_a_collective_of_the_timeline_opens_its_row(report: StepReport, browser:
     last = report.collectives[-1]
     middle = (last.begin + last.end) / 2 / report.seconds
     width = browser.read("document.getElementById('timeline').getBoundingClientRect().width")
-    browser.click("#timeline", across=(92 + middle * (width - 100)) / width, down=0.62)
+    browser.click("#timeline", across=(104 + middle * (width - 112)) / width, down=0.62)
     opened = "document.querySelector('#collectives tr.open td:nth-child(2)').textContent"
     assert browser.read(opened) == last.kind
 
