@@ -234,6 +234,7 @@ WHOLE: Layout = {}
 DIM0: Layout = {"*": {"dp": Shard(0)}}
 """Of inputs: data parallelism. Of parameters: fully sharded training."""
 SEQUENCE: Layout = {"*": {"tp": Shard(1)}}
+CONTEXT: Layout = {"*": {"cp": Shard(1, split=2)}}
 DATA_AND_SEQUENCE: Layout = {"*": {"dp": Shard(0), "tp": Shard(1)}}
 
 GPT_TP: Layout = {
@@ -264,6 +265,7 @@ LORA_TP: Layout = {
     "*.down.a": {"tp": Shard(0)},
 }
 EXPERTS: Layout = {"*.mlp.up": {"ep": Shard(0)}, "*.mlp.down": {"ep": Shard(0)}}
+GATED_EXPERTS: Layout = {**EXPERTS, "*.mlp.gate": {"ep": Shard(0)}}
 VIT_TP: Layout = {
     "*.qkv.*": {"tp": Shard(0, split=3)},  # queries, keys and values one after the other
     "*.proj.weight": {"tp": Shard(1)},
@@ -350,6 +352,14 @@ def _transformers() -> Iterator[Program]:
     yield llama(
         "llama, sequence parallel", batch=few, mesh=TP, inputs=SEQUENCE, parameters=LLAMA_TP
     )
+    yield llama("llama, context parallel", batch=few, mesh={"cp": 4}, inputs=CONTEXT)
+    yield llama(
+        "llama, context x tensor",
+        batch=few,
+        mesh={"cp": 2, "tp": 2},
+        inputs=CONTEXT,
+        parameters=LLAMA_TP,
+    )
     yield llama(
         "llama, LoRA, tensor parallel",
         model=lambda: transformer.lora(transformer.Llama()),
@@ -381,6 +391,14 @@ def _experts() -> Iterator[Program]:
     yield llama("moe top 8, tensor parallel", top8, mesh=TP, inputs=WHOLE, parameters=LLAMA_TP)
     yield llama(
         "moe top 2, expert parallel", stacked, mesh={"ep": 4}, inputs=WHOLE, parameters=EXPERTS
+    )
+    sent = partial(llama, model=model(moe.DispatchedExperts), parameters=GATED_EXPERTS)
+    yield sent("moe dispatched, expert parallel", mesh={"ep": 4}, inputs={"*": {"ep": Shard(0)}})
+    yield sent("moe dispatched, whole tokens", mesh={"ep": 4}, inputs=WHOLE)
+    yield sent(
+        "moe dispatched, data x expert",
+        mesh={"dp": 2, "ep": 2},
+        inputs={"*": {"dp": Shard(0), "ep": Shard(0)}},
     )
 
 

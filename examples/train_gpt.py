@@ -3,6 +3,7 @@
     python examples/train_gpt.py                                    # four ranks in one process
     python examples/train_gpt.py --mesh tp=4 --sequence-parallel    # another mesh, the same losses
     python examples/train_gpt.py --mesh dp=4 --fsdp
+    python examples/train_gpt.py --mesh cp=2,tp=2 --cp
     torchrun --nproc-per-node 4 examples/train_gpt.py               # four processes
 
 The model learns the text of this file, letter by letter. Nothing in the model or in `train` knows
@@ -75,8 +76,9 @@ def train(
     losses = []
     for _ in tqdm(range(steps), title, disable=None if sw.is_first_rank() else True):
         starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
-        batch = lay_out(TEXT[starts + torch.arange(LENGTH + 1)])
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        batch = TEXT[starts + torch.arange(LENGTH + 1)]
+        inputs, targets = lay_out(batch[:, :-1]), lay_out(batch[:, 1:])
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -92,17 +94,21 @@ def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
     return sw.fully_shard(model, mesh["dp"])
 
 
-def show_memory(mesh: sw.DeviceMesh, plan: dict, say) -> None:
+def show_memory(
+    mesh: sw.DeviceMesh, plan: dict[str, dict[str, Shard]], say: Callable[[str], None]
+) -> None:
     """What the first rank holds of parameters, gradients and the two moments of AdamW."""
     models = {
         "replicated": sw.replicate(GPT(), mesh),
         "sharded": sw.shard_module(GPT(), mesh, plan),
     }
-    if "dp" in mesh.mesh_dim_names:
+    if "dp" in (mesh.mesh_dim_names or ()):
         models["fully sharded"] = fully_shard(sw.shard_module(GPT(), mesh, plan), mesh)
     say("\nmemory of a rank for parameters, gradients and AdamW:")
     for name, model in models.items():
-        local = [parameter.detach().to_local() for parameter in model.parameters()]
+        parameters = [each for each in model.parameters() if isinstance(each, sw.DTensor)]
+        with torch.no_grad():
+            local = [parameter.to_local() for parameter in parameters]
         held = 4 * sum(getattr(part, "parts", [part])[0].nbytes for part in local)
         say(f"{name:>14}  {held / 1024:7.0f} KiB")
 
@@ -113,6 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the text over tp")
     parser.add_argument("--fsdp", action="store_true", help="shard parameters over dp too")
+    parser.add_argument("--cp", action="store_true", help="shard text and attention over cp")
     parser.add_argument("--picture", type=Path, help="a PNG for the loss curves")
     parser.add_argument("--report", type=Path, help="a page for the report of a step")
     given = parser.parse_args()
@@ -131,6 +138,8 @@ def main() -> None:
     layout = {"dp": Shard(0)} if "dp" in axes else {}
     if given.sequence_parallel:
         layout["tp"] = Shard(1)
+    if given.cp:
+        layout["cp"] = Shard(1, split=8)  # early and late letters: causal work is shared evenly
 
     def lay_out(batch: Tensor) -> Tensor:
         return sw.distribute_tensor(batch, mesh, layout)

@@ -56,6 +56,15 @@ LSTM_PLAN: dict[Any, ByAxis] = {
     "head.*": {"tp": Shard(0)},
     "lstm.weight_*": {"tp": Shard(1)},
 }
+EXPERT_PLAN: dict[Any, ByAxis] = {
+    f"*.mlp.{name}": {"ep": Shard(0)} for name in ("gate", "up", "down")
+}
+EXPERT_TENSOR_PLAN: dict[Any, ByAxis] = {
+    **{name: places for name, places in LLAMA_PLAN.items() if "[qkv]" in name or ".o." in name},
+    "*.mlp.gate": {"ep": Shard(0), "tp": Shard(2)},
+    "*.mlp.up": {"ep": Shard(0), "tp": Shard(2)},
+    "*.mlp.down": {"ep": Shard(0), "tp": Shard(1)},
+}
 FULLY_SHARDED: dict[Any, ByAxis] = {"*": {"dp": Shard(0)}}
 
 
@@ -73,12 +82,32 @@ def gpt() -> nn.Module:
     return transformer.GPT(layers=4)
 
 
+class FusedAttention(transformer.GPTAttention):
+    """The attention of GPT by PyTorch's kernel."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).permute(3, 0, 2, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+
+
+def fused_gpt() -> nn.Module:
+    model = transformer.GPT(layers=2)
+    for block in model.blocks:
+        block.attention = FusedAttention(transformer.WIDTH, transformer.HEADS, 0.1)
+    return model
+
+
 def block_of_llama() -> nn.Module:
     return transformer.Llama(layers=1)
 
 
 def mixture() -> nn.Module:
     return transformer.Llama(layers=1, mlp=moe.LoopedExperts)
+
+
+def dispatched() -> nn.Module:
+    return transformer.Llama(layers=1, mlp=moe.DispatchedExperts)
 
 
 def adapters() -> nn.Module:
@@ -103,18 +132,28 @@ class ResNetBlock(nn.Module):
 
 DP, TP, DP_TP = {"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}
 DATA, SEQUENCE = {"dp": Shard(0)}, {"tp": Shard(1)}
+CP, CP_TP, CONTEXT = {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": Shard(1, split=2)}
 RUNS = {
     "gpt, dp": Run(gpt, DP, batch=DATA),
     "gpt, tp": Run(gpt, TP, GPT_PLAN),
     "gpt, dp x tp": Run(gpt, DP_TP, GPT_PLAN, DATA),
     "gpt, sequence": Run(gpt, TP, GPT_PLAN, SEQUENCE),
     "gpt, fully sharded x tp": Run(gpt, DP_TP, {**GPT_PLAN, **FULLY_SHARDED}, DATA),
+    "gpt, context": Run(fused_gpt, CP, batch=CONTEXT),
+    "gpt, context by heads": Run(fused_gpt, CP, batch={"cp": Shard(1)}),
+    "gpt, context x tp": Run(fused_gpt, CP_TP, GPT_PLAN, CONTEXT),
+    "llama, context x tp": Run(block_of_llama, CP_TP, LLAMA_PLAN, CONTEXT),
     "llama, dp x tp": Run(block_of_llama, DP_TP, LLAMA_PLAN, DATA),
     "llama, auto": Run(block_of_llama, DP_TP, "auto", DATA),
     "resnet, dp": Run(ResNetBlock, DP, batch=DATA),
     "resnet, channels": Run(ResNetBlock, DP_TP, CHANNELS, DATA),
     "lstm, dp x tp": Run(others.LSTM, DP_TP, LSTM_PLAN, DATA),
     "moe, dp x tp": Run(mixture, DP_TP, LLAMA_PLAN, DATA),
+    "dispatched, ep": Run(dispatched, {"ep": 4}, EXPERT_PLAN, {"ep": Shard(0)}),
+    "dispatched, ep x tp": Run(
+        dispatched, {"ep": 2, "tp": 2}, EXPERT_TENSOR_PLAN, {"ep": Shard(0)}
+    ),
+    "dispatched, dp x ep": Run(dispatched, {"dp": 2, "ep": 2}, EXPERT_PLAN, DATA),
     "lora, dp x tp": Run(adapters, DP_TP, LORA_PLAN, DATA),
 }
 

@@ -22,8 +22,11 @@ from .layout.make_mesh import init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import (
+    Dispatched,
     MixedPrecisionPolicy,
     Plan,
+    context_parallel,
+    dispatch,
     distribute_module,
     follow_layouts,
     full_state_dict,
@@ -75,6 +78,7 @@ __all__ = [
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",
+    "Dispatched",
     "Explanation",
     "Link",
     "MixedPrecisionPolicy",
@@ -89,6 +93,8 @@ __all__ = [
     "arange",
     "assert_layout",
     "communication",
+    "context_parallel",
+    "dispatch",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -41,7 +41,7 @@ def test_an_example_runs_in_one_process(name: str) -> None:
     assert printed(name)
 
 
-@pytest.mark.parametrize("name", ["train_gpt", "moe", "conv"])
+@pytest.mark.parametrize("name", ["train_gpt", "moe", "conv", "long_context"])
 def test_an_example_prints_the_loss_beside_that_of_one_device(name: str) -> None:
     found = losses(printed(name))
     assert found[0][0] == "0"
@@ -63,6 +63,8 @@ def test_the_demo_says_what_each_module_communicates(tmp_path: Path) -> None:
     [
         pytest.param(("--mesh", "tp=4", "--sequence-parallel"), marks=_thorough),
         ("--mesh", "dp=4", "--fsdp"),
+        ("--mesh", "cp=2,tp=2", "--cp"),
+        pytest.param(("--mesh", "cp=4", "--cp"), marks=_thorough),
         pytest.param(("--fsdp",), marks=_thorough),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a process really holds while a layout changes."""
+"""What a process really holds while a layout changes, or a call of DTensors runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardwise.comm import all_to_all, process
 
 
 class Peak:
-    """The most bytes that tensors made here have held at one time.
+    """The most bytes that tensors made here have held at one time, and those of the largest.
 
     A tensor counts as long as anybody has it, with the memory that it has. What gloo is given it
     has to the end: its own threads may be slow to let go.
     """
 
     def __init__(self) -> None:
-        self.most = 0
+        self.most = self.largest = 0
         self._lock = threading.RLock()
         self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # by memory
         self._given: list[Any] = []
@@ -54,6 +54,7 @@ class Peak:
                 key = _memory(each)
                 if key in self._made or key not in before:  # no view of what was there
                     self._made.setdefault(key, []).append(weakref.ref(each))
+                    self.largest = max(self.largest, each.untyped_storage().nbytes())
             self.most = max(self.most, self._held())
 
     def now(self) -> int:
@@ -82,6 +83,8 @@ class _Watch(TorchDispatchMode):
         self._peak = peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local calls come by
         result = func(*args, **(kwargs or {}))
         self._peak.see(tree_leaves((args, kwargs)), tree_leaves(result))
         return result

@@ -133,6 +133,12 @@ class VirtualMesh(_MeshInterface):
 AnyMesh = VirtualMesh | TorchDeviceMesh
 
 
+def whole_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh that `mesh` was taken from, such as that of `mesh["tp"]`; itself if from none."""
+    found: AnyMesh = mesh.root if isinstance(mesh, VirtualMesh) else root_mesh(mesh)
+    return found
+
+
 def _no_single_rank(method: str) -> str:
     return (
         f"{method}: in a virtual mesh this process is every rank, so there is no single answer.\n"
@@ -236,7 +242,7 @@ def axes_in(part: Topology, whole: Topology) -> tuple[int, ...] | None:
 
 def joined(mesh: AnyMesh, other: Topology) -> Topology | None:
     """The mesh with the axes of two parts of one mesh; None if they are not parts of one."""
-    root: Any = mesh.root if isinstance(mesh, VirtualMesh) else root_mesh(mesh)
+    root: Any = whole_mesh(mesh)
     names = {*topology(mesh).names, *other.names}
     have = tuple(name for name in root.mesh_dim_names or () if name in names)
     if set(have) != names:
