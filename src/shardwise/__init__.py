@@ -44,6 +44,7 @@ from .parallel import (
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
+from .report import StepReport, explain
 from .tensor.dtensor import DTensor, distribute_tensor, redistribute, redistribute_all
 from .tensor.factories import (
     arange,
@@ -62,7 +63,6 @@ from .tensor.factories import (
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
 from .tools.assert_layout import assert_layout
 from .tools.comm_debug import CommDebugMode
-from .tools.explain import explain
 from .tools.picture import picture
 from .tools.verify import verify
 
@@ -88,6 +88,7 @@ __all__ = [
     "Plan",
     "Replicate",
     "Shard",
+    "StepReport",
     "TensorMeta",
     "arange",
     "assert_layout",

@@ -18,7 +18,7 @@ import torch.utils._pytree
 from torch._library.opaque_object import register_opaque_type
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -256,6 +256,17 @@ def untraced(function: Function) -> Function:
         skip = frames._FrameAction.SKIP
         set_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode whose `__torch_dispatch__` is `untraced`.
+
+    PyTorch would wrap it so that the compiler leaves it out, which takes microseconds in each call.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def called_in_graph(function: Function) -> Function:

@@ -30,6 +30,7 @@ ORDER = [
     "interop",
     "parallel",
     "tools",
+    "report",
     "experimental",
     "debug",
     "__init__",

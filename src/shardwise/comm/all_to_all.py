@@ -18,6 +18,7 @@ from ..config import current
 from ..layout.geometry import Box, box_numel
 from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
+from .events import on_free
 from .group import Group, all_to_all
 from .protocol import Job, Launch, Out, Parcel, Wait, narrow
 
@@ -42,6 +43,8 @@ def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) 
         memory = part.untyped_storage()
         if part.device.type != "meta" and memory.data_ptr() not in keep:
             memory.resize_(0)
+            for observer in on_free:
+                observer(memory)
 
 
 def chunks(box: Box, most: int) -> list[Box]:

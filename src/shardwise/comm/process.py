@@ -19,7 +19,7 @@ from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import refuse_forked
 from .all_to_all import buffer_size, give_back, rounds
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
-from .events import record
+from .events import Communication, record
 from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
@@ -56,10 +56,13 @@ class ProcessEngine:
         if is_compared():
             compare(topology.ranks, "a comparison of one number")
         axes = tuple(range(topology.ndim))
-        record("check", topology, axes, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        for group in reduction_groups(topology, axes):
+        groups = reduction_groups(topology, axes)
+        received = sum([2 * (n - 1) * low.nbytes // n for n in [group.size() for group in groups]])
+        landed = record(Communication("check", topology, axes, received))
+        for group in groups:
             all_reduce(group, low, dist.ReduceOp.MIN)()
+        landed(())
         return bool(low[0] == -low[1])
 
 

@@ -105,6 +105,11 @@ def _link(given: LinkLike) -> Link:
     return PRESETS[given]
 
 
+def slowest(links: Sequence[Link], nbytes: int) -> int:
+    """The price of a collective over several links, by the slowest of them."""
+    return max([link.start for link in links]) + nbytes * max([link.per_byte for link in links])
+
+
 def move_cost(src: Placement, dst: Placement, count: int, nbytes: int, link: Link = DEFAULT) -> int:
     """The price of moving a local tensor of `nbytes` from `src` to `dst` on `count` ranks."""
     if src is dst or src.is_replicate() or count == 1:

@@ -141,8 +141,9 @@ def _costs(steps: Sequence[Step], dtype: torch.dtype) -> Iterator[StepCost]:
         }
         before, after = step.src.topology, step.dst.topology
         names = tuple(before.names[axis] for axis in step.axes)
-        sent = {before.rank_of(c): step.sent(c) * dtype.itemsize for c in all_coords(before.shape)}
-        got = {after.rank_of(c): step.received(c) * dtype.itemsize for c in all_coords(after.shape)}
+        size = dtype.itemsize
+        sent = {before.rank_of(c): step.sent(c, size) for c in all_coords(before.shape)}
+        got = {after.rank_of(c): step.received(c, size) for c in all_coords(after.shape)}
         everywhere = [{rank: each.get(rank, 0) for rank in held} for each in (sent, got)]
         if step.kind != "view":
             yield StepCost(step.kind, names, everywhere[0], everywhere[1], held)

@@ -224,7 +224,7 @@ def describe_moves(
     for operand, dst in moves:
         src = specs[operand]
         kinds = [
-            f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
+            f"{step.kind}, {step.bytes_received(src.dtype.itemsize)} B received per rank"
             for step in steps_between(src, dst)
             if not step.is_local
         ]
