@@ -6,6 +6,7 @@ answer.
 
 from . import errors, random, register
 from . import forms as forms  # importing it registers the distributed forms
+from .capture import Captured, capture
 from .comm.lockstep import lockstep
 from .config import (
     communication,
@@ -63,6 +64,7 @@ from .tools.verify import verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "Captured",
     "CommDebugMode",
     "DTensor",
     "DTensorSpec",
@@ -79,6 +81,7 @@ __all__ = [
     "TensorMeta",
     "arange",
     "assert_layout",
+    "capture",
     "communication",
     "distribute_module",
     "distribute_tensor",

@@ -20,6 +20,7 @@ from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
 from .group import Group, all_to_all
 from .protocol import Job, Launch, Parcel, Wait, narrow
+from .recording import recorder
 
 # --- the buffer ----------------------------------------------------------------------------------
 
@@ -35,7 +36,7 @@ def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) 
     To drop them is not enough: gloo's thread may hold its tensors for a while after the wait, and
     another buffer is made meanwhile.
     """
-    if is_tracing():  # a graph frees by itself
+    if is_tracing() or recorder() is not None:  # a graph frees by itself
         return
     keep = {each.untyped_storage().data_ptr() for each in kept}
     for part in parts:
