@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch import OpOverload, local_function
+from .._torch import OpOverload, local_function, set_grad_enabled
 from ..storage.wrapper import wrap
 from .record import Output, Recording
 from .recorder import Input, finish
@@ -92,11 +92,15 @@ class Emitter:
 def emit(recording: Recording, graph: fx.Graph, names: dict[str, Any]) -> tuple[str, Any]:
     """The source of a replay, and the function: it takes the leaves of the arguments, and returns
     the results and the new gradients."""
-    emitter = Emitter({**names, "wrap": wrap, "Missed": Missed})
+    emitter = Emitter({**names, "wrap": wrap, "Missed": Missed, "set_grad_enabled": set_grad_enabled})
     lines = _feed(recording.seen.inputs, graph, emitter)
     dying = _last_uses(graph)
+    enabled = None
     for node in graph.nodes:
         if node.op == "call_function":
+            if node.meta.get("grad", enabled) is not enabled:
+                enabled = node.meta["grad"]
+                lines.append(f"set_grad_enabled({enabled})")
             lines.append(emitter.statement(node))
             if dying.get(node):
                 lines.append(" = ".join([each.name for each in dying[node]]) + " = None")

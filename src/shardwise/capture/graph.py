@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from .._torch import pytree
+from .._torch import below_autograd, pytree
 from ..comm.dtypes import as_bytes
 from ..comm.events import is_heard
 from ..comm.events import record as tell
@@ -82,7 +82,8 @@ class Graph:
                 tell(*event)
         try:
             with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
+                stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+                stack.enter_context(below_autograd())
                 if torch.is_autocast_enabled("cpu"):  # casts are part of the graph
                     stack.enter_context(torch.autocast("cpu", enabled=False))
                 made, grads = self._function(flat)

@@ -204,6 +204,7 @@ class Recorder(TorchDispatchMode):
             func, tuple(nodes), {name: self._argument(v) for name, v in kwargs.items()}
         )
         node.meta["line"] = user_place()
+        node.meta["grad"] = torch.is_grad_enabled()
         if draws:
             self._note_state(node, True)
         return self._result(func, node, out)
