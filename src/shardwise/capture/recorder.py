@@ -210,6 +210,7 @@ class Recorder(TorchDispatchMode):
         return self._result(func, node, out)
 
     def _result(self, func: Any, node: fx.Node, out: Any) -> Any:
+        """What a call returns, with its node; a float that is read becomes a symbol."""
         if isinstance(out, torch.Tensor):
             if self._nodes.get(out) is None:  # else it was written in place
                 self._nodes[out] = self._described(node, out)
@@ -220,7 +221,7 @@ class Recorder(TorchDispatchMode):
                     self._nodes[each] = self._described(item, each)
         elif func is aten._local_scalar_dense.default and type(out) is float:
             return symbol(Number(self, node, out, False))
-        elif out is not None:
+        elif out is not None and node.all_input_nodes:
             self.refuse(f"the step reads a value of a tensor (by {func})")
         return out
 
