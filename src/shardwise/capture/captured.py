@@ -25,6 +25,8 @@ WARM = 2
 """How many calls with arguments of one kind run eagerly before one is recorded."""
 MOST_GRAPHS = 8
 """How many graphs a captured step makes; what fits none of them runs eagerly."""
+_MOST_TRIES = 8
+"""How often a recording is compared with one of another branch before the step is refused."""
 _MOST_KINDS = 64
 """How many kinds of arguments are remembered."""
 
@@ -77,7 +79,10 @@ class Captured:
         if case.refused:
             raise CaptureError(case.refused)
         for graph in case.graphs:
-            if graph.fits(flat):
+            changed = graph.changed()
+            if changed is not None:
+                self._tell(f"the variable {changed!r} has another value, so another graph is made")
+            elif graph.takes(flat):
                 return self._replay(case, graph, flat, tree)
         return self._record(case, flat, tree)
 
@@ -159,22 +164,20 @@ class Captured:
         self._counts["recorded"] += 1
         result, made = record(self.eager, flat, tree, state)
         first, case.first = case.first, None
-        reason = next(iter(made.seen.refusals), None)
-        if reason is None and first is None:
-            case.first = made
-            return _detached(result)
-        if reason is None and first is not None:
-            if [truth for _, truth in first.seen.guards] != [t for _, t in made.seen.guards]:
-                case.first = made  # a hyperparameter led to another branch: compare with the next
-                return _detached(result)
-            reason = difference(first, made)
         meshes = state.topologies(flat)
+        reason = next(iter(made.seen.refusals), None)
+        again = first is None or first.branches != made.branches
+        if first is not None and (not again or case.calls >= WARM + _MOST_TRIES):
+            reason = reason or difference(first, made)
         reason = all_agree(meshes, made, reason)
-        if reason is None:
+        if reason is not None:
+            self._refuse(case, reason)
+        elif again:
+            case.first = made  # to be compared with the next call
+            case.calls += 1
+        else:
             case.graphs.append(Graph(made, state, meshes, self._passes))
             self._counts["graphs"] += 1
-        else:
-            self._refuse(case, reason)
         return _detached(result)
 
     def _refuse(self, case: _Case, reason: str) -> None:

@@ -92,7 +92,9 @@ class Emitter:
 def emit(recording: Recording, graph: fx.Graph, names: dict[str, Any]) -> tuple[str, Any]:
     """The source of a replay, and the function: it takes the leaves of the arguments, and returns
     the results and the new gradients."""
-    emitter = Emitter({**names, "wrap": wrap, "Missed": Missed, "set_grad_enabled": set_grad_enabled})
+    emitter = Emitter(
+        {**names, "wrap": wrap, "Missed": Missed, "set_grad_enabled": set_grad_enabled}
+    )
     lines = _feed(recording.seen.inputs, graph, emitter)
     dying = _last_uses(graph)
     enabled = None

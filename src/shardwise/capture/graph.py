@@ -37,10 +37,11 @@ class Graph:
         self.recording, self.state, self.meshes = recording, state, meshes
         self.is_verified = False
         seen = recording.seen
-        names = {**state.names(), "constants": seen.constants, "held": recording.held}
+        held = {each.name: each.value for each in recording.variables}
+        names = {**state.names(), "constants": seen.constants, "variables": held}
         self._guard = emit_guards(recording, names)
         end = next(node for node in reversed(seen.graph.nodes) if node.op == "output")
-        end.args = ((end.args[0][0], []),)  # type: ignore[index]
+        end.args = ((end.args[0][0], []),)
         for each in passes:
             each(seen.graph)
         seen.graph.lint()
@@ -49,16 +50,18 @@ class Graph:
         self._written = emit_list([each.expression for each in written], names)
         self._labels = [each.label for each in written]
         owners = [each.expression.partition("._locals[") for each in written]
-        found = dict.fromkeys(owner for owner, part, _ in owners if part)
-        self._owners = emit_list(list(found), names)
-        for each in seen.inputs:
-            each.value = None  # tensors are found anew; the recorded ones may go
+        unique = dict.fromkeys(owner for owner, part, _ in owners if part)
+        self._owners = emit_list(list(unique), names)
+        for found in seen.inputs:
+            found.value = None  # tensors are found anew; the recorded ones may go
 
-    def fits(self, flat: Sequence[Any]) -> bool:
-        """True if variables hold the same tensors, and hyperparameters lead to the same branches as
-        in the recorded call."""
-        held = self.recording.held.values()
-        return all(_is_same(get, value) for value, get, _ in held) and self._guard(flat)
+    def changed(self) -> str | None:
+        """The name of a variable that has another value than in the recorded call."""
+        return next((each.name for each in self.recording.variables if not each.is_same()), None)
+
+    def takes(self, flat: Sequence[Any]) -> bool:
+        """True if hyperparameters lead to the same branches as in the recorded call."""
+        return self._guard(flat)
 
     def run(self, flat: Sequence[Any]) -> Any:
         """Replay the step."""
@@ -114,27 +117,17 @@ class Graph:
             generator.set_state(state)
         result = eager()
         pairs = list(zip(self._labels, self._written(flat), replayed, strict=True))
-        pairs += zip(["a value that the step returns"] * len(made), _leaves(result), made)
+        returned = pytree.tree_leaves(result)
+        pairs.append(("the number of values that the step returns", len(returned), len(made)))
+        pairs += [("a value that the step returns", *pair) for pair in zip(returned, made)]  # noqa: B905
         for (place, _), grad in zip(self.recording.grads, grads, strict=True):
             label = f"the gradient of {self.state.labels[place]}"
             pairs.append((label, self.state.tensors[place].grad, grad))
         states = [generator.get_state() for generator in generators]
-        pairs += zip(["the state of the generator"] * len(states), states, drawn)
+        pairs += [("a random state", *pair) for pair in zip(states, drawn, strict=True)]
         bad = [label for label, one, other in pairs if not _same_bits(one, other)]
         text = f"the first replay and the eager step differ in {bad[0]}" if bad else None
         return result, text
-
-
-def _is_same(get: Callable[[], Any], value: Any) -> bool:
-    try:
-        return get() is value
-    except (LookupError, TypeError, AttributeError, ValueError):  # the variable is gone
-        return False
-
-
-def _leaves(result: Any) -> list[Any]:
-    found: list[Any] = pytree.tree_leaves(result)
-    return found
 
 
 def _same_bits(one: Any, other: Any) -> bool:

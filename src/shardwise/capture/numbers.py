@@ -79,11 +79,9 @@ class Number:
 
     wrap_int = wrap_float = wrap_bool = _constant
 
-    def _graph_repr(self) -> str:
+    def _graph_repr(self) -> Any:
         self.ledger.refuse("the step turns a number into text")
-        return str(self.hint)
-
-    str = _graph_repr  # noqa: A003
+        return repr(self.hint)
 
     def compute(self, function: Callable[..., Any], *others: Number) -> Number:
         """The number that a function gives, recorded."""
@@ -149,6 +147,7 @@ def _method(function: Callable[..., Any]) -> Callable[..., Number]:
 
 for _name, _function in _FUNCTIONS.items():
     setattr(Number, _name, _method(_function))
+setattr(Number, "str", Number._graph_repr)  # noqa: B010  # the name would hide the type
 
 
 def symbol(number: Number) -> Any:

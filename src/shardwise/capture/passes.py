@@ -35,17 +35,17 @@ def fold_views(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
-        base = node.args[0]
+        base: Any = node.args[0]
+        found: Any = None
         if node.target in (aten.detach.default, aten.alias.default):
             found = base
         elif node.target is aten.t.default and base.target is aten.t.default:
             found = base.args[0]
         elif node.target in _VIEWS and _layout(node) == _layout(base) is not None:
             found = base
-        else:
-            continue
-        node.replace_all_uses_with(found)
-        graph.erase_node(node)
+        if found is not None:
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
 
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default)

@@ -15,7 +15,8 @@ from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
 from .numbers import Number
 from .recorder import Recorded, Recorder, recording
-from .state import Holder, State
+from .state import State
+from .variables import Variable
 
 
 @dataclass
@@ -40,17 +41,24 @@ class Recording:
     outputs: list[Output]
     tree: Any
     grads: list[tuple[int, Output]]
-    held: dict[str, Holder]
+    variables: list[Variable]
     written: list[int]
     """The inputs that the step writes into."""
+
+    @property
+    def branches(self) -> tuple[Any, ...]:
+        """What may differ between two calls that need two graphs: branches that hyperparameters
+        lead to, and numbers in variables."""
+        own = [each.value for each in self.variables if not isinstance(each.value, torch.Tensor)]
+        return (*[truth for _, truth in self.seen.guards], *own)
 
 
 def record(
     step: Callable[..., Any], flat: Sequence[Any], tree: Any, state: State
 ) -> tuple[Any, Recording]:
     """Run a step and record it. Returns what the step returns, too."""
-    held: dict[str, Holder] = {}
-    known = state.known(flat, held)
+    variables = state.variables()
+    known = state.known(flat, variables)
     before = [tensor.grad if tensor.is_leaf else None for tensor in state.tensors]
     kept = state.optimizer_state()
     flags = [module.training for module in state.modules]
@@ -68,8 +76,15 @@ def record(
         ]
     _refuse_changes(recorder, state, kept, flags)
     seen = recorder.seen
-    used = {each.expression for each in seen.inputs}
-    held = {name: each for name, each in held.items() if _is_used(name, used)}
+    texts = "\n".join([each.expression for each in seen.inputs])
+    variables = [
+        each
+        for each in variables
+        if not isinstance(each.value, torch.Tensor) or f"variables[{each.name!r}]" in texts
+    ]
+    for each in variables:
+        if not each.is_same():
+            recorder.refuse(f"the step changes the variable {each.name!r}, and a replay would not")
     nodes = [each.nodes for each in (*outputs, *[grad for _, grad in grads])]
     seen.graph.output((nodes, [node for node, _ in seen.guards]))
     written = [
@@ -77,13 +92,9 @@ def record(
         for place, each in enumerate(seen.inputs)
         if isinstance(each.value, torch.Tensor) and memory_of(each.value) in seen.written
     ]
-    made = Recording(seen, outputs, out_tree, grads, held, written)
+    made = Recording(seen, outputs, out_tree, grads, variables, written)
     plain = [leaf.node.hint if isinstance(leaf, torch.SymFloat) else leaf for leaf in leaves]
     return pytree.tree_unflatten(plain, out_tree), made
-
-
-def _is_used(name: str, expressions: set[str]) -> bool:
-    return any(each.startswith(f"held[{name!r}]") for each in expressions)
 
 
 def _given(recorder: Recorder, place: int, value: Any) -> Any:

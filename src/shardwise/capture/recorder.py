@@ -32,6 +32,8 @@ aten = torch.ops.aten
 _READS = frozenset(("tolist", "numpy", "__array__"))
 """Functions of PyTorch that read values, and are no operators."""
 
+_ITEMS = (aten._local_scalar_dense.default, aten.item.default)
+
 
 @dataclass
 class Input:
@@ -219,7 +221,7 @@ class Recorder(TorchDispatchMode):
                 if isinstance(each, torch.Tensor) and self._nodes.get(each) is None:
                     item = self.graph.call_function(operator.getitem, (node, place))
                     self._nodes[each] = self._described(item, each)
-        elif func is aten._local_scalar_dense.default and type(out) is float:
+        elif func in _ITEMS and type(out) is float:
             return symbol(Number(self, node, out, False))
         elif out is not None and node.all_input_nodes:
             self.refuse(f"the step reads a value of a tensor (by {func})")

@@ -3,9 +3,7 @@ variables. Each tensor has an expression that finds it before a replay."""
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import Any
@@ -19,14 +17,12 @@ from .._torch import hooks_of
 from ..config import Settings, current
 from ..layout.mesh import Topology
 from ..storage.wrapper import Wrapper
+from .variables import Variable, variables_of
 
 Place = tuple[torch.Tensor, str, str, Any]
 """A local tensor, the expression that finds it, words for it, and the spec of its DTensor."""
 Known = dict[int, Place]
 """By the id of the tensor."""
-
-Holder = tuple[Any, Callable[[], Any], str]
-"""A tensor, the function that reads the variable that holds it, and the name of the variable."""
 
 _settings = attrgetter(*[name for name in Settings.__slots__ if name != "outer"])
 
@@ -78,8 +74,8 @@ class State:
             tuple([_group_key(group) for o in self.optimizers for group in o.param_groups]),
         )
 
-    def known(self, arguments: Sequence[Any], held: dict[str, Holder]) -> Known:
-        """Where local tensors are found; variables are put into `held`."""
+    def known(self, arguments: Sequence[Any], variables: Sequence[Variable]) -> Known:
+        """Where local tensors are found."""
         found: Known = {}
         for place, value in enumerate(arguments):
             if isinstance(value, torch.Tensor):
@@ -91,20 +87,24 @@ class State:
         places = {id(tensor): place for place, tensor in enumerate(self.tensors)}
         for at, optimizer in enumerate(self.optimizers):
             for parameter, values in optimizer.state.items():
-                place = places.get(id(parameter))
+                own = places.get(id(parameter))
                 for name, value in values.items():
-                    if place is not None and isinstance(value, torch.Tensor):
-                        text = f"O{at}.state[T{place}][{name!r}]"
-                        _add(found, value, text, f"{name} of {self.labels[place]}")
+                    if own is not None and isinstance(value, torch.Tensor):
+                        text = f"O{at}.state[T{own}][{name!r}]"
+                        _add(found, value, text, f"{name} of {self.labels[own]}")
             for index, group in enumerate(optimizer.param_groups):
                 for name, value in group.items():
                     if isinstance(value, torch.Tensor):
                         _add(found, value, f"O{at}.param_groups[{index}][{name!r}]", name)
-        for value, get, label in _held(self._step, self.modules):
-            if id(value) not in places:
-                held[label] = (value, get, label)
-                _add(found, value, f"held[{label!r}][0]", f"the variable {label}")
+        for each in variables:
+            if isinstance(each.value, torch.Tensor):
+                text = f"variables[{each.name!r}]"
+                _add(found, each.value, text, f"the variable {each.name}")
         return found
+
+    def variables(self) -> list[Variable]:
+        """The variables that the step reads, as they are now."""
+        return variables_of(self._step, self.modules)
 
     def names(self) -> dict[str, Any]:
         """The names in the expressions."""
@@ -199,63 +199,3 @@ def observed() -> Iterator[Found]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _held(step: Any, modules: Sequence[nn.Module]) -> Iterator[Holder]:
-    """The tensors in variables of a function, and in attributes of modules."""
-    yield from _in_function(step, 2)
-    for module in modules:
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                get = functools.partial(vars(module).get, name)
-                yield from _in_value(value, get, f"{type(module).__name__}.{name}", 1)
-
-
-def _in_function(function: Any, depth: int) -> Iterator[Holder]:
-    """The tensors in the variables that a function reads, and in those of functions it calls."""
-    if isinstance(function, functools.partial):
-        yield from _in_function(function.func, depth)
-        for place, value in enumerate(function.args):
-            yield from _in_value(value, lambda value=value: value, f"argument {place}", depth)
-        return
-    if isinstance(function, types.MethodType):
-        owner = function.__self__
-        for name, value in getattr(owner, "__dict__", {}).items():
-            yield from _in_value(value, functools.partial(getattr, owner, name), name, depth)
-        function = function.__func__
-    if not isinstance(function, types.FunctionType):
-        return
-    names = [*function.__code__.co_names, *_inner_names(function.__code__)]
-    for name in dict.fromkeys(names):
-        if name in function.__globals__:
-            get = functools.partial(function.__globals__.get, name)
-            yield from _in_value(function.__globals__[name], get, name, depth)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # it has none yet
-            continue
-        yield from _in_value(value, functools.partial(getattr, cell, "cell_contents"), name, depth)
-
-
-def _inner_names(code: types.CodeType) -> Iterator[str]:
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from each.co_names
-            yield from _inner_names(each)
-
-
-def _in_value(value: Any, get: Callable[[], Any], name: str, depth: int) -> Iterator[Holder]:
-    if isinstance(value, torch.Tensor):
-        yield value, get, name
-    elif depth and isinstance(value, (list, tuple)):
-        for place, each in enumerate(value):
-            inner = functools.partial(lambda get, place: get()[place], get, place)
-            yield from _in_value(each, inner, f"{name}[{place}]", depth - 1)
-    elif depth and type(value) is dict:
-        for key, each in value.items():
-            inner = functools.partial(lambda get, key: get().get(key), get, key)
-            yield from _in_value(each, inner, f"{name}[{key!r}]", depth - 1)
-    elif depth and isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-        if not (getattr(value, "__module__", "") or "").startswith(("torch", "shardwise")):
-            yield from _in_function(value, depth - 1)

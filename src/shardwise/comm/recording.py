@@ -39,7 +39,9 @@ def set_recorder(value: Recorder | None) -> None:
     _State.recorder = value
 
 
-def recordable(*, writes: Sequence[int] = (), draws: bool = False) -> Callable[[Function], Function]:
+def recordable(
+    *, writes: Sequence[int] = (), draws: bool = False
+) -> Callable[[Function], Function]:
     """Mark a function of positional arguments that is recorded as one call.
 
     `writes` are the arguments that it writes; `draws` says that it draws random numbers.
