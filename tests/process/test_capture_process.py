@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from shardwise.errors import CaptureError, CommunicationError
 
 from ..captured import MODELS, SCENARIOS, compare
 from .harness import ProcessPool
+from .torchrun import torchrun
 
 Pools = Callable[[int], ProcessPool]
 
@@ -70,3 +76,26 @@ def test_ranks_that_differ_are_told(processes: Pools) -> None:
     assert "on another rank" in first and "a Python number" in second
     for text in processes(2).run(diverging, "draws"):
         assert "have different random states" in text
+
+
+def losses(text: str) -> list[str]:
+    return sorted(re.findall(r"rank \d: 0x[0-9a-fp.+-]+", text))
+
+
+def test_the_script_of_a_step_runs_without_shardwise(tmp_path: Path) -> None:
+    prefix = tmp_path / "step"
+    want = losses(torchrun(Path(__file__).with_name("capture_script.py"), 2, str(prefix)))
+    written = prefix.with_suffix(".py")
+    source = written.read_text()
+    assert "import shardwise" not in source and len(source.splitlines()) < 400
+    compile(source, str(written), "exec")
+    hidden = tmp_path / "shardwise.py"
+    hidden.write_text("raise ImportError('the script must not need this')")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(written), str(prefix)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=settings, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == want and len(want) == 6

@@ -19,6 +19,7 @@ from .emit import Missed
 from .graph import Graph
 from .passes import DEFAULT, Pass
 from .record import Recording, difference, record
+from .script import save_inputs, script
 from .state import State, observed
 
 WARM = 2
@@ -89,6 +90,30 @@ class Captured:
     @property
     def _name(self) -> str:
         return f"capture({getattr(self.eager, '__name__', 'step')})"
+
+    # --- the program ---------------------------------------------------------------------------
+
+    def _graph(self) -> Graph:
+        """The graph that was made last."""
+        graphs = [graph for case in self._cases.values() for graph in case.graphs]
+        if not graphs:
+            raise CaptureError(
+                f"{self._name}: nothing is captured yet. It takes {WARM + 3} calls with arguments "
+                "of one kind."
+            )
+        return graphs[-1]
+
+    def code(self) -> str:
+        """The step as a script in plain PyTorch and `torch.distributed`, which runs without
+        Shardwise under torchrun. All ranks make the call, and get the same text."""
+        return script(self._graph())
+
+    def save_inputs(self, prefix: str, batches: Sequence[Sequence[Any]]) -> None:
+        """Write what the script of `code()` needs to go on from here: a file for each rank.
+
+        `batches` are the arguments of the next calls.
+        """
+        save_inputs(self._graph(), prefix, batches)
 
     # --- eager calls ---------------------------------------------------------------------------
 

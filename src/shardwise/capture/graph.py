@@ -52,8 +52,15 @@ class Graph:
         owners = [each.expression.partition("._locals[") for each in written]
         unique = dict.fromkeys(owner for owner, part, _ in owners if part)
         self._owners = emit_list(list(unique), names)
+        state_inputs = [each for each in seen.inputs if is_state(each.expression)]
+        self._state_labels = [each.label for each in state_inputs]
+        self._state = emit_list([each.expression for each in state_inputs], names)
         for found in seen.inputs:
             found.value = None  # tensors are found anew; the recorded ones may go
+
+    def inputs(self, flat: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The local tensors that the step reads beside its arguments, by name."""
+        return dict(zip(self._state_labels, self._state(flat), strict=True))
 
     def changed(self) -> str | None:
         """The name of a variable that has another value than in the recorded call."""
@@ -128,6 +135,11 @@ class Graph:
         bad = [label for label, one, other in pairs if not _same_bits(one, other)]
         text = f"the first replay and the eager step differ in {bad[0]}" if bad else None
         return result, text
+
+
+def is_state(expression: str) -> bool:
+    """True if an input is no argument and no hyperparameter."""
+    return not expression.startswith("flat[") and ".param_groups[" not in expression
 
 
 def _same_bits(one: Any, other: Any) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from .._torch import OpOverload
+from .._torch import OpOverload, is_composite
 
 aten = torch.ops.aten
 Pass = Callable[[fx.Graph], None]
@@ -55,4 +57,82 @@ def _layout(node: Any) -> Any:
     return node.meta.get("val")
 
 
-DEFAULT: tuple[Pass, ...] = (fold_views, drop_dead)
+def is_view(node: fx.Node) -> bool:
+    """True if a node gives a view of its first argument, in its memory."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    # Composites such as `reshape` and `to` may copy.
+    return len(returns) == 1 and returns[0].alias_info is not None and not is_composite(target)
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a node shows."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        if not (_aliases(node) or node.target is operator.getitem):
+            return node
+        node = node.args[0]
+    return node
+
+
+def _aliases(node: fx.Node) -> bool:
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    return any(each.alias_info is not None for each in target._schema.returns)
+
+
+def written_roots(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose memory is written by any operation."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        target: Any = node.target
+        if isinstance(target, OpOverload) and not target._schema.is_mutable:
+            continue
+        if node.op == "call_function" and not _is_arithmetic(node):
+            found.update(map(root_of, node.all_input_nodes))
+    return found
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
+
+
+_SMALL = 1 << 16
+"""Results of at most so many bytes are kept, and not computed again."""
+
+
+def drop_duplicates(graph: fx.Graph) -> None:
+    """Drop an operation that repeats another one: views, and small results that are not floating
+    point, such as masks of indices. Activations that are computed again stay so."""
+    written = written_roots(graph)
+    found: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if (
+            node.op != "call_function"
+            or has_effects(node)
+            or not isinstance(node.target, OpOverload)
+        ):
+            continue
+        if not (is_view(node) or (_is_small(node) and not _touches(node, written))):
+            continue
+        key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
+        same = found.setdefault(key, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _is_small(node: fx.Node) -> bool:
+    if "val" not in node.meta:
+        return False
+    shape, _, dtype = node.meta["val"]
+    return not dtype.is_floating_point and math.prod(shape) * dtype.itemsize <= _SMALL
+
+
+def _touches(node: fx.Node, written: set[fx.Node]) -> bool:
+    return any(root_of(each) in written for each in (node, *node.all_input_nodes))
+
+
+DEFAULT: tuple[Pass, ...] = (fold_views, drop_duplicates, drop_dead)
