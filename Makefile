@@ -9,7 +9,7 @@ NEWEST := .venv-newest
 DOCS := .venv-docs
 MODELS := .venv-models
 
-.PHONY: test test-newest demo lint docs package verify redistribute programs models bench bench-newest clean
+.PHONY: test test-newest demo lint pyright docs package verify redistribute programs models bench bench-newest clean
 
 test: lint
 	$(BIN)/python -m pytest -m ''
@@ -28,6 +28,13 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	mkdir -p build && sed -n '/^```python/,/^```/{/^```/!p}' README.md > build/readme.py
+	$(BIN)/mypy build/readme.py
+
+# The types of the README and the examples as pyright sees them. It brings its own node.
+pyright: lint
+	$(BIN)/python -m pip install --quiet 'pyright[nodejs]'
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The site, in build/site. A warning is an error.
 docs: $(DOCS)/.ready
@@ -52,7 +59,7 @@ programs: $(READY)
 # Whole models of transformers, timm and diffusers, in a venv of its own. A stopped run goes on; after
 # a change of the library, `make clean` or delete verification/models.jsonl.
 models: $(MODELS)/.ready
-	$(MODELS)/bin/python -m verification.models --page docs/models.md --example examples/finetune_hf.py
+	$(MODELS)/bin/python -m verification.models --page docs/models.md --examples examples/*_hf.py
 
 # Times beside PyTorch's DTensor; make bench ARGS=--quick, or ARGS='--only step list'.
 bench: $(READY)

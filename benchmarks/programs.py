@@ -234,6 +234,7 @@ WHOLE: Layout = {}
 DIM0: Layout = {"*": {"dp": Shard(0)}}
 """Of inputs: data parallelism. Of parameters: fully sharded training."""
 SEQUENCE: Layout = {"*": {"tp": Shard(1)}}
+CONTEXT: Layout = {"*": {"cp": Shard(1, split=2)}}
 DATA_AND_SEQUENCE: Layout = {"*": {"dp": Shard(0), "tp": Shard(1)}}
 
 GPT_TP: Layout = {
@@ -349,6 +350,14 @@ def _transformers() -> Iterator[Program]:
     yield llama("llama, fully sharded", batch=many, mesh=DP, inputs=DIM0, parameters=DIM0)
     yield llama(
         "llama, sequence parallel", batch=few, mesh=TP, inputs=SEQUENCE, parameters=LLAMA_TP
+    )
+    yield llama("llama, context parallel", batch=few, mesh={"cp": 4}, inputs=CONTEXT)
+    yield llama(
+        "llama, context x tensor",
+        batch=few,
+        mesh={"cp": 2, "tp": 2},
+        inputs=CONTEXT,
+        parameters=LLAMA_TP,
     )
     yield llama(
         "llama, LoRA, tensor parallel",

@@ -6,6 +6,8 @@
 Batch norm takes its statistics over the whole batch, as on one device.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -34,18 +36,17 @@ class ResNet(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         x = self.stem(pictures)
-        inside = F.relu(self.norm1(self.conv1(x)))
-        x = F.relu(x + self.norm2(self.conv2(inside)))
-        return self.head(x.mean((2, 3)))
+        x = x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        scores: Tensor = self.head(F.relu(x).mean((2, 3)))
+        return scores
 
 
-def train(model: nn.Module, lay_out=lambda batch: batch) -> list[float]:
+def train(model: nn.Module, lay_out: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
     """The single-device program."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
+    labels, losses = torch.arange(BATCH) % CLASSES, []
     for _ in range(STEPS):
-        labels = torch.arange(BATCH) % CLASSES
         pictures = torch.randn(BATCH, 3, SIZE, SIZE) + labels.view(-1, 1, 1, 1)
         loss = F.cross_entropy(model(lay_out(pictures)), lay_out(labels))
         loss.backward()
@@ -60,17 +61,16 @@ def main() -> None:
     torch.manual_seed(0)
     alone, model = ResNet(), ResNet()
     model.load_state_dict(alone.state_dict())
-    plan = sw.make_plan(model, mesh, PLAN)
+    single, plan = train(alone), sw.make_plan(model, mesh, PLAN)
     sw.shard_module(model, mesh, plan)
-    single = train(alone)
     meshed = train(model, lambda batch: sw.distribute_tensor(batch, mesh, {"dp": Shard(0)}))
     if sw.is_first_rank():
         print(f"{plan}\n\nstep  one device  on the mesh")
         for step, (a, b) in enumerate(zip(single, meshed, strict=True)):
             print(f"{step:4}  {a:10.4f}  {b:11.4f}")
     torch.testing.assert_close(meshed, single, rtol=1e-4, atol=1e-5)
-    state = model.norm1.running_var.full_tensor()
-    torch.testing.assert_close(state, alone.norm1.running_var, rtol=1e-4, atol=1e-5)
+    state = sw.full_state_dict(model)
+    torch.testing.assert_close(state, dict(alone.state_dict()), rtol=1e-4, atol=1e-5)
     if dist.is_initialized():
         dist.destroy_process_group()
 

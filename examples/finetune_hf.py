@@ -8,10 +8,12 @@ The model is a small Llama made from a configuration; one of `from_pretrained` w
 `plan="auto"` reads the tensor-parallel plan that the model brings; the adapters are replicated.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
@@ -31,10 +33,11 @@ def make_model() -> nn.Module:
         num_key_value_heads=4,
     )
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    return get_peft_model(LlamaForCausalLM(config), lora)
+    model: nn.Module = get_peft_model(LlamaForCausalLM(config), lora)
+    return model
 
 
-def train(model: nn.Module, lay_out=lambda batch: batch) -> list[float]:
+def train(model: nn.Module, lay_out: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
     """The single-device program."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -40,10 +40,10 @@ def main() -> None:
     y = leaf * 2
     y[1:6] *= 3
     y.sum().backward()
+    assert isinstance(leaf.grad, sw.DTensor)
+    gradient = leaf.grad.full_tensor()  # a collective: every rank takes part, though one prints
     if sw.is_first_rank():
-        print("gradient of each row:", leaf.grad.full_tensor()[:, 0].tolist())
-    else:
-        leaf.grad.full_tensor()  # a collective: every rank takes part, though one prints
+        print("gradient of each row:", gradient[:, 0].tolist())
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,6 +7,8 @@ The router sends each token to two experts. `PLAN` gives each rank of `ep` two o
 program is the one for one device, and so are the losses.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,7 +40,7 @@ class Mixture(nn.Module):
         return torch.einsum("tkep,tk,epw->tw", seats, best.softmax(-1), outputs)
 
 
-def train(model: nn.Module, lay_out=lambda batch: batch) -> list[float]:
+def train(model: nn.Module, lay_out: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
     """The single-device program."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

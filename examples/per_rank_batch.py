@@ -37,8 +37,10 @@ def main() -> None:
 
     expected = F.cross_entropy(alone(DATA), (DATA.sum(1) > 0).long())
     expected.backward()
+    gradient = model.weight.grad
+    assert isinstance(loss, sw.DTensor) and isinstance(gradient, sw.DTensor)  # for type checkers
     torch.testing.assert_close(loss.full_tensor(), expected)
-    torch.testing.assert_close(model.weight.grad.full_tensor(), alone.weight.grad)
+    torch.testing.assert_close(gradient.full_tensor(), alone.weight.grad)
     value = loss.item()
     if sw.is_first_rank():
         print(f"global batch {list(x.shape)}, pieces {x.cuts[0]}")

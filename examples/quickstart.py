@@ -11,5 +11,6 @@ y = (x @ w).relu()
 y.mean().backward()
 print(y)
 print(sw.picture(y))
+assert isinstance(y, sw.DTensor) and isinstance(w.grad, sw.DTensor)  # for type checkers
 print("gradient of w:", w.grad.placements)
 torch.testing.assert_close(y.full_tensor(), (x.full_tensor() @ w.full_tensor()).relu())

@@ -2,7 +2,8 @@
 
     python examples/train_gpt.py                                    # four ranks in one process
     python examples/train_gpt.py --mesh tp=4 --sequence-parallel    # another mesh, the same losses
-    python examples/train_gpt.py --mesh dp=4 --fully-sharded
+    python examples/train_gpt.py --mesh dp=4 --fsdp
+    python examples/train_gpt.py --mesh cp=2,tp=2 --cp
     torchrun --nproc-per-node 4 examples/train_gpt.py               # four processes
 
 The model learns the text of this file, letter by letter. Nothing in the model or in `train` knows
@@ -11,12 +12,13 @@ of the mesh: `PLAN` says where parameters live, and `main` how the batch is laid
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import shardwise as sw
@@ -42,11 +44,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(mixed))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        after: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return after
 
 
 class GPT(nn.Module):
@@ -58,20 +61,24 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
         self.head.weight = self.embed.weight
 
-    def forward(self, letters: torch.Tensor) -> torch.Tensor:
+    def forward(self, letters: Tensor) -> Tensor:
         x = self.embed(letters) + self.places(torch.arange(letters.shape[1]))
-        return self.head(self.norm(self.blocks(x)))
+        scores: Tensor = self.head(self.norm(self.blocks(x)))
+        return scores
 
 
-def train(model: nn.Module, steps: int, title: str, lay_out=lambda batch: batch) -> list[float]:
+def train(
+    model: nn.Module, steps: int, title: str, lay_out: Callable[[Tensor], Tensor] = lambda x: x
+) -> list[float]:
     """The single-device program: the losses of some steps."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in tqdm(range(steps), title, disable=None if sw.is_first_rank() else True):
         starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
-        batch = lay_out(TEXT[starts + torch.arange(LENGTH + 1)])
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        batch = TEXT[starts + torch.arange(LENGTH + 1)]
+        inputs, targets = lay_out(batch[:, :-1]), lay_out(batch[:, 1:])
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -80,12 +87,35 @@ def train(model: nn.Module, steps: int, title: str, lay_out=lambda batch: batch)
     return losses
 
 
+def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
+    """Shard over dp what the plan leaves whole over it; each block is gathered while it runs."""
+    for block in model.blocks:
+        sw.fully_shard(block, mesh["dp"])
+    return sw.fully_shard(model, mesh["dp"])
+
+
+def show_memory(mesh: sw.DeviceMesh, plan: dict, say) -> None:
+    """What the first rank holds of parameters, gradients and the two moments of AdamW."""
+    models = {
+        "replicated": sw.replicate(GPT(), mesh),
+        "sharded": sw.shard_module(GPT(), mesh, plan),
+    }
+    if "dp" in mesh.mesh_dim_names:
+        models["fully sharded"] = fully_shard(sw.shard_module(GPT(), mesh, plan), mesh)
+    say("\nmemory of a rank for parameters, gradients and AdamW:")
+    for name, model in models.items():
+        local = [parameter.detach().to_local() for parameter in model.parameters()]
+        held = 4 * sum(getattr(part, "parts", [part])[0].nbytes for part in local)
+        say(f"{name:>14}  {held / 1024:7.0f} KiB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and sizes, such as dp=4")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the text over tp")
-    parser.add_argument("--fully-sharded", action="store_true", help="shard parameters over dp")
+    parser.add_argument("--fsdp", action="store_true", help="shard parameters over dp too")
+    parser.add_argument("--cp", action="store_true", help="shard text and attention over cp")
     parser.add_argument("--picture", type=Path, help="a PNG for the loss curves")
     given = parser.parse_args()
     axes = dict(axis.split("=") for axis in given.mesh.split(","))
@@ -95,18 +125,18 @@ def main() -> None:
     torch.manual_seed(0)
     alone, model = GPT(), GPT()
     model.load_state_dict(alone.state_dict())
-    plan = sw.make_plan(model, mesh, PLAN if "tp" in axes else {})
-    say(plan)
+    say(plan := sw.make_plan(model, mesh, PLAN if "tp" in axes else {}))
     sw.shard_module(model, mesh, plan)
-    if given.fully_sharded:  # what the plan leaves whole over dp is sharded over it too
-        for block in model.blocks:
-            sw.fully_shard(block, mesh=mesh["dp"])
-        sw.fully_shard(model, mesh=mesh["dp"])
+    if given.fsdp:
+        fully_shard(model, mesh)
+    show_memory(mesh, PLAN if "tp" in axes else {}, say)
     layout = {"dp": Shard(0)} if "dp" in axes else {}
     if given.sequence_parallel:
         layout["tp"] = Shard(1)
+    if given.cp:
+        layout["cp"] = Shard(1, split=8)  # early and late letters: causal work is shared evenly
 
-    def lay_out(batch: torch.Tensor) -> torch.Tensor:
+    def lay_out(batch: Tensor) -> Tensor:
         return sw.distribute_tensor(batch, mesh, layout)
 
     single = train(alone, given.steps, "one device")
@@ -134,7 +164,10 @@ def draw(file: Path, single: list[float], meshed: list[float]) -> None:
     plt.figure(figsize=(6, 3.5))
     plt.plot(single, label="one device", linewidth=4, alpha=0.4)
     plt.plot(meshed, label="on the mesh")
-    plt.xlabel("step"), plt.ylabel("loss"), plt.legend(), plt.tight_layout()
+    plt.xlabel("step")
+    plt.ylabel("loss")
+    plt.legend()
+    plt.tight_layout()
     plt.savefig(file, dpi=120)
 
 

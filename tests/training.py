@@ -73,6 +73,22 @@ def gpt() -> nn.Module:
     return transformer.GPT(layers=4)
 
 
+class FusedAttention(transformer.GPTAttention):
+    """The attention of GPT by PyTorch's kernel."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).permute(3, 0, 2, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+
+
+def fused_gpt() -> nn.Module:
+    model = transformer.GPT(layers=2)
+    for block in model.blocks:
+        block.attention = FusedAttention(transformer.WIDTH, transformer.HEADS, 0.1)
+    return model
+
+
 def block_of_llama() -> nn.Module:
     return transformer.Llama(layers=1)
 
@@ -103,12 +119,17 @@ class ResNetBlock(nn.Module):
 
 DP, TP, DP_TP = {"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}
 DATA, SEQUENCE = {"dp": Shard(0)}, {"tp": Shard(1)}
+CP, CP_TP, CONTEXT = {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": Shard(1, split=2)}
 RUNS = {
     "gpt, dp": Run(gpt, DP, batch=DATA),
     "gpt, tp": Run(gpt, TP, GPT_PLAN),
     "gpt, dp x tp": Run(gpt, DP_TP, GPT_PLAN, DATA),
     "gpt, sequence": Run(gpt, TP, GPT_PLAN, SEQUENCE),
     "gpt, fully sharded x tp": Run(gpt, DP_TP, {**GPT_PLAN, **FULLY_SHARDED}, DATA),
+    "gpt, context": Run(fused_gpt, CP, batch=CONTEXT),
+    "gpt, context by heads": Run(fused_gpt, CP, batch={"cp": Shard(1)}),
+    "gpt, context x tp": Run(fused_gpt, CP_TP, GPT_PLAN, CONTEXT),
+    "llama, context x tp": Run(block_of_llama, CP_TP, LLAMA_PLAN, CONTEXT),
     "llama, dp x tp": Run(block_of_llama, DP_TP, LLAMA_PLAN, DATA),
     "llama, auto": Run(block_of_llama, DP_TP, "auto", DATA),
     "resnet, dp": Run(ResNetBlock, DP, batch=DATA),

@@ -79,7 +79,10 @@ def _block_call(side: Side, axes: int) -> Callable[[], Any]:
 
 
 def new_shapes(settings: Settings, shape: tuple[int, ...]) -> list[Row]:
-    """The block warm, and with a batch size that was never met."""
+    """The block warm, with a batch size that was never met, and with that size once more.
+
+    The last two are single calls between other work, so that they differ in nothing else.
+    """
     axes = len(shape)
     check(partial(_block_call, axes=axes), axes)
     with fake_world():
@@ -87,22 +90,28 @@ def new_shapes(settings: Settings, shape: tuple[int, ...]) -> list[Row]:
         calls = [built(partial(_block_call, axes=axes), side) for side in sides]
         warm = interleaved(calls, settings.seconds(2.0))
         blocks = [Block(side, axes) for side in sides]
-        least = [float("inf")] * len(sides)
+        new, again = [float("inf")] * len(sides), [float("inf")] * len(sides)
         sizes = count(4)
         for _ in range(settings.pick(8, 40)):
             size = 16 * next(sizes)
             for at, block in enumerate(blocks):
-                x = block.batch(size)
-                least[at] = min(least[at], once(lambda block=block, x=x: block(x)))
+                for least in (new, again):
+                    x = block.batch(size)
+                    least[at] = min(least[at], once(lambda block=block, x=x: block(x)))
     name = f"6 operators, {axes} axes" if axes > 1 else "6 operators, 1 axis"
     names = [side.name for side in sides]
-    best = {each: {"": value} for each, value in zip(names, least, strict=True)}
-    plain, theirs, ours = (new / old[""] for new, old in zip(least, warm, strict=True))
-    return [
+    first = {each: {"": value} for each, value in zip(names, new, strict=True)}
+    second = {each: {"": value} for each, value in zip(names, again, strict=True)}
+    rows = [
         *rows_of("new shape", f"{name}, warm", dict(zip(names, warm, strict=True))),
-        *rows_of("new shape", f"{name}, new batch size", best),
-        Row("new shape", f"{name}, new batch size / warm", "x", ours, theirs, plain, rated=False),
+        *rows_of("new shape", f"{name}, new batch size", first),
+        *rows_of("new shape", f"{name}, that size again", second),
     ]
+    for what, least in (("again", again), ("warm", [each[""] for each in warm])):
+        plain, theirs, ours = (a / b for a, b in zip(new, least, strict=True))
+        label = f"{name}, new batch size / {what}"
+        rows.append(Row("new shape", label, "x", ours, theirs, plain, rated=False))
+    return rows
 
 
 def shape_jobs(settings: Settings) -> dict[str, Job]:

@@ -40,7 +40,8 @@ How it is measured:
   bytes.
 - `clip_grad_norm_` is called without an argument that chooses how.
 - `new shape` runs layer_norm, linear, gelu, linear, add, relu with a batch size that was not met
-  before. `first ...` calls are on sizes that were not met before."""
+  before, and once more with that size: single calls between other work, both. `warm` is the least
+  of many calls in a row, `first ...` calls are on sizes that were not met before."""
 
 
 def page(rows: Sequence[Row], load: float, charts: Sequence[str]) -> str:

@@ -4,6 +4,8 @@ Write a program for one device; Shardwise runs it on a mesh of devices and gives
 answer.
 """
 
+from typing import TYPE_CHECKING
+
 from . import errors, random, register
 from . import forms as forms  # importing it registers the distributed forms
 from .capture import Captured, capture
@@ -17,12 +19,13 @@ from .config import (
     ragged_results,
 )
 from .layout.cost import Link
-from .layout.make_mesh import DeviceMesh, init_device_mesh, is_virtual
+from .layout.make_mesh import init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import (
     MixedPrecisionPolicy,
     Plan,
+    context_parallel,
     distribute_module,
     follow_layouts,
     full_state_dict,
@@ -32,6 +35,7 @@ from .parallel import (
     make_plan,
     materialize,
     parallelize_module,
+    replicate,
     save_checkpoint,
     save_safetensors,
     shard_module,
@@ -61,6 +65,11 @@ from .tools.explain import explain
 from .tools.picture import picture
 from .tools.verify import verify
 
+if TYPE_CHECKING:  # an annotation that fits both kinds of mesh
+    from torch.distributed.device_mesh import DeviceMesh
+else:
+    from .layout.make_mesh import DeviceMesh
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -83,6 +92,7 @@ __all__ = [
     "assert_layout",
     "capture",
     "communication",
+    "context_parallel",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -123,6 +133,7 @@ __all__ = [
     "redistribute_all",
     "register",
     "register_rule",
+    "replicate",
     "save_checkpoint",
     "save_safetensors",
     "shard_module",

@@ -8,15 +8,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree
+from torch._library.opaque_object import register_opaque_type
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
+from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -174,6 +176,16 @@ PyTorch without this function it counts as 1, and the modes are asked each time.
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
+def traced_as_constant(kind: type) -> None:
+    """Let compiled programs take objects of a class as constants, which guards compare by `==`."""
+    register_opaque_type(kind, typ="value")
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which calls of real tensors are real, even while PyTorch traces."""
+    return _disable_current_modes() if modes_of_thread() else nullcontext()
+
+
 def is_tracing() -> bool:
     """True if PyTorch traces the calls of this thread for a compiler: tensors have no values.
 
@@ -205,6 +217,17 @@ def reads_values(error: BaseException) -> bool:
     )
 
 
+def end_graph_at_unknown_size(op: OpOverload, error: BaseException) -> None:
+    """Let `torch.compile` end its graph before an operator whose result has an unknown size.
+
+    PyTorch stands for such a size with a symbol, and a layout cannot be looked up by one.
+    """
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    if isinstance(error, TypeError) and "unhashable type: non-nested SymInt" in str(error):
+        raise DynamicOutputShapeException(op) from error
+
+
 def mode_of_fakes(tensor: Any) -> Any:
     """The mode that made the local tensors of a DTensor, if they are fake; else an empty context.
 
@@ -233,6 +256,33 @@ def untraced(function: Function) -> Function:
         skip = frames._FrameAction.SKIP
         set_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def called_in_graph(function: Function) -> Function:
+    """Let `torch.compile` put calls of a function into its graphs as they are.
+
+    If an argument cannot be in a graph, the function runs between two. PyTorch's own decorator
+    imports its compiler, which takes a second. So the function is registered while the first call
+    is traced.
+    """
+    untraced(function)
+
+    def in_graph(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def register() -> bool:
+        torch._dynamo.allow_in_graph(in_graph)
+        return True
+
+    register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while tracing
+
+    @wraps(function, updated=())  # not the mark of `untraced`
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and register():
+            return in_graph(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def _tracer() -> Any:
@@ -428,11 +478,6 @@ def leaf_of_gradient() -> Any:
     return getattr(node, "variable", None) if goes else None
 
 
-def current_backward() -> int:
-    """The number of the backward that runs in this thread; one within another has its own."""
-    return int(torch._C._current_graph_task_id())
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward that runs, before `backward()` returns. It is
     dropped if the backward fails."""
@@ -462,38 +507,50 @@ def keep_forward_lines() -> AbstractContextManager[Any]:
     return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
-_last_task = (-1, False)
-"""A backward, and whether `torch.func` runs it."""
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread; one within another has its own. -1 if none
+does."""
+_walked: tuple[int, set[int]] = (-1, set())
+"""A backward of `torch.func`, and the numbers of its nodes that `func_leaves` has seen."""
 
 
-def in_func_backward() -> bool:
-    """True in a backward of `torch.func`: the leaves of its graph are wrappers of its own.
+def func_leaves() -> list[torch.Tensor] | None:
+    """The leaves of `torch.func` that the running autograd node leads to, each node looked at once;
+    None if this backward is not one of `torch.func`.
 
-    Its levels cannot be asked: they are put aside while a tensor subclass runs an operator.
+    Leaves of `torch.func` are wrappers of its own. Its levels cannot be asked: they are put aside
+    while a tensor subclass runs an operator.
     """
-    global _last_task
-    task = torch._C._current_graph_task_id()
-    if task == -1:
-        return False
-    last, found = _last_task
-    if task != last:
-        node: Any = torch._C._current_autograd_node()
-        found = node is not None and _leads_to_wrapper(node)
-        _last_task = (task, found)
-    return found
-
-
-def _leads_to_wrapper(node: Any) -> bool:
-    """True if the first leaf found behind an autograd node is a wrapper of `torch.func`."""
-    waiting, seen = [node], {node}
+    global _walked
+    task, node = current_backward(), autograd_node()
+    if task != _walked[0]:
+        _walked = task, set()
+    seen, found, waiting = _walked[1], [], [] if node is None else [node]
     while waiting:
         node = waiting.pop()
         if node.name() == "torch::autograd::AccumulateGrad":
-            return torch._C._functorch.is_gradtrackingtensor(node.variable)
-        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
-        seen.update(new)
-        waiting.extend(new)
-    return False
+            if not torch._C._functorch.is_gradtrackingtensor(node.variable):
+                return None
+            found.append(node.variable)
+        elif node._sequence_nr() not in seen:
+            seen.add(node._sequence_nr())
+            waiting.extend([each for each, _ in node.next_functions if each is not None])
+    return found
+
+
+func_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""True inside of `torch.func.grad`, `vmap` and their like, outside of operators."""
+
+
+is_grad_of_a_batch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""True for a gradient in `torch.autograd.grad(is_grads_batched=True)`: what it wraps is hidden."""
+
+
+def without_func(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of the wrappers of `torch.func`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def ends_a_checkpoint(error: BaseException) -> bool:

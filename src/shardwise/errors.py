@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from traceback import walk_tb
 from typing import Any
 
 __all__ = [
@@ -59,3 +60,18 @@ def need(
     """Raise that an argument is not what it must be: `words` say what that is."""
     if not isinstance(value, kind):
         raise error(f"{what}: {words} is needed, but got {value!r}.")
+
+
+def end_at_user_line(error: BaseException) -> None:
+    """Cut the traceback of an error about a call at the line of the call.
+
+    The frames stay if they include some of the user's own code, and if a line of Shardwise raised
+    anything but a ShardwiseError: that is a bug of ours.
+    """
+    packages = [
+        frame.f_globals.get("__name__", "").partition(".")[0]
+        for frame, _ in walk_tb(error.__traceback__)
+    ]
+    is_told = isinstance(error, ShardwiseError) or packages[-1:] == ["torch"]
+    if is_told and set(packages) <= {"shardwise", "torch"}:
+        error.__traceback__ = None

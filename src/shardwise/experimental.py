@@ -1,7 +1,7 @@
 """The names of `torch.distributed.tensor.experimental`."""
 
 from .config import implicit_replication
-from .parallel import local_map
+from .parallel import context_parallel, local_map
 from .register import register_sharding
 
-__all__ = ["implicit_replication", "local_map", "register_sharding"]
+__all__ = ["context_parallel", "implicit_replication", "local_map", "register_sharding"]

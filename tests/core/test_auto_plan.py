@@ -261,6 +261,18 @@ def test_linear_layers_in_a_row() -> None:
     assert rules(model) == {"0.weight": {"tp": S0}, "0.bias": {"tp": S0}, "3.weight": {"tp": S1}}
 
 
+def test_linear_layers_in_a_row_of_every_block_are_one_pattern() -> None:
+    blocks = nn.ModuleList(
+        nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))})
+        for _ in range(3)
+    )
+    assert rules(blocks) == {
+        "*.mlp.0.weight": {"tp": S0},
+        "*.mlp.2.weight": {"tp": S1},
+        "*.mlp.0.bias": {"tp": S0},
+    }
+
+
 def test_a_glob_that_would_match_too_much_is_a_regex() -> None:
     """As in BERT: `layer.*.output.dense` is also `layer.0.attention.output.dense`."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.models import transformer
 from torch._dynamo.exc import TorchDynamoException
 
 import shardwise as sw
@@ -16,6 +17,7 @@ from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..compare import numbers, virtual
 from ..compiled import PROGRAMS, check_compiled
+from ..training import RUNS, batches
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 
@@ -143,17 +145,67 @@ def test_what_is_no_operator_runs_between_the_graphs() -> None:
         made = compiled(function)(distribute_tensor(x, mesh, [place]))
         made = made.full_tensor() if isinstance(made, DTensor) else made
         torch.testing.assert_close(made, (x * 2).relu() + 1, msg=name)
-    refused = {"to_local": "to_local cannot be compiled", "distribute_tensor": "no operator"}
+    refused = {
+        "to_local": "to_local cannot be compiled on a virtual mesh",
+        "distribute_tensor": "no operator",
+    }
     for name, text in refused.items():
         torch._dynamo.reset()
         with pytest.raises(TorchDynamoException, match=text):
             compiled(functions[name], fullgraph=True)(distribute_tensor(x, mesh, [R]))
 
 
+def test_redistribute_inside_of_one_graph() -> None:
+    x = numbers(6, 4)
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def function(t: Any) -> Any:
+        wide = (t * 2).redistribute(placements=[S1]).relu()
+        return wide.redistribute(mesh, {"tp": Replicate()}) * t
+
+    call = compiled(function, fullgraph=True)
+    for place in (S0, S1, R):
+        ours = distribute_tensor(x, mesh, [place]).requires_grad_()
+        plain = x.clone().requires_grad_()
+        (((plain * 2).relu() * plain).sum() * 3).backward()
+        made = call(ours)
+        torch.testing.assert_close(made.full_tensor(), (plain * 2).relu() * plain)
+        (made.sum() * 3).backward()
+        assert isinstance(ours.grad, DTensor) and ours.grad.placements == (place,)
+        torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("name", ["gpt, dp x tp", "llama, dp x tp", "resnet, channels"])
+def test_models_are_one_graph(name: str) -> None:
+    run = RUNS[name]
+    shape, names = tuple(run.mesh.values()), tuple(run.mesh)
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    losses = []
+    for one_graph in (True, False):
+        torch.manual_seed(0)
+        model = transformer.GPT(layers=1) if name.startswith("gpt") else run.model()
+        sw.shard_module(model, mesh, run.plan)
+        call = compiled(model, fullgraph=True) if one_graph else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for inputs, targets in batches(model, 3):
+            given, wanted = (distribute_tensor(v, mesh, run.batch) for v in (inputs, targets))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(call(given).flatten(0, -2), wanted.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    torch.testing.assert_close(losses[:3], losses[3:])
+
+
 def test_what_reads_values_ends_a_graph() -> None:
     x = numbers(6, 4)
     ours = distribute_tensor(x, virtual(3), [S0])
-    for function in (lambda t: t.nonzero(), lambda t: t[t > 0], lambda t: t.sum().item() * t):
+    for function in (
+        lambda t: t.nonzero(),
+        lambda t: t[t > 0],
+        lambda t: t.sum().item() * t,
+        lambda t: t[torch.where(t > 0)[0]] * 2,
+    ):
         torch.testing.assert_close(compiled(function)(ours).full_tensor(), function(x))
 
 

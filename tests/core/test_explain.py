@@ -60,7 +60,7 @@ def test_nothing_listens_afterwards() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(sw.errors.LayoutError, match="is no function"):
+    with pytest.raises(sw.errors.LayoutError, match="arguments are needed, but got a DTensor"):
         sw.explain(X)  # type: ignore[arg-type]
     with pytest.raises(sw.errors.LayoutError, match="no argument is a DTensor"):
         sw.explain(torch.relu, torch.ones(2))

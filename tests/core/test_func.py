@@ -1,4 +1,4 @@
-"""`torch.func` on DTensors: the values of one device, and gradients that are not Partial."""
+"""`torch.func` on DTensors: the values of one device, and gradients in the layout of their leaf."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
+from torch.autograd.functional import jacobian
+from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
@@ -41,23 +42,37 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "passed on by a sum": grad(lambda w, x: (x @ (w + 1)).sum()),
     "added as a bias": grad(lambda w, x: (x[:, :, None] + w).tanh().sum()),
     "two leaves": grad(_loss, argnums=(0, 1)),
+    "two results": lambda w, x: vjp(lambda w, x: (w * 2, x.t() * 3), w, x)[1]((w + 1, x.t())),
+    "vmap over the leaf": lambda w, x: vmap(grad(lambda w, x: (x * w[0]).sum()), (0, 1))(w, x),
+    "batched grads": lambda w, x: jacobian(lambda w: (x @ w).tanh().sum(0), w, vectorize=True),
     "complex": grad(lambda w, x: (torch.complex(x, -x) @ torch.complex(w, w)).abs().sum()),
 }
 
 
-def _compare(made: Any, expected: Any, replicated: bool) -> None:
+FORWARD_MODE: dict[str, Callable[[Any, Any], Any]] = {
+    "jvp of grad": lambda w, x: jvp(lambda w: grad(_penalty)(w, x), (w,), (w * 2,)),
+    "hessian": hessian(lambda w, x: (x @ w).tanh().sum()),
+}
+
+
+def _compare(made: Any, expected: Any, leaves: Sequence[Any]) -> None:
+    """Compare gradients with those of one device, and their layouts with those of their leaves."""
     assert len(tree_leaves(made)) == len(tree_leaves(expected)) > 0
     for ours, plain in zip(tree_leaves(made), tree_leaves(expected), strict=True):
         torch.testing.assert_close(ours.full_tensor(), plain)
+        assert ours.stride() == plain.stride()
         assert not any(place.is_partial() for place in ours.placements), ours.placements
-        if replicated:
-            assert all(place.is_replicate() for place in ours.placements), ours.placements
+    for ours, leaf in zip(tree_leaves(made), leaves, strict=False):
+        if ours.shape == leaf.shape:  # `vmap` and `jacrev` add dims
+            assert ours.placements == leaf.placements
+            torch.testing.assert_close(leaf - 0.1 * ours, leaf - 0.1 * ours.full_tensor())
+            assert (leaf - 0.1 * ours).placements == leaf.placements
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
 @pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=repr)
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_device_and_not_partial(
+@pytest.mark.parametrize("name", [*CASES, *FORWARD_MODE])
+def test_gradients_are_those_of_one_device_in_the_layout_of_the_leaf(
     name: str, place: Placement, shape: tuple[int, ...]
 ) -> None:
     mesh, rest = sw.init_device_mesh("cpu", shape), [Replicate()] * (len(shape) - 1)
@@ -68,10 +83,10 @@ def check(name: str, mesh: Any, of_leaf: Sequence[Placement], of_rows: Sequence[
     """Compare a case with the same on plain tensors, with and without grad mode."""
     w, x = torch.randn(3, 2), torch.randn(7, 3)
     mine, rows = sw.distribute_tensor(w, mesh, of_leaf), sw.distribute_tensor(x, mesh, of_rows)
-    replicated = mine.placements[0].is_replicate() and name not in ("vmap(grad)", "two leaves")
-    _compare(CASES[name](mine, rows), CASES[name](w, x), replicated)
+    run = (CASES | FORWARD_MODE)[name]
+    _compare(run(mine, rows), run(w, x), (mine, rows))
     with torch.no_grad():
-        _compare(CASES[name](mine, rows), CASES[name](w, x), replicated)
+        _compare(run(mine, rows), run(w, x), (mine, rows))
 
 
 def test_a_module_with_a_dict_of_parameters() -> None:
@@ -88,10 +103,10 @@ def test_a_module_with_a_dict_of_parameters() -> None:
     def sample(params: Any, x: Any, target: Any) -> Any:
         return loss(params, x[None], target[None])
 
-    _compare(grad(loss)(ours, rows, classes), grad(loss)(plain, x, target), replicated=True)
+    _compare(grad(loss)(ours, rows, classes), grad(loss)(plain, x, target), [*ours.values()])
     each = vmap(grad(sample), (None, 0, 0))
     found = each(ours, rows, classes)
-    _compare(found, each(plain, x, target), replicated=False)
+    _compare(found, each(plain, x, target), ())
     assert all(g.placements == (Shard(0),) for g in found.values())  # each rank has its samples'
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.experimental
@@ -66,3 +67,14 @@ def test_names_and_arguments(module: str, name: str) -> None:
 def test_methods_of_comm_debug_mode(name: str) -> None:
     theirs = getattr(torch.distributed.tensor.debug.CommDebugMode, name)
     assert parameters(getattr(shardwise.CommDebugMode, name)) == parameters(theirs)
+
+
+def test_fully_shard_has_pytorchs_names() -> None:
+    theirs, ours = torch.distributed.fsdp, shardwise.parallel
+    wanted = inspect.signature(theirs.fully_shard).parameters
+    assert set(inspect.signature(ours.fully_shard).parameters) <= set(wanted)
+    assert set(inspect.signature(ours.replicate).parameters) <= set(wanted)
+    for method in (name for name in vars(ours.FSDPModule) if not name.startswith("_")):
+        assert hasattr(theirs.FSDPModule, method), method
+    policies = theirs.MixedPrecisionPolicy, ours.MixedPrecisionPolicy
+    assert parameters(policies[0]) == parameters(policies[1])

@@ -160,6 +160,23 @@ def test_axes_of_size_one_share_nothing(shape: tuple[int, ...], kept: str) -> No
                 assert torch.equal(each.exp().full_tensor(), want.exp()), (source, target, first)
 
 
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 1)], ids=str)
+@pytest.mark.parametrize("size", [(1,), (1, 2), (2, 1)], ids=str)
+def test_a_shard_that_is_the_whole_tensor_shares_nothing(
+    size: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    """One rank holds all of a dim of size 1: what is gathered of it is a copy."""
+    mesh, x = virtual(*shape), numbers(*size)
+    kinds = [Replicate(), *[Shard(dim) for dim in range(len(size))], Partial()]
+    layouts = list(itertools.product(kinds, repeat=len(shape)))
+    for source, target in itertools.permutations(layouts, 2):
+        for first in (True, False):
+            have = spread(x.clone(), mesh, source)
+            moved = have.redistribute(placements=target)
+            (have if first else moved).zero_()
+            torch.testing.assert_close((moved if first else have).full_tensor(), x)
+
+
 def test_the_same_layout_is_an_alias_with_gradients() -> None:
     """As `x.view_as(x)` is: a write into the one is a write into the other."""
     for mesh in map(virtual, (1, 2)):

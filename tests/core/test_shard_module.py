@@ -119,6 +119,7 @@ def test_a_bad_plan_is_told_in_one_error() -> None:
         {
             "layers.*.v_proj.weight": {"tp": S0},
             re.compile(r"layers\.\d"): {"tp": S0},
+            "layers.*.norm": {"tp": S0},
             "*.q_proj.*": {"tp": S0},
             "layers.1.q_proj.bias": {"tp": R},
             "layers.0.norm.bias": {"dp": S1},
@@ -132,6 +133,8 @@ def test_a_bad_plan_is_told_in_one_error() -> None:
         "'layers.0.q_proj.weight'.\n"
         '- re.compile(r"layers\\.\\d") matches no parameter and no buffer. The model has '
         "'layers.0.norm.bias'. A regex must match the whole name.\n"
+        '- "layers.*.norm" matches no parameter and no buffer. It names a module: write '
+        '"layers.*.norm.*" for its parameters.\n'
         '- scale: "scale" says S(0), but it is a single number.\n'
         "- embed.weight = head.weight: axis 'tp' is S(0) by \"head.weight\" and S(1) by "
         '"embed.weight". Let one of them name fewer parameters.\n'

@@ -156,6 +156,13 @@ def test_operands_in_several_orders() -> None:
     assert_in_order(run)
 
 
+def test_one_hot_of_columns() -> None:
+    x = columns(3, 4).to(torch.int64).remainder(5)
+    made = assert_in_order(lambda: F.one_hot(spread(x, Shard(0)), 5))
+    assert made.stride() == F.one_hot(x, 5).stride()
+    assert torch.equal(made.full_tensor(), F.one_hot(x, 5))
+
+
 def test_copies_in_another_shape() -> None:
     x = columns(3, 4, 5)
     made = assert_in_order(lambda: torch.view_copy(spread(x, Shard(0)), [3, 20]))

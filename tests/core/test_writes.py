@@ -373,6 +373,20 @@ def test_a_row_changed_in_place_moves_nothing(at: Any, tracked: bool) -> None:
         torch.testing.assert_close(have.grad.full_tensor(), want.grad)
 
 
+@pytest.mark.parametrize("at", [Shard(0), Replicate(), Partial()], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 1, 1)])
+def test_an_element_changed_in_place(shape: tuple[int, ...], at: Any) -> None:
+    """A single element is copied onto itself too, on whichever rank it is."""
+    for index in range(5):
+        want = numbers(*shape)
+        have = spread(want.clone(), virtual(2), [at])
+        for x in (want, have):
+            x[index] += 1
+            x[index] *= x[index]
+            x[index : index + 1] -= 2
+        torch.testing.assert_close(have.full_tensor(), want)
+
+
 NESTED: dict[str, Callable[[Any], Any]] = {
     "diagonal": lambda x: x[0].diagonal().fill_(3.0),
     "x[:, 1, 2]": lambda x: x[:, 1, 2].fill_(5.0),

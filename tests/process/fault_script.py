@@ -34,6 +34,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def train_sharded(mine: bool) -> None:
+    """Units are gathered ahead, so a rank that dies leaves others in the midst of several moves."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    for layer in model:
+        sw.fully_shard(layer, mesh)
+    sw.fully_shard(model, mesh)
+    for turn in range(4):
+        if mine and turn == 2:
+            model[2].register_forward_hook(lambda *_: die())
+        model(x).sum().backward()
+
+
 def run() -> None:
     mine = rank == victim
     if way == "kill first":
@@ -50,6 +62,8 @@ def run() -> None:
             time.sleep(0.5)
             die()
         x.redistribute(placements=[Replicate()], async_op=True).to_local()
+    elif way == "kill fully sharded":
+        train_sharded(mine)
     elif way == "raise":
         if mine:
             threading.Thread(target=time.sleep, args=(4,)).start()  # the process lives on

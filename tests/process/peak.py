@@ -1,4 +1,4 @@
-"""What a process really holds while a layout changes."""
+"""What a process really holds while a layout changes, or a call of DTensors runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise import DTensor
 from shardwise.comm import all_to_all, process
 
 
 class Peak:
-    """The most bytes that tensors made here have held at one time.
+    """The most bytes that tensors made here have held at one time, and those of the largest.
 
     A tensor counts as long as anybody has it, with the memory that it has. What gloo is given it
     has to the end: its own threads may be slow to let go.
     """
 
     def __init__(self) -> None:
-        self.most = 0
+        self.most = self.largest = 0
         self._lock = threading.RLock()
         self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # by memory
         self._given: list[Any] = []
@@ -47,13 +48,13 @@ class Peak:
 
     def see(self, given: list[Any], made: list[Any]) -> None:
         """Count what was made of what was given."""
-        before = {_memory(each) for each in given if isinstance(each, torch.Tensor)}
+        before = set(map(_memory, _held_by(given)))
         with self._lock:
-            for each in made:
-                if isinstance(each, torch.Tensor):
-                    key = _memory(each)
-                    if key in self._made or key not in before:  # no view of what was there
-                        self._made.setdefault(key, []).append(weakref.ref(each))
+            for each in _held_by(made):
+                key = _memory(each)
+                if key in self._made or key not in before:  # no view of what was there
+                    self._made.setdefault(key, []).append(weakref.ref(each))
+                    self.largest = max(self.largest, each.untyped_storage().nbytes())
             self.most = max(self.most, self._held())
 
     def now(self) -> int:
@@ -82,9 +83,17 @@ class _Watch(TorchDispatchMode):
         self._peak = peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local calls come by
         result = func(*args, **(kwargs or {}))
         self._peak.see(tree_leaves((args, kwargs)), tree_leaves(result))
         return result
+
+
+def _held_by(values: list[Any]) -> list[torch.Tensor]:
+    """The tensors among values; a DTensor holds its local tensors."""
+    parts = [v._locals if isinstance(v, DTensor) else [v] for v in values]
+    return [each for part in parts for each in part if isinstance(each, torch.Tensor)]
 
 
 def _memory(value: torch.Tensor) -> int:

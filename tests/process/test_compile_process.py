@@ -129,6 +129,45 @@ def no_operators() -> None:
     torch.testing.assert_close(call(ours), ours.to_local() * 2 + 1)
 
 
+def one_graph() -> None:
+    mesh, x = mesh_of(2), numbers(6, 4)
+
+    def there_and_back(t: Any) -> Any:
+        local = (t * 2).to_local().relu()
+        return DTensor.from_local(local, t.device_mesh, t.placements).redistribute(placements=[R])
+
+    def from_plain(local: Any) -> Any:
+        return DTensor.from_local(local * 2, mesh, [S0], run_check=False).sum(0)
+
+    def written(t: Any) -> Any:
+        t.to_local().add_(1)
+        return t.sum(0)
+
+    for call in range(50):
+        ours = distribute_tensor(x + call, mesh, [S0]).requires_grad_()
+        plain = (x + call).requires_grad_()
+        made = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)(ours)
+        want = (plain * 2).relu()
+        torch.testing.assert_close(made.full_tensor(), want)
+        (made * made).sum().backward()
+        (want * want).sum().backward()
+        assert isinstance(ours.grad, DTensor)
+        torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+        target = ours.detach().clone()
+        made = torch.compile(written, backend="aot_eager", fullgraph=True)(target)
+        torch.testing.assert_close(made.full_tensor(), (plain + 1).sum(0))
+        torch.testing.assert_close(target.full_tensor(), plain + 1)
+        local = ours.detach().to_local().clone().requires_grad_()
+        made = torch.compile(from_plain, backend="aot_eager", fullgraph=True)(local)
+        torch.testing.assert_close(made.full_tensor(), (plain * 2).sum(0))
+        made.full_tensor().sum().backward()
+        torch.testing.assert_close(local.grad, torch.full_like(local, 2.0))
+
+
+def test_local_tensors_inside_of_one_graph(processes: Pools) -> None:
+    processes(2).run(quietly, one_graph, timeout=200)
+
+
 def test_what_is_no_operator_runs_between_the_graphs(processes: Pools) -> None:
     processes(2).run(quietly, no_operators, timeout=120)
 

@@ -12,8 +12,18 @@ from torch import nn
 import shardwise as sw
 from shardwise import Shard, init_device_mesh
 
-from ..core.test_fully_shard import by_batch, gpt, sharded, steps
+from ..core.test_fully_shard import (
+    Gated,
+    by_batch,
+    gpt,
+    recipe,
+    regression,
+    sharded,
+    stack,
+    steps,
+)
 from .harness import ProcessPool
+from .peak import Peak
 
 Pools = Callable[[int], ProcessPool]
 PLAN: Any = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
@@ -21,13 +31,16 @@ MESHES = {
     "fsdp": ((4,), ("dp",)),
     "hybrid": ((2, 2), ("nodes", "dp")),
     "tensor": ((2, 2), ("dp", "tp")),
+    "replicate": ((4,), ("dp",)),
 }
 
 
 def trained(kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     mesh = init_device_mesh("cpu", MESHES[kind][0], mesh_dim_names=MESHES[kind][1])
     model = gpt()
-    if kind == "tensor":
+    if kind == "replicate":
+        model = sw.replicate(model, mesh)
+    elif kind == "tensor":
         model = sharded(sw.shard_module(model, mesh, PLAN), mesh["dp"])
     else:
         model = sharded(model, mesh)
@@ -39,8 +52,8 @@ def trained(kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]
 @pytest.mark.parametrize("kind", MESHES)
 def test_training_is_that_of_one_device(kind: str, processes: Pools) -> None:
     model = gpt()
-    expected = steps(model, lambda batch: batch, 6)
-    for losses, weights in processes(4).run(trained, kind, 6):
+    expected = steps(model, lambda batch: batch, 30)
+    for losses, weights in processes(4).run(trained, kind, 30):
         torch.testing.assert_close(losses, expected)
         for name, value in model.named_parameters():
             torch.testing.assert_close(weights[name], value.detach())
@@ -65,3 +78,79 @@ def gathers_overlap() -> bool:
 
 def test_the_next_unit_is_gathered_meanwhile(processes: Pools) -> None:
     assert all(processes(2).run(gathers_overlap))
+
+
+def after_styles(local: bool) -> tuple[list[float], list[torch.Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = stack()
+    if torch.distributed.get_rank() > 1:
+        for parameter in model.parameters():
+            parameter.data += 1  # all ranks take the values of the first
+    losses = regression(recipe(model, mesh, local), by_batch(mesh))
+    return losses, [each.full_tensor().detach() for each in model.parameters()]  # type: ignore
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_parallel_styles_then_fully_shard(local: bool, processes: Pools) -> None:
+    model = stack()
+    expected = regression(model, lambda x: x)
+    for losses, weights in processes(4).run(after_styles, local):
+        torch.testing.assert_close(losses, expected)
+        for found, parameter in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.detach())
+
+
+LAYERS, ROWS = 6, 4
+
+
+class Wide(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(96)
+        self.up, self.down = nn.Linear(96, 384), nn.Linear(384, 96)
+
+
+def peak_of_a_step(full: bool) -> int:
+    """The bytes that this rank holds at most in a step of AdamW, with parameters and state."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model = nn.Sequential(*[Wide() for _ in range(LAYERS)])
+    if full:
+        for block in model:
+            sw.fully_shard(block, mesh)
+        sw.fully_shard(model, mesh)
+    else:
+        sw.replicate(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    most = 0
+    for _ in range(2):
+        batch = sw.distribute_tensor(torch.ones(4 * ROWS, 96), mesh, [Shard(0)])
+        with Peak() as peak:
+            model(batch).square().mean().backward()
+        most = peak.most
+        optimizer.step()
+        optimizer.zero_grad()
+    kept: Any = [
+        *model.parameters(),
+        *[s for each in optimizer.state.values() for s in each.values()],
+    ]
+    return most + sum(part.nbytes for each in kept for part in getattr(each, "_locals", [each]))
+
+
+def activations() -> int:
+    """The bytes that a forward on the rows of one rank leaves for the backward."""
+    model, batch = nn.Sequential(*[Wide() for _ in range(LAYERS)]), torch.ones(ROWS, 96)
+    with Peak() as peak:
+        loss = model(batch).square().mean()
+        held = peak.now()
+    del loss
+    return held
+
+
+def test_peak_memory_is_that_of_shards_and_two_units(processes: Pools) -> None:
+    unit = sum(each.nbytes for each in Wide().parameters())
+    shards = 4 * LAYERS * unit // 4  # parameters, gradients and two moments
+    expected = shards + 2 * unit + unit + activations()
+    for most in processes(4).run(peak_of_a_step, True):
+        assert most <= expected * 1.02
+    whole = min(processes(4).run(peak_of_a_step, False))
+    assert whole >= 4 * LAYERS * unit

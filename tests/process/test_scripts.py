@@ -34,7 +34,7 @@ def test_an_example_prints_the_same() -> None:
     assert forked(EXAMPLES["per_rank_batch"], 4) == printed("per_rank_batch")
 
 
-@pytest.mark.parametrize(("name", "count"), [("conv", 4), ("moe", 8)])
+@pytest.mark.parametrize(("name", "count"), [("conv", 4), ("moe", 8), ("long_context", 4)])
 def test_an_example_prints_the_same_losses(name: str, count: int) -> None:
     assert losses(forked(EXAMPLES[name], count)) == losses(printed(name))
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", default=[], help="forget rows with these verdicts")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2)))
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each model")
-    parser.add_argument("--example", help="then run this script")
+    parser.add_argument("--examples", nargs="*", default=[], help="then run these scripts")
     given = parser.parse_args()
     names = [*OTHERS, *causal_types()]
     names = given.only or names + [name + BY_DIM_0 for name in names]
@@ -57,8 +58,10 @@ def main() -> None:
     print(summary(list(rows.values())))
     if given.page:
         write_page(given.page, list(rows.values()))
-    if given.example:
-        runpy.run_path(given.example, run_name="__main__")
+    for example in given.examples:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.argv = [example, folder]
+            runpy.run_path(example, run_name="__main__")
 
 
 def _known(path: Path, again: list[str]) -> dict[str, Row]:

@@ -19,7 +19,7 @@ from ..layout.geometry import Box, box_numel
 from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
 from .group import Group, all_to_all
-from .protocol import Job, Launch, Parcel, Wait, narrow
+from .protocol import Job, Launch, Out, Parcel, Wait, narrow
 from .recording import recorder
 
 # --- the buffer ----------------------------------------------------------------------------------
@@ -66,12 +66,10 @@ def chunks(box: Box, most: int) -> list[Box]:
 # --- rounds --------------------------------------------------------------------------------------
 
 
-def rounds(
-    group: Group, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]
-) -> Iterator[Launch]:
+def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
     """The all-to-alls, one after another, that bring the pieces of all jobs into `outs`. Each must
     be waited for before the next one is launched."""
-    small: list[tuple[Job, torch.Tensor | None]] = []
+    small: list[Part] = []
     # Of several dtypes a received piece may be misaligned, and is then copied once more.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
@@ -100,7 +98,7 @@ def largest_share(group: Group, job: Job) -> int:
     return max(max(sent), max(got))
 
 
-def _in_chunks(group: Group, job: Job, out: torch.Tensor | None) -> Iterator[Launch]:
+def _in_chunks(group: Group, job: Job, out: Out | None) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
     most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.task, job.dtype)))
     pairs = [(src, dst) for src in group.senders for dst in group.receivers if src and dst]
@@ -114,7 +112,7 @@ class Packet(NamedTuple):
     """A piece of a job's tensor, the result it belongs to, and who sends it."""
 
     job: Job
-    out: torch.Tensor | None
+    out: Out | None
     src: Coord
     parcel: Parcel
 
@@ -129,10 +127,10 @@ class Packet(NamedTuple):
     def place(self) -> torch.Tensor:
         """The place of the piece in the result."""
         assert self.out is not None
-        return narrow(self.out, self.parcel.place)
+        return narrow(self.out.tensor(), self.parcel.place)
 
 
-Part = tuple[Job, torch.Tensor | None]
+Part = tuple[Job, Out | None]
 """A job, and this rank's result of it."""
 
 
@@ -171,11 +169,12 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
     )
     _pack(leaving, sent)
     wait = all_to_all(group, received, sent, incoming, outgoing)
-    if not jobs[0].task.op:
-        _put(own)
-        own = []
-    elif any(job.async_op for job in jobs):  # the program may write into the source meanwhile
-        own = [(packet, value.clone()) for packet, value in own]
+    if not any(job.async_op for job in jobs):
+        if not jobs[0].task.op:
+            _put(own)
+            own = []
+    else:  # the program may write into the source meanwhile
+        own = _cloned(own)
 
     def land() -> None:
         wait()
@@ -183,6 +182,10 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
         give_back([sent, received])
 
     return land
+
+
+_SUMMED = (torch.float32, torch.float64)
+"""The dtypes whose sums are formed in place, one value after another."""
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -200,7 +203,22 @@ def _is_aligned(packet: Packet, raw: torch.Tensor) -> bool:
     return raw.storage_offset() % packet.job.dtype.itemsize == 0
 
 
+def _one_dtype(packets: Iterable[Packet]) -> torch.dtype | None:
+    """The dtype of real tensors, if all packets are of one; few calls then serve them all."""
+    found = {packet.job.dtype for packet in packets}
+    dtype = found.pop() if len(found) == 1 else None
+    return None if dtype is None or dtype.is_complex else dtype
+
+
+def _flat(packet: Packet) -> torch.Tensor:
+    return packet.job.flat(packet.held())
+
+
 def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
+    dtype = _one_dtype(chain.from_iterable(packets))
+    if dtype is not None:
+        torch.cat([_flat(packet) for each in packets for packet in each], out=flat.view(dtype))
+        return
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
         if _is_aligned(packet, raw):
@@ -209,10 +227,29 @@ def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
             raw.copy_(as_bytes(value.permute(job.order)))
 
 
+def _cloned(own: list[tuple[Packet, torch.Tensor]]) -> list[tuple[Packet, torch.Tensor]]:
+    """Packets with copies of their values."""
+    if _one_dtype(packet for packet, _ in own) is None:
+        return [(packet, value.clone()) for packet, value in own]
+    flat = torch.cat([packet.job.flat(value) for packet, value in own])
+    return list(_shaped([packet for packet, _ in own], flat))
+
+
+def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, torch.Tensor]]:
+    """Packets of one dtype with their values, which lie one after another in `flat`."""
+    parts = flat.split_with_sizes([packet.parcel.numel for packet in packets])
+    for packet, part in zip(packets, parts, strict=True):
+        yield packet, packet.job.shaped(part, packet.parcel.box)
+
+
 def _received(
     packets: list[list[Packet]], flat: torch.Tensor
 ) -> Iterator[tuple[Packet, torch.Tensor]]:
     """Each packet with its values."""
+    dtype = _one_dtype(chain.from_iterable(packets))
+    if dtype is not None:
+        yield from _shaped(list(chain.from_iterable(packets)), flat.view(dtype))
+        return
     for packet, raw in _split(packets, flat):
         raw = raw if _is_aligned(packet, raw) else raw.clone()
         yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.box)
@@ -220,15 +257,28 @@ def _received(
 
 def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
     """Put pieces into the results; those of one box are reduced if their job reduces."""
-    reduced = []
-    for packet, value in received:
-        if packet.job.task.op:
-            reduced.append((packet, value))
-        else:
-            packet.place().copy_(value)
-    for packet, values in by_place(reduced):
+    pairs = list(received)
+    moved = [(packet.place(), value) for packet, value in pairs if not packet.job.task.op]
+    if moved:
+        torch._foreach_copy_([place for place, _ in moved], [value for _, value in moved])
+    reduced = list(by_place([pair for pair in pairs if pair[0].job.task.op]))
+    if reduced and _adds_up(reduced):
+        places = [packet.place() for packet, _ in reduced]
+        columns = zip(*[values for _, values in reduced], strict=True)
+        torch._foreach_copy_(places, list(next(columns)))
+        for column in columns:
+            torch._foreach_add_(places, list(column))
+        return
+    for packet, values in reduced:
         task = packet.job.task
         reduce_list(values, task.op, task.over, out=packet.place())
+
+
+def _adds_up(reduced: list[tuple[Packet, list[torch.Tensor]]]) -> bool:
+    """True if all packets are sums of as many values, in a dtype in which sums are formed."""
+    alike = len({len(values) for _, values in reduced}) == 1
+    jobs = [packet.job for packet, _ in reduced]
+    return alike and all(job.task.op == "sum" and job.dtype in _SUMMED for job in jobs)
 
 
 def by_place(

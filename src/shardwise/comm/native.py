@@ -11,7 +11,7 @@ from ..layout.geometry import Box, box_numel, relative
 from .all_to_all import buffer_size
 from .dtypes import as_bytes, backend_op, backends_reduce, from_backend, is_plain, to_backend
 from .group import Group, all_gather, reduce_scatter
-from .protocol import Job, Wait, narrow
+from .protocol import Job, Out, Wait, narrow
 
 Part = tuple[Job, torch.Tensor]
 """A job and its result."""
@@ -76,9 +76,7 @@ def _packed(group: Group, job: Job) -> int:
     return 2 * len(rows) * box_numel(rows[0]) * (job.dtype.itemsize if plain else 16)
 
 
-def batches(
-    group: Group, jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]
-) -> Iterator[list[Part]]:
+def batches(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[list[Part]]:
     """The jobs with their results, as many together as fit into the buffer."""
     some: list[Part] = []
     total = 0
@@ -88,7 +86,7 @@ def batches(
         if some and total + nbytes > buffer_size():
             yield some
             some, total = [], 0
-        some.append((job, out))
+        some.append((job, out.tensor()))
         total += nbytes
     yield some
 

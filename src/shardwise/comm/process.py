@@ -24,7 +24,7 @@ from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
 from .native import batches, native_launcher
-from .protocol import Finish, Job, Launch, Wait
+from .protocol import Finish, Job, Launch, Out, Wait
 from .recording import unrecorded
 
 
@@ -43,9 +43,9 @@ class ProcessEngine:
         if is_compared():
             compare(group_of([job.task for job in jobs]).ranks, describe(jobs))
         here = dst.coordinate
-        outs = [None if here is None else job.empty(job.task.dst.box(here)) for job in jobs]
+        outs = [None if here is None else Out(job, job.task.dst.box(here)) for job in jobs]
         try:
-            return _run(_launches(jobs, outs), outs)
+            return _run(_launches(jobs, outs), outs, src)
         except BaseException as error:  # of this rank alone, such as no memory for a buffer
             report(error, src)
             raise
@@ -107,7 +107,7 @@ def _begin(*topologies: Topology) -> None:
     clear()
 
 
-def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Finish:
+def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topology) -> Finish:
     """Run collectives one after another and leave the last one running, to be waited for."""
     running: list[Wait] = []
 
@@ -121,13 +121,17 @@ def _run(launches: Iterable[Launch], outs: Sequence[torch.Tensor | None]) -> Fin
         running.append(launch())
 
     def finish() -> list[list[torch.Tensor]]:
-        land()
-        return [[] if out is None else [out] for out in outs]
+        try:
+            land()
+            return [[] if out is None else [out.tensor()] for out in outs]
+        except BaseException as error:  # of this rank alone, such as no memory for a result
+            report(error, topology)
+            raise
 
     return finish
 
 
-def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
+def _launches(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
     """The collectives of `torch.distributed` that serve the jobs."""
     if jobs[0].task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].task.op):
         yield from _all_reduces(jobs, outs)
@@ -141,7 +145,7 @@ def _launches(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Itera
         yield partial(launcher, group, parts)
 
 
-def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> Iterator[Launch]:
+def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
     """Reduce as many tensors together as fit into the buffer. A larger one is reduced alone, in
     parts if it is reduced in another dtype."""
     job, room = jobs[0], buffer_size()
@@ -150,7 +154,7 @@ def _all_reduces(jobs: Sequence[Job], outs: Sequence[torch.Tensor | None]) -> It
     total = 0
     for each, out in zip(jobs, outs, strict=True):
         assert out is not None
-        ends = each.flat(each.local[0].resolve_conj().resolve_neg()), each.flat(out)
+        ends = each.flat(each.local[0].resolve_conj().resolve_neg()), each.flat(out.tensor())
         chunks = [(end,) if plain else end.split(max(1, room // width)) for end in ends]
         for given, made in zip(*chunks, strict=True):
             nbytes = made.numel() * width

@@ -121,6 +121,22 @@ class Job:
         return at == outer[first][1]
 
 
+class Out:
+    """This rank's result of a job. It gets its memory when the first piece of it has arrived."""
+
+    __slots__ = ("_box", "_job", "_made")
+
+    def __init__(self, job: Job, box: Box) -> None:
+        self._job, self._box = job, box
+        self._made: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """The memory of the result."""
+        if self._made is None:
+            self._made = self._job.empty(self._box)
+        return self._made
+
+
 @lru_cache(maxsize=4096)
 def _is_ascending(order: tuple[int, ...]) -> bool:
     return order == tuple(range(len(order)))

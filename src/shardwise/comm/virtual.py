@@ -31,8 +31,10 @@ def _results(job: Job) -> list[torch.Tensor]:
     # What stays Partial is as many tensors, by the coordinate on the Partial axes.
     pending = [axis for axis, _ in task.src.partial if axis not in task.reduced]
     wholes = _wholes(job, parts, pending)
-    if len(dst.slots) == 1 and dst.box(dst.slots[0]) == task.src.hull and len(parts) > 1:
-        return list(wholes.values())
+    if len(dst.slots) == 1 and dst.box(dst.slots[0]) == task.src.hull:
+        made = list(wholes.values())
+        if not any(whole is part for whole in made for part in job.local):
+            return made
     return [
         job.empty(box).copy_(narrow(wholes[_at(coord, pending)], box))
         for coord, box in [(coord, dst.box(coord)) for coord in dst.slots]

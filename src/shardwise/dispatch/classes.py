@@ -1,9 +1,10 @@
 """Layout classes: a call with new sizes takes the decision of one that differs in nothing else.
 
 What an operator of `_NAMES` does to layouts depends on which sizes are equal, or 1, or named by an
-argument, and on no size itself. So calls that agree in these run in the same layouts, and the
-results have the sizes of the same operands. Views that split or merge dims are compared by how they
-do so.
+argument, and on no size itself. A Partial beside operands of its own size is passed on, or reduced
+into their layout, whatever that size is. So calls that agree in these run in the same layouts, and
+the results have the sizes of the same operands. Views that split or merge dims are compared by how
+they do so.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def has_classes(op: Any, family: object, form: Any) -> bool:
 
 
 def remember(entry: Any, key: tuple[Any, ...], plan: Plan, operands: Sequence[Any]) -> None:
-    """Keep a plan for calls of the same class, if nothing moves in it and its rule is general."""
+    """Keep a plan for calls of the same class, if its rule is general."""
     if not isinstance(plan, CallPlan) or not plan.is_general:
         return
     found = _class_of(entry, key)
@@ -83,6 +84,8 @@ def from_class(entry: Any, key: tuple[Any, ...], specs: Sequence[DTensorSpec]) -
 def _class_of(entry: Any, key: tuple[Any, ...]) -> _Class | None:
     """The class of a call, and where each size first stands; None if it has none."""
     view = entry.op._schema.name in _VIEWS
+    if not _passes(entry, [part for part in key if type(part) is DTensorSpec]):
+        return None
     sizes: dict[int, int] = {}
     fixed = _numbers(key)
     parts: list[Any] = []
@@ -92,9 +95,7 @@ def _class_of(entry: Any, key: tuple[Any, ...]) -> _Class | None:
             continue
         shape, _, dtype = part.meta
         order = _order(part.meta)
-        if order is None or part.cuts is not None or part.sums or part.groups is not None:
-            return None
-        if 0 in shape:
+        if order is None or part.cuts is not None or part.groups is not None or 0 in shape:
             return None
         places = () if view else [_place(size, fixed, sizes) for size in shape]
         parts.append((part.topology, part.placements, dtype, order, *places))
@@ -104,6 +105,13 @@ def _class_of(entry: Any, key: tuple[Any, ...]) -> _Class | None:
             return None
         parts[-1] = how
     return tuple(parts), sizes
+
+
+def _passes(entry: Any, specs: Sequence[DTensorSpec]) -> bool:
+    """False if a Partial is among operands of other sizes: these decide whether it is reduced."""
+    if not any(spec.sums for spec in specs):
+        return True
+    return entry.family is pointwise and len({spec.meta.shape for spec in specs}) == 1
 
 
 def _place(size: int, fixed: Collection[int], sizes: dict[int, int]) -> int:

@@ -154,7 +154,7 @@ class _Choice:
         self.held = [spec.placements[axis] for spec in self.specs]
         rows, operands = self._allowed(), range(len(self.specs))
         fitting = (row for row in rows if all(self._fits(axis, row, i) for i in operands))
-        row = next(fitting, None)
+        row = next(fitting, None) or self._reduced_into(axis, rows)
         if row is None:
             prices = [self._price(axis, count, row) for row in rows]
             best = min(prices)
@@ -167,6 +167,24 @@ class _Choice:
                 if place.is_shard():
                     values[index] //= count
         return row
+
+    def _reduced_into(self, axis: int, rows: tuple[Row, ...]) -> Row | None:
+        """The row in which Partial operands are reduced into the layout of one of the same dims.
+
+        None if there is no such operand. No price enters, so it is the same for all sizes.
+        """
+        pending = [i for i, have in enumerate(self.held) if have.is_partial()]
+        staying = [i for i, have in enumerate(self.held) if not have.is_partial()]
+        dims = self.rule.inputs
+        if not pending or not staying or any(dims[i] != dims[0] for i in range(len(dims))):
+            return None
+        reduced = (
+            row
+            for row in rows
+            if all(self._fits(axis, row, i) for i in staying)
+            and not any(row.inputs[i].is_partial() for i in pending)
+        )
+        return next(reduced, None)
 
     def _reduces(self, row: Row) -> bool:
         """True if the row needs a Partial operand reduced."""

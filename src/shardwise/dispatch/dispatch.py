@@ -16,7 +16,8 @@ import torch
 from .._torch import (
     OpOverload,
     autograd_node_name,
-    in_func_backward,
+    current_backward,
+    end_graph_at_unknown_size,
     is_tracing,
     modes_of_thread,
     note_given_gradient,
@@ -28,15 +29,13 @@ from .._torch import (
 )
 from ..comm.events import planned
 from ..comm.failures import report
-from ..config import current
-from ..errors import LayoutError
+from ..errors import LayoutError, end_at_user_line
 from ..layout.world import World, at_end
 from ..rules import has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
-from ..storage.operands import in_layout
 from ..storage.plain import adopt_all, check_plain
-from ..storage.wrapper import Plain, Wrapper, wrap
+from ..storage.wrapper import Plain, Wrapper
 from .cache import kept, number_key, plan_bytes
 from .choose import build
 from .classes import from_class, remember
@@ -50,6 +49,8 @@ _entries: dict[int, Operator] = {}
 """By the id of the operator, which its entry keeps alive: hashing an operator is a Python call."""
 _lock = threading.Lock()
 _counts = {"built": 0}
+_ordinary_backward = -1
+"""The last backward that was found not to be one of `torch.func`."""
 
 
 def stats() -> dict[str, int]:
@@ -102,6 +103,8 @@ def dispatch(
     """Run an operator on DTensors: the `__torch_dispatch__` of the public class."""
     if modes_of_thread() and _is_recorded(args, kwargs or {}):
         return op(*args, **(kwargs or {}))
+    if (backward := current_backward()) >= 0 and backward != _ordinary_backward:
+        _enter_backward(backward)
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
@@ -139,10 +142,12 @@ def dispatch(
         return found.quick(operands, args, kwargs)  # type: ignore[misc]  # it is not watched
     except BaseException as error:
         if is_tracing():  # no rank waits for this one
+            end_graph_at_unknown_size(op, error)
             _refuse_reading(op, error)
         else:
             # an error in values is this rank's alone: the others must not wait for it
             report(error, operands[0]._spec.topology)
+            end_at_user_line(error)
         raise
 
 
@@ -168,13 +173,17 @@ def _run(
         )
     if found.is_complex:
         with reading_lazy_bits():
-            made = _resolved(entry.run_view(found, operands, args, kwargs))
-    elif found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
-        made = found.quick(operands, args, kwargs)
-    else:
-        made = entry.run_view(found, operands, args, kwargs)
-    # A leaf of torch.func has no hook that would reduce its gradient.
-    return _reduced(made) if found.may_be_partial and in_func_backward() else made
+            return _resolved(entry.run_view(found, operands, args, kwargs))
+    if found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+        return found.quick(operands, args, kwargs)
+    return entry.run_view(found, operands, args, kwargs)
+
+
+def _enter_backward(number: int) -> None:
+    """Watch the leaves of a backward of `torch.func`: nothing tells when they are made."""
+    global _ordinary_backward
+    if not Wrapper.watch_func_leaves():
+        _ordinary_backward = number
 
 
 def _run_special(entry: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -226,15 +235,6 @@ def _is_recorded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return any(new)
 
 
-def _reduced(made: Any) -> Any:
-    """Results without Partial."""
-    if isinstance(made, (list, tuple)):
-        return type(made)(map(_reduced, made))
-    if not isinstance(made, Wrapper) or not made._spec.sums or current().partial_grads:
-        return made
-    return wrap(made._spec.reduced, in_layout(made, made._spec.reduced))
-
-
 def _resolved(made: Any) -> Any:
     """Results whose local tensors are what they are, not their conjugates."""
     for each in made if isinstance(made, (list, tuple)) else (made,):
@@ -279,9 +279,6 @@ def _build(
     if made is None:
         made = build(entry, operands, args, kwargs)
         made.is_complex = any(o._spec.dtype.is_complex for o in operands)
-        made.may_be_partial = not entry.written_names and (
-            not made.outs or any(spec.sums for spec in made.outs)
-        )
         if not any(o._spec.ndim and has_fractions(o._spec.dtype) for o in operands):
             made.default = torch.get_default_dtype()  # integers divided, or times a number
         made.set_watched()

@@ -11,7 +11,7 @@ import torch
 
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
-from ..layout.spec import DTensorSpec
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
@@ -36,7 +36,6 @@ class Plan:
     - `tier` says who serves the call: rows, form, random, decomposition or fallback.
     - `default` is the default dtype for which it was built, if the results may have it.
     - `is_complex` is True if some operand is complex.
-    - `may_be_partial` is True if a new result may be Partial.
     - `is_watched` is False if `quick` is all there is to do, for ordinary operands.
     - `plain_checked` is True if plain operands of such calls are known to be equal on all ranks.
     - `deferred` is True for a view whose elements live on other ranks than its base's: `run` gives
@@ -53,14 +52,13 @@ class Plan:
         self.tier = tier
         self.deferred = deferred
         self.default: torch.dtype | None = None
-        self.is_complex = self.may_be_partial = False
+        self.is_complex = False
         self.is_watched = True
         self.plain_checked = False
 
     def set_watched(self) -> None:
         """Set `is_watched` from what else is known of the plan."""
-        usual = not (self.is_complex or self.may_be_partial) and self.default is None
-        self.is_watched = self.quick is None or not usual
+        self.is_watched = self.quick is None or self.is_complex or self.default is not None
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -258,6 +256,11 @@ class CallPlan(Plan):
         )
         self._aliases = aliases and not self._windows
         self.is_local = not (self._moves or self._windows)
+        self._only_reduces = (
+            moving == {i for i, spec in enumerate(specs) if spec.sums}
+            and not (written in moving or self._windows)
+            and not any(dst.sums or dst.cuts or dst.groups for _, dst in self._moves)
+        )
         passes = written is None and not aliases and self.is_local
         passes = passes and any(spec.sums for spec in outputs)
         self._pending = tuple([i for i, spec in enumerate(specs) if spec.sums and passes])
@@ -294,10 +297,10 @@ class CallPlan(Plan):
 
     @property
     def is_general(self) -> bool:
-        """True if the same recipe serves operands of other sizes: nothing moves, and the local call
-        knows no size."""
+        """True if the same recipe serves operands of other sizes: nothing moves, or all Partials
+        are reduced and nothing else moves, and the local call knows no size."""
         closed = self._local is not None and self._local.__closure__
-        return self.is_local and self._tails is None and not closed and not self._pending
+        return (self.is_local or self._only_reduces) and self._tails is None and not closed
 
     def with_sizes(
         self, specs: Sequence[DTensorSpec], outs: Sequence[DTensorSpec]
@@ -307,6 +310,7 @@ class CallPlan(Plan):
         made.__dict__.update(self.__dict__)
         made.outs = tuple(outs)
         made.plain_checked = False
+        made._moves = tuple([(i, _resized(dst, specs[i].meta)) for i, dst in self._moves])
         made._orders = self._orders if self._is_sure else None
         if self._local is not None or self._unless is not None or self._rewrites is not None:
             coords = [site.coord for site in self._sites]
@@ -467,6 +471,10 @@ class CallPlan(Plan):
         if any(map(is_not, local, new)):
             self._orders = True
         return new
+
+
+def _resized(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
+    return DTensorSpec._intern(spec.topology, spec.placements, meta, None)
 
 
 def _returned_type(op: Any) -> type:

@@ -231,15 +231,15 @@ def _as_base(value: Any, view: Any, base: Any) -> Any:
     If it is a view of a tensor in that shape, that tensor serves: `x[3] += 1` moves nothing when
     it copies `x[3]` onto itself.
     """
-    if not isinstance(value, torch.Tensor) or value.ndim == 0:
-        return value
-    if value.numel() == 1:
-        return value.reshape(())
     inner: Any = value
     while is_deferred(inner) and _made_by(inner) in _SAME_ORDER:
         inner = inner._of
         if inner.shape == base.shape and inner.dtype is value.dtype:
             return inner
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    if value.numel() == 1:
+        return value.reshape(())
     return value.expand(view.shape).reshape(base.shape)
 
 

@@ -1,6 +1,7 @@
 """Distributed forms: operators as a few lines over DTensors, which move less than their rules."""
 
 from . import (  # noqa: F401  # registers them
+    attention,
     batch_norm,
     composites,
     cross_entropy,

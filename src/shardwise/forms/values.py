@@ -96,7 +96,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     if isinstance(x, Wrapper):
         if x.dtype is not torch.int64:
             raise RuntimeError(f"one_hot: classes must be of torch.int64, but got {x.dtype}")
-        x = reduce_partial(aten.one_hot.default, x)
+        x = reduce_partial(aten.one_hot.default, x).contiguous()  # so is PyTorch's result
         for part in x._locals:
             _refuse_classes(part, num_classes)
     return aten.one_hot.default.decompose(x, num_classes)

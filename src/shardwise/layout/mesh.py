@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .._torch import entered_torch_mesh, root_mesh
+from .._torch import entered_torch_mesh, root_mesh, without_modes
 from ..config import current, set_meshes
 from ..errors import MeshError
 from .cost import Link, Links, links_of
@@ -25,8 +25,13 @@ from .world import World, at_end, current_world
 
 Coord = tuple[int, ...]
 
+if TYPE_CHECKING:  # for type checkers a virtual mesh is a DeviceMesh: one annotation serves both
+    _MeshInterface = TorchDeviceMesh
+else:
+    _MeshInterface = object
 
-class VirtualMesh:
+
+class VirtualMesh(_MeshInterface):
     """A mesh whose ranks all live in this process, with the interface of PyTorch's `DeviceMesh`.
 
     >>> mesh = VirtualMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
@@ -35,6 +40,10 @@ class VirtualMesh:
     >>> mesh["tp"].size()
     2
     """
+
+    device_type: str
+    mesh: torch.Tensor
+    mesh_dim_names: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -57,6 +66,7 @@ class VirtualMesh:
         self.mesh = ranks.reshape(1) if ranks.ndim == 0 else ranks
         self.mesh_dim_names = checked_names(mesh_dim_names, self.mesh.ndim)
         self.links = links_of(links, self.mesh.ndim)
+        self.root = self  # the mesh that this one is a part of
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +91,9 @@ class VirtualMesh:
         index = tuple(slice(None) if axis in axes else 0 for axis in range(self.ndim))
         links = [self.links[axis] for axis in axes]
         topology(self)
-        return VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted, links=links)
+        part = VirtualMesh(self.device_type, self.mesh[index], mesh_dim_names=wanted, links=links)
+        part.root = self.root
+        return part
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         raise MeshError("get_group: a virtual mesh has no process groups; run under torchrun.")
@@ -92,7 +104,7 @@ class VirtualMesh:
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         raise MeshError(_no_single_rank("get_local_rank"))
 
-    def get_coordinate(self) -> list[int]:
+    def get_coordinate(self) -> tuple[int, ...]:
         raise MeshError(_no_single_rank("get_coordinate"))
 
     def __enter__(self) -> VirtualMesh:
@@ -110,7 +122,8 @@ class VirtualMesh:
         return hash(self._key())
 
     def _key(self) -> tuple[object, ...]:
-        ranks = tuple(self.mesh.flatten().tolist())
+        with without_modes():
+            ranks = tuple(self.mesh.flatten().tolist())
         return self.device_type, self.shape, ranks, self.mesh_dim_names, self.links
 
     def __repr__(self) -> str:
@@ -118,6 +131,12 @@ class VirtualMesh:
 
 
 AnyMesh = VirtualMesh | TorchDeviceMesh
+
+
+def whole_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh that `mesh` was taken from, such as that of `mesh["tp"]`; itself if from none."""
+    found: AnyMesh = mesh.root if isinstance(mesh, VirtualMesh) else root_mesh(mesh)
+    return found
 
 
 def _no_single_rank(method: str) -> str:
@@ -207,6 +226,30 @@ def _destroyed(mesh: str) -> str:
         "of them is still there, x.to_local(); make a new mesh and give them to it with "
         "DTensor.from_local or distribute_tensor."
     )
+
+
+def axes_in(part: Topology, whole: Topology) -> tuple[int, ...] | None:
+    """The axes of `whole` that `part` consists of, at the place of this process; None if it is no
+    part of it."""
+    if part is whole:
+        return tuple(range(whole.ndim))
+    if not set(part.names) <= set(whole.names):
+        return None
+    axes = tuple([whole.names.index(name) for name in part.names])
+    members = whole.group_coords(whole.coordinate or (0,) * whole.ndim, axes)
+    return axes if tuple(map(whole.rank_of, members)) == part.ranks else None
+
+
+def joined(mesh: AnyMesh, other: Topology) -> Topology | None:
+    """The mesh with the axes of two parts of one mesh; None if they are not parts of one."""
+    root: Any = whole_mesh(mesh)
+    names = {*topology(mesh).names, *other.names}
+    have = tuple(name for name in root.mesh_dim_names or () if name in names)
+    if set(have) != names:
+        return None
+    whole = topology(root if have == tuple(root.mesh_dim_names) else root[have])
+    parts = topology(mesh), other
+    return None if any(axes_in(part, whole) is None for part in parts) else whole
 
 
 @at_end
@@ -301,7 +344,8 @@ def _key(mesh: AnyMesh) -> tuple[object, ...]:
     if isinstance(mesh, VirtualMesh):
         return mesh._key()
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-    ranks = tuple(mesh.mesh.flatten().tolist())
+    with without_modes():  # a compiler that traces has fake tensors only
+        ranks = tuple(mesh.mesh.flatten().tolist())
     return current_world().number, mesh.device_type, tuple(mesh.shape), ranks, names
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
+from .._torch import traced_as_constant
 from ..errors import LayoutError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -33,6 +34,19 @@ class Placement:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, name) for name in self.__slots__)
+
+    def __init_subclass__(cls) -> None:
+        traced_as_constant(cls)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How a graph of `torch.compile` writes this placement."""
+        kind, values = self.__reduce__()
+        return f"{kind.__name__}{values!r}", {kind.__name__: kind}
 
     def is_replicate(self) -> bool:
         """True for `Replicate()`."""

@@ -1,13 +1,15 @@
 """Whole modules on a mesh."""
 
+from .context import context_parallel
 from .follow import follow_layouts
-from .fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from .fully_shard import FSDPModule, fully_shard
 from .local_map import local_map
 from .loss import loss_parallel
 from .materialize import materialize
 from .module import distribute_module
 from .parallelize import parallelize_module
 from .plan import Plan, make_plan
+from .replicate import ReplicateModule, replicate
 from .saving import (
     full_state_dict,
     load_checkpoint,
@@ -25,6 +27,7 @@ from .style import (
     RowwiseParallel,
     SequenceParallel,
 )
+from .units import MixedPrecisionPolicy
 
 __all__ = [
     "ColwiseParallel",
@@ -35,8 +38,10 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicateModule",
     "RowwiseParallel",
     "SequenceParallel",
+    "context_parallel",
     "distribute_module",
     "follow_layouts",
     "full_state_dict",
@@ -48,6 +53,7 @@ __all__ = [
     "make_plan",
     "materialize",
     "parallelize_module",
+    "replicate",
     "save_checkpoint",
     "save_safetensors",
     "shard_module",

@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Shard
 from .linear_pairs import block_of, pair_placements
-from .names import generic_name
+from .names import common_names, generic_name
 
 Found: TypeAlias = dict[str, Placement]
 """Placements of parameters by name, on one axis."""
@@ -78,11 +78,12 @@ def _block(parameter: str) -> str:
 
 def _patterns(generic: str, wanted: list[str], names: list[str]) -> list[str | re.Pattern[str]]:
     """A glob or regex of exactly the wanted names, else the names themselves."""
-    if [name for name in names if fnmatchcase(name, generic)] == wanted:
-        return [generic]
-    regex = re.compile(re.escape(generic).replace(r"\*", r"\d+"))
-    if [name for name in names if regex.fullmatch(name)] == wanted:
-        return [regex]
+    for glob in (generic, *common_names(wanted)):
+        if [name for name in names if fnmatchcase(name, glob)] == wanted:
+            return [glob]
+        regex = re.compile(re.escape(glob).replace(r"\*", r"\d+"))
+        if [name for name in names if regex.fullmatch(name)] == wanted:
+            return [regex]
     return list(wanted)
 
 

@@ -7,7 +7,7 @@ changed. So an error leaves the module as it was.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -59,19 +59,21 @@ def convert_module(
     optimizers: Iterable[torch.optim.Optimizer] = (),
     *,
     src_data_rank: int | None = 0,
+    ignored: Collection[int] = (),
 ) -> list[nn.Module]:
     """Make the plain parameters and buffers of a module DTensors in place, and the state that
     optimizers have of them.
 
     `layout_of(names, tensor)` is asked once for each tensor, with all names that it has in the
     module. `what` names the caller in errors. All ranks take the values of rank `src_data_rank` of
-    the mesh, or with None their own. Returns the submodules that have some of the tensors.
+    the mesh, or with None their own. Tensors whose ids are in `ignored` stay plain. Returns the
+    submodules that have some of the tensors.
     """
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
     for prefix, part in module.named_modules():
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-            if tensor is None or isinstance(tensor, DTensor):
+            if tensor is None or isinstance(tensor, DTensor) or id(tensor) in ignored:
                 continue
             owners[part] = None
             change = changes.setdefault(id(tensor), _Change([], tensor))

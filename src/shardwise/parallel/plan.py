@@ -24,7 +24,9 @@ from .heads import heads_of
 from .names import generic_name
 
 Pattern: TypeAlias = "str | re.Pattern[str]"
-Rules: TypeAlias = Mapping[Pattern, Placements]
+Rules: TypeAlias = (
+    "Mapping[str, Placements] | Mapping[re.Pattern[str], Placements] | Mapping[Pattern, Placements]"
+)
 """From globs or compiled regexes of parameter names to placements, by axis name or one per axis."""
 
 _ALL = "*"  # this pattern says what happens where no other one does
@@ -79,7 +81,7 @@ class Plan:
 
     def as_code(self) -> str:
         """The rules as a dict to paste into a program."""
-        lines = [f"    {_quoted(key)}: {_written(self.rules[key])},\n" for key in self.rules]
+        lines = [f"    {_quoted(key)}: {_written(to)},\n" for key, to in self.rules.items()]
         return "{\n" + "".join(lines) + "}" if lines else "{}"
 
     def __repr__(self) -> str:
@@ -188,6 +190,8 @@ def _unmatched(pattern: Pattern, names: Sequence[str]) -> str:
     regex = isinstance(pattern, re.Pattern)
     near = _nearest(pattern.pattern if isinstance(pattern, re.Pattern) else pattern, names)
     hint = " A regex must match the whole name." if regex else ""
+    if isinstance(pattern, str) and any(fnmatchcase(name, f"{pattern}.*") for name in names):
+        near, hint = "", f' It names a module: write "{pattern}.*" for its parameters.'
     return f"{_quoted(pattern)} matches no parameter and no buffer.{near}{hint}"
 
 

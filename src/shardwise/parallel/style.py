@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import LayoutError, MeshError
-from ..layout.mesh import AnyMesh, Topology, topology
+from ..layout.mesh import AnyMesh, Topology, axes_in, topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from ..tensor.per_rank import PerRank
@@ -190,16 +190,17 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         local, mesh = self.use_local_output, topology(device_mesh)
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            on = _On(mesh, module)
             if self.input_layouts is not None:
                 layouts = self.input_layouts, self.desired_input_layouts
-                args = _bring_all(self, "input", mesh, args, *layouts, local)
+                args = _bring_all(self, "input", on, args, *layouts, local)
             named = {}
             for name, value in kwargs.items():
                 given = self.input_kwarg_layouts.get(name)
                 wanted = self.desired_input_kwarg_layouts.get(name)
                 what = f"its input {name}"
-                named[name] = _bring(self, what, mesh, value, given, wanted, local=local)
+                named[name] = _bring(self, what, on, value, given, wanted, local=local)
             return args, named
 
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -241,11 +242,11 @@ class PrepareModuleOutput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         mesh = topology(device_mesh)
 
-        def after(_: nn.Module, __: Any, output: Any) -> Any:
+        def after(module: nn.Module, _: Any, output: Any) -> Any:
             many = isinstance(output, tuple)
             values = output if many else (output,)
-            layouts = self.output_layouts, self.desired_output_layouts
-            made = _bring_all(self, "output", mesh, values, *layouts, self.use_local_output)
+            layouts, on = (self.output_layouts, self.desired_output_layouts), _On(mesh, module)
+            made = _bring_all(self, "output", on, values, *layouts, self.use_local_output)
             return made if many else made[0]
 
         module.register_forward_hook(after)
@@ -341,27 +342,46 @@ def _surround(
     output."""
     mesh = topology(device_mesh)
 
-    def first(value: Any) -> Any:
-        return _bring(style, "its input", mesh, value, given, wanted, size=size)
+    def first(on: _On, value: Any) -> Any:
+        return _bring(style, "its input", on, value, given, wanted, size=size)
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        on = _On(mesh, module)
         if args:
-            return (first(args[0]), *args[1:]), kwargs
-        named = {name: first(value) for name, value in [*kwargs.items()][:1]}
+            return (first(on, args[0]), *args[1:]), kwargs
+        named = {name: first(on, value) for name, value in [*kwargs.items()][:1]}
         return args, kwargs | named
 
-    def after(_: nn.Module, __: Any, value: Any) -> Any:
-        return _bring(style, "its output", mesh, value, output, output, local=local)
+    def after(module: nn.Module, _: Any, value: Any) -> Any:
+        return _bring(style, "its output", _On(mesh, module), value, output, output, local=local)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
     return module
 
 
+class _On(NamedTuple):
+    """The mesh of a style, of one axis, and the module that it is for.
+
+    After `fully_shard` the parameters of the module are on a larger mesh.
+    """
+
+    mesh: Topology
+    module: nn.Module
+
+    def whole(self) -> Topology:
+        """The mesh of the module's parameters, if the style's mesh is a part of it."""
+        for parameter in self.module.parameters():
+            if isinstance(parameter, DTensor):
+                found = parameter._spec.topology
+                return self.mesh if axes_in(self.mesh, found) is None else found
+        return self.mesh
+
+
 def _bring(
     style: ParallelStyle,
     what: str,
-    mesh: Topology,
+    on: _On,
     value: Any,
     given: Placement | None,
     wanted: Placement | None,
@@ -378,41 +398,47 @@ def _bring(
         return value
     name = type(style).__name__
     if isinstance(value, (torch.Tensor, PerRank)) and not isinstance(value, DTensor):
-        value = _from_local(f"{name}: {what}", mesh, value, given, size)
+        value = _from_local(f"{name}: {what}", on, value, given, size)
     if not isinstance(value, DTensor):
         raise LayoutError(
             f"{name}: {what} is a {type(value).__name__}, and only a tensor can be {given}. Give "
             "None as the layout of a value that is no tensor."
         )
-    if value._spec.topology is not mesh:
+    found = axes_in(on.mesh, value._spec.topology)
+    if found is None:
         raise MeshError(
-            f"{name}: {what} is {value._spec}, but the module is on mesh {mesh}. Give "
+            f"{name}: {what} is {value._spec}, but the module is on mesh {on.mesh}. Give "
             "it on that mesh: value.redistribute(mesh, placements)."
         )
-    if wanted is not None and value.placements != (_in_front(wanted, value.ndim),):
-        value = value.redistribute(placements=[wanted])
+    (axis,) = found
+    if wanted is not None and value.placements[axis] != _in_front(wanted, value.ndim):
+        places = list(value.placements)
+        places[axis] = wanted
+        value = value.redistribute(placements=places)
     return _local(value) if local else value
 
 
-def _from_local(
-    what: str, mesh: Topology, value: Any, given: Placement, size: int | None
-) -> DTensor:
+def _from_local(what: str, on: _On, value: Any, given: Placement, size: int | None) -> DTensor:
+    """A DTensor of a local tensor. On the other axes of the mesh, those of `fully_shard`, each rank
+    has a part of the batch."""
     shape = None
+    where: Any = on.whole()
     if isinstance(value, torch.Tensor) and size is not None and _is_last(given, value.ndim):
-        shape = (*value.shape[:-1], size)
-    where: Any = mesh
+        shape = (*value.shape[:-1], size) if where is on.mesh else None
+    (axis,) = axes_in(on.mesh, where) or (0,)
+    places = [given if each == axis else Shard(0) for each in range(where.ndim)]
     try:
-        return DTensor.from_local(value, where, [given], shape=shape)
+        return DTensor.from_local(value, where, places, shape=shape)
     except LayoutError as error:
         raise LayoutError(
-            f"{what} is a local tensor, taken to be {given} on {mesh}. {error}"
+            f"{what} is a local tensor, taken to be {given} on {on.mesh}. {error}"
         ) from error
 
 
 def _bring_all(
     style: ParallelStyle,
     what: str,
-    mesh: Topology,
+    on: _On,
     values: tuple[Any, ...],
     given: Sequence[Placement | None],
     wanted: Sequence[Placement | None],
@@ -425,7 +451,7 @@ def _bring_all(
             "is left as it is."
         )
     return tuple(
-        _bring(style, f"{what} {place}", mesh, *each, local=local)
+        _bring(style, f"{what} {place}", on, *each, local=local)
         for place, each in enumerate(zip(values, given, wanted, strict=True))
     )
 

@@ -9,6 +9,7 @@ from .execute import (
     run_all,
     run_between,
     run_together,
+    start_together,
 )
 from .explain import Explanation, explain_redistribute
 from .layout import DimMap, Layout
@@ -34,5 +35,6 @@ __all__ = [
     "run_all",
     "run_between",
     "run_together",
+    "start_together",
     "steps_between",
 ]

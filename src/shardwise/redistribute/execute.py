@@ -141,6 +141,13 @@ def run_together(
 ) -> list[tuple[torch.Tensor, ...]]:
     """The local tensors of several tensors after one step each, a slice, gather or exchange: one
     collective for all, whatever their axes."""
+    return [ready() for ready in start_together(steps, locals_of, strides)]
+
+
+def start_together(
+    steps: Sequence[Step], locals_of: Sequence[Locals], strides: Sequence[Sequence[int]]
+) -> list[Ready]:
+    """As `run_together`, with the collective still under way."""
     tensors = list(zip(steps, locals_of, map(memory_order, strides), strict=True))
     jobs = [
         Job(step, local, order, local[0].dtype, local[0].device)
@@ -148,12 +155,12 @@ def run_together(
         if local and not step.is_local
     ]
     takes = iter(_start([step for step in steps if not step.is_local], jobs) if jobs else ())
-    found = []
+    found: list[Ready] = []
     for step, local, order in tensors:
         if step.is_local:
-            found.append(finished(sliced(step, local), order, False))
+            found.append(_made(finished(sliced(step, local), order, False)))
         else:
-            found.append(next(takes)() if local else ())
+            found.append(next(takes) if local else _made(()))
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from .._torch import disabled_torch_function, make_wrapper
+from .._torch import disabled_torch_function, is_tracing, make_wrapper
 from ..layout.spec import DTensorSpec
 
 Locals = tuple[torch.Tensor, ...]
@@ -45,6 +46,7 @@ class Wrapper(torch.Tensor):
     _memo: Memo | None = None
     _of: Any = None
     public: ClassVar[type[Wrapper]]
+    watch_func_leaves: ClassVar[Callable[[], bool]]
 
     __torch_function__ = disabled_torch_function
 
@@ -86,7 +88,7 @@ def exposed_locals(tensor: Wrapper) -> Locals:
         # One rank may look alone: the cached reductions, which all have, must still be good there.
         cell.writes -= sum([part._version for part in cell.parts])
     cell.exposed = True
-    if cell.parts is own or len(cell.parts) != len(own):
+    if cell.parts is own or len(cell.parts) != len(own) or is_tracing():
         return own
     return tuple([_view_of(base, part) for base, part in zip(cell.parts, own, strict=True)])
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._torch import PARAMETER, is_tracing, untraced
+from .._torch import PARAMETER, called_in_graph, is_tracing, untraced
 from ..comm import engine_of
 from ..comm.dtypes import as_bytes
 from ..comm.process import broadcast_from
@@ -46,11 +46,11 @@ def to_local(tensor: DTensor, *, grad_placements: Placements | None = None) -> A
     local tensors; by default those of the tensor, with Replicate in place of Partial. So the
     gradient of a replicated tensor is taken to be the same on all ranks.
     """
-    if is_tracing():
-        # The result shares memory with this tensor, and writes into it would not be seen.
+    if is_tracing() and tensor._spec.topology.virtual:
         raise NotImplementedError(
-            "DTensor.to_local cannot be compiled: it runs between the graphs of "
-            "torch.compile. With fullgraph=True call it outside."
+            "DTensor.to_local cannot be compiled on a virtual mesh, where it has the local tensors "
+            "of all ranks: it runs between the graphs of torch.compile. With fullgraph=True call "
+            "it outside, or compile on real processes."
         )
     refuse_recording("to_local", (tensor,))
     spec = tensor._spec
@@ -133,7 +133,7 @@ def _warn_of_equal_gradients() -> None:
     )
 
 
-@untraced
+@called_in_graph
 def from_local(
     local_tensor: torch.Tensor | PerRank,
     device_mesh: AnyMesh | None = None,

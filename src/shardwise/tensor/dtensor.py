@@ -23,7 +23,7 @@ from .checkpoint import CheckpointProtocol
 from .compiled import CompileProtocol
 from .conversion import distribute_tensor as distribute_tensor
 from .conversion import from_local, laid_out_like, to_local, whole_local
-from .gradients import take_data, watch_leaf
+from .gradients import take_data, watch_func_leaves, watch_leaf
 from .inplace_views import as_strided, in_place
 from .printing import html_of, text_of
 from .saving import plain_attributes, saved
@@ -287,6 +287,7 @@ class _Pending(AsyncValue, DTensor):  # type: ignore[override]  # _locals waits
 
 
 Wrapper.public = DTensor
+Wrapper.watch_func_leaves = staticmethod(watch_func_leaves)
 Wrapper.pending = _Pending  # type: ignore[attr-defined]
 Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
 take_lists(DTensor, _Pending, _Deferred)

@@ -17,7 +17,16 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .._torch import at_end_of_backward, current_backward, is_tracing, leaf_of_gradient
+from .._torch import (
+    at_end_of_backward,
+    current_backward,
+    func_is_active,
+    func_leaves,
+    is_grad_of_a_batch,
+    is_tracing,
+    leaf_of_gradient,
+    without_func,
+)
 from ..comm.all_to_all import buffer_size
 from ..config import current
 from ..dispatch.views import become
@@ -73,6 +82,10 @@ class _LeafHook:
     def __call__(self, grad: Any) -> Any:
         if grad is None or grad.layout is not torch.strided:
             return grad
+        if is_grad_of_a_batch(grad):
+            return grad - 0  # reduces a Partial
+        if func_is_active():
+            return _moved_in_func(grad, self.spec)
         grad = as_gradient(grad, self.spec.topology)
         target = _like(self.spec, grad._spec)
         if grad._spec is target or (grad._spec.sums and _may_stay_partial()):
@@ -95,12 +108,25 @@ def _moved(grad: Any, target: DTensorSpec) -> Any:
     return wrap(target, in_layout(grad, target, fresh=True))
 
 
+def keep_partial(leaf: Any, keep: bool) -> None:
+    """Say whether gradients of a leaf stay Partial, as all do in `keep_partial_grads`."""
+    leaf._keeps_partial = keep
+
+
+def keeps_partial(leaf: Any) -> bool:
+    """True if the gradient of a leaf stays Partial in a backward that runs now."""
+    return current().partial_grads or getattr(leaf, "_keeps_partial", False)
+
+
 def _may_stay_partial() -> bool:
     """True if the Partial gradient that a hook has been given goes into a bucket, or is kept."""
     if current().partial_grads:
         return True
     leaf = None if is_tracing() else leaf_of_gradient()
-    return leaf is not None and _is_unseen(leaf) and (leaf.grad is None or _is_partial(leaf.grad))
+    if leaf is None:
+        return False
+    unseen = _is_unseen(leaf) and (leaf.grad is None or _is_partial(leaf.grad))
+    return unseen or keeps_partial(leaf)
 
 
 def _is_unseen(leaf: Any) -> bool:
@@ -115,7 +141,7 @@ def _is_partial(grad: Any) -> bool:
 
 def _after_accumulation(leaf: Any) -> None:
     """Put a `.grad` that is not in the leaf's layout into a bucket, or move it."""
-    if _target(leaf) is None or current().partial_grads:
+    if _target(leaf) is None or keeps_partial(leaf):
         return
     if _is_unseen(leaf) and not is_tracing():
         _Backward.running().add(leaf)
@@ -136,6 +162,57 @@ def _move(leaf: Any) -> None:
     target = _target(leaf)
     if target is not None:
         leaf.grad = _moved(leaf.grad, target)
+
+
+# --- torch.func ----------------------------------------------------------------------------------
+
+
+def watch_func_leaves() -> bool:
+    """Register the hooks of the leaves of `torch.func` that the running autograd node leads to;
+    False if this backward is not one of `torch.func`."""
+    leaves: Any = func_leaves()
+    for leaf in leaves or ():
+        inner = without_func(leaf)
+        if isinstance(inner, Wrapper) and not hasattr(leaf, _WATCHED):
+            setattr(leaf, _WATCHED, _LeafHook(inner._spec))
+            leaf.register_hook(leaf._watched)
+    return leaves is not None
+
+
+def _moved_in_func(grad: Any, leaf: DTensorSpec) -> Any:
+    """A gradient that `torch.func` may have wrapped, in the layout of its leaf."""
+    inner: Any = without_func(grad)
+    if isinstance(inner, Wrapper):
+        spec = inner._spec
+        if spec is _like(leaf, spec) or (spec.sums and current().partial_grads):
+            return grad
+    return _LikeLeaf.apply(grad, leaf)
+
+
+class _LikeLeaf(torch.autograd.Function):
+    """`_LeafHook` for `torch.func`, which brings each level of its wrappers here by itself."""
+
+    @staticmethod
+    def forward(grad: Any, leaf: DTensorSpec) -> Any:
+        grad = as_gradient(grad, leaf.topology)
+        target = _like(leaf, grad._spec)
+        return wrap(target, in_layout(grad, target, fresh=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.leaf = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _: None) -> Any:
+        return _LikeLeaf.apply(tangent, ctx.leaf)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, grad: Any, leaf: DTensorSpec) -> Any:
+        return _LikeLeaf.apply(grad, leaf), dims[0]
 
 
 # --- buckets -------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ def text_of(tensor: Any) -> str:
 def html_of(tensor: Any) -> str:
     """What a notebook shows of a DTensor: its layout in colours above its values."""
     drawing = as_html(panels(tensor._spec))
-    return f"<div>{drawing}<pre style='margin-top:.5em'>{escape(text_of(tensor))}</pre></div>"
+    style = "margin-top:.5em; font-family:monospace"
+    return f"<div>{drawing}<pre style='{style}'>{escape(text_of(tensor))}</pre></div>"
 
 
 def layout_notation(spec: DTensorSpec) -> str:

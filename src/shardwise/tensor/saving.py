@@ -23,6 +23,8 @@ _OWN = [
     "_read",
     "_ready",
     "_watched",
+    "_keeps_partial",
+    "_fully_sharded",
     "_to_write",
 ]
 

@@ -9,7 +9,7 @@ from ..layout.spec import Placements, checked_placements
 from ..storage.wrapper import Wrapper
 
 
-def assert_layout(tensor: torch.Tensor, placements: Placements) -> None:
+def assert_layout(tensor: torch.Tensor | None, placements: Placements) -> None:
     """Raise a LayoutError unless a DTensor has these placements. Nothing is communicated.
 
     An axis that is not named must replicate the tensor.

@@ -75,7 +75,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CallExpl
     tp    R -> R        10.024
     """
     if not callable(function):
-        raise LayoutError(f"explain: {function!r} is no function. Give one, and its arguments.")
+        raise LayoutError(
+            "explain: a function and its arguments are needed, but got a "
+            f"{type(function).__name__}. Write for example explain(torch.matmul, x, w)."
+        )
     if not any(isinstance(value, Wrapper) for value in tensors_in(args, kwargs)):
         raise LayoutError("explain: no argument is a DTensor, so there are no layouts to choose.")
     made: list[OperatorChoice] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
+import torch
+
 from ..errors import LayoutError
 from ..layout.picture import as_html, as_text, panels
 from ..layout.spec import DTensorSpec
@@ -24,7 +26,7 @@ class Picture(str):
         return as_html(panels(self._spec))
 
 
-def picture(tensor: Wrapper | DTensorSpec) -> Picture:
+def picture(tensor: torch.Tensor | DTensorSpec) -> Picture:
     """A drawing of a tensor's layout: each shard with the ranks that hold it.
 
     Two dims are drawn, sharded dims first. If more dims are sharded, there is a drawing for each
@@ -59,7 +61,7 @@ def picture(tensor: Wrapper | DTensorSpec) -> Picture:
 
 
 def visualize_sharding(
-    dtensor: Wrapper | DTensorSpec, header: str = "", use_rich: bool = False
+    dtensor: torch.Tensor | DTensorSpec, header: str = "", use_rich: bool = False
 ) -> None:
     """Print the `picture` of a tensor below a header, on the first rank.
 

@@ -1,0 +1,301 @@
+"""Training steps of a GPT on gloo processes, beside PyTorch's own parallelisms and by hand.
+
+    python benchmarks/train.py                  # 2 and 4 processes, writes benchmarks/train.md
+    python benchmarks/train.py --world 2 --quick
+
+Each row is one way to train the same model: with Shardwise, with PyTorch (DTensor styles, FSDP2,
+DDP), and by hand on plain tensors. The three take turns, the least time of each counts, and their
+losses must agree. The last rows count the processor time of `fully_shard` on a model so small that
+it is all overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import train_by_hand as hand
+from benchmarks.models.gpt import GPT, Size, loss_of
+
+import shardwise as sw
+
+PAGE = Path(__file__).parent / "train.md"
+SIZE = Size(width=192, heads=4, layers=4, length=64, vocabulary=256)
+TINY = Size(width=16, heads=4, layers=8, length=4, vocabulary=16)
+BATCH = 8
+Step = Callable[[], float]
+PLAN: Any = {
+    **{f"*.attention.{name}.*": {"tp": sw.Shard(0)} for name in ("queries", "keys", "values")},
+    "*.attention.out.weight": {"tp": sw.Shard(1)},
+    "*.mlp.up.*": {"tp": sw.Shard(0)},
+    "*.mlp.down.weight": {"tp": sw.Shard(1)},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of a step: ours, PyTorch's, by hand (None where there is none)."""
+
+    name: str
+    ours: float
+    torch: float
+    hand: float | None
+
+    def cells(self) -> list[str]:
+        beside = "" if self.hand is None else f"{self.ours / self.hand:.2f}"
+        by_hand = "" if self.hand is None else f"{self.hand:.2f}"
+        times = [f"{self.ours:.2f}", f"{self.torch:.2f}", by_hand]
+        return [self.name, *times, f"{self.ours / self.torch:.2f}", beside]
+
+
+def tokens(size: Size) -> torch.Tensor:
+    return torch.arange(BATCH * (size.length + 1)).view(BATCH, -1) * 7 % size.vocabulary
+
+
+def trainer(model: nn.Module, batch: Any, forward: Any = None, after: Any = None) -> Step:
+    """A step of AdamW; `after` runs between backward and optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> float:
+        loss = (forward or loss_of)(model, batch)
+        loss.backward()
+        if after is not None:
+            after(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def made(size: Size) -> GPT:
+    torch.manual_seed(0)
+    return GPT(size)
+
+
+def mine(size: Size) -> torch.Tensor:
+    """This rank's rows of the batch."""
+    return tokens(size).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def mean_of_ranks(loss_step: Step) -> Step:
+    """The loss of all rows, where each rank has that of its own."""
+
+    def step() -> float:
+        loss = torch.tensor(loss_step())
+        dist.all_reduce(loss)
+        return float(loss / dist.get_world_size())
+
+    return step
+
+
+# --- the ways to train ---------------------------------------------------------------------------
+
+
+def our_mesh(name: str) -> Any:
+    return sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+
+
+def torch_mesh(name: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+
+
+def tensor(sequence: bool) -> dict[str, Step]:
+    def ours() -> Step:
+        mesh = our_mesh("tp")
+        model = sw.shard_module(made(SIZE), mesh, PLAN)
+        layout: Any = {"tp": sw.Shard(1)} if sequence else {}
+        whole = tokens(SIZE)
+        ends = [sw.distribute_tensor(t, mesh, layout) for t in (whole[:, :-1], whole[:, 1:])]
+        return trainer(model, ends)
+
+    def theirs() -> Step:
+        model = hand.with_styles(made(SIZE), torch_mesh("tp"), sequence)
+        whole = tokens(SIZE)
+        return trainer(model, (whole[:, :-1], whole[:, 1:]))
+
+    def plain() -> Step:
+        model = hand.tensor_parallel(made(SIZE), sequence)
+        whole = tokens(SIZE)
+        after = hand.reduce_replicated if sequence else None
+        return trainer(model, (whole[:, :-1], whole[:, 1:]), after=after)
+
+    return {"ours": ours(), "torch": theirs(), "hand": plain()}
+
+
+def fully_sharded(size: Size = SIZE, by_hand: bool = True) -> dict[str, Step]:
+    def ours() -> Step:
+        mesh, model = our_mesh("dp"), made(size)
+        for block in model.blocks:
+            sw.fully_shard(block, mesh)
+        sw.fully_shard(model, mesh)
+        return trainer(model, sw.distribute_tensor(tokens(size), mesh, [sw.Shard(0)]))
+
+    def theirs() -> Step:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh, model = torch_mesh("dp"), made(size)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return mean_of_ranks(trainer(model, mine(size)))
+
+    found = {"ours": ours(), "torch": theirs()}
+    if by_hand:
+        model = hand.FullySharded(made(size))
+        found["hand"] = mean_of_ranks(trainer(model, mine(size)))
+    return found
+
+
+def data_parallel() -> dict[str, Step]:
+    def ours() -> Step:
+        mesh = our_mesh("dp")
+        model = sw.replicate(made(SIZE), mesh)
+        return trainer(model, sw.distribute_tensor(tokens(SIZE), mesh, [sw.Shard(0)]))
+
+    theirs = nn.parallel.DistributedDataParallel(made(SIZE))
+    return {
+        "ours": ours(),
+        "torch": mean_of_ranks(trainer(theirs, mine(SIZE))),
+        "hand": mean_of_ranks(trainer(made(SIZE), mine(SIZE), after=hand.mean_gradients)),
+    }
+
+
+WAYS: dict[str, Callable[[], dict[str, Step]]] = {
+    "tensor parallel": lambda: tensor(False),
+    "tensor parallel, sequence sharded": lambda: tensor(True),
+    "fully sharded": fully_sharded,
+    "data parallel": data_parallel,
+    # context parallel belongs here
+}
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def least(steps: dict[str, Step], turns: int) -> dict[str, float]:
+    """The least milliseconds of each, in turns; the losses must agree."""
+    losses = [[step() for _ in range(3)] for step in steps.values()]
+    for each in losses[1:]:
+        torch.testing.assert_close(losses[0], each, rtol=2e-3, atol=2e-3)
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(turns):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+    return best
+
+
+def host_cost(turns: int) -> list[Row]:
+    """The processor time of this rank's main thread for a unit, on a model that is all overhead."""
+    models = fully_sharded(TINY, by_hand=False)
+    for step in models.values():
+        for _ in range(3):
+            step()
+    units = TINY.layers + 1
+    best = dict.fromkeys(models, float("inf"))
+    for _ in range(turns):
+        for name, step in models.items():
+            dist.barrier()
+            start = time.thread_time()
+            step()
+            best[name] = min(best[name], 1e3 * (time.thread_time() - start) / units)
+    alone = trainer(made(TINY), mine(TINY))
+    plain = float("inf")
+    for _ in range(turns):
+        start = time.thread_time()
+        alone()
+        plain = min(plain, 1e3 * (time.thread_time() - start) / units)
+    added = {name: value - plain for name, value in best.items()}
+    return [
+        Row("processor time of a step per unit", best["ours"], best["torch"], plain),
+        Row("the same, less that of one device", added["ours"], added["torch"], None),
+    ]
+
+
+def work(rank: int, world: int, store: str, turns: int, result: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    rows = []
+    for name, way in WAYS.items():
+        took = least(way(), turns)
+        rows.append(Row(name, took["ours"], took["torch"], took["hand"]))
+        if rank == 0:
+            print(f"  {world} processes, {' | '.join(rows[-1].cells())}", flush=True)
+    rows += host_cost(turns)
+    if rank == 0:
+        torch.save([(row.name, row.ours, row.torch, row.hand) for row in rows], result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(world: int, turns: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = f"{folder}/rows"
+        given = world, f"{folder}/store", turns, result
+        multiprocessing.spawn(work, args=given, nprocs=world)  # type: ignore[no-untyped-call]
+        return [Row(*row) for row in torch.load(result)]
+
+
+def page(tables: dict[int, list[Row]], turns: int) -> str:
+    lines = [
+        "# Training steps beside PyTorch's own parallelisms",
+        "",
+        f"Written by `python benchmarks/train.py`: torch {torch.__version__}, gloo processes on "
+        f"{os.cpu_count()} cores, one thread each. A GPT of width {SIZE.width} with {SIZE.layers} "
+        f"blocks, {BATCH} rows of {SIZE.length} tokens, AdamW. Milliseconds of a step, the least "
+        f"of {turns}, in turns. Rows that are slower than PyTorch come first.",
+        "",
+    ]
+    titles = ["", "Shardwise", "PyTorch", "by hand", "of PyTorch's", "of by hand"]
+    for world, rows in tables.items():
+        lines += [f"## {world} processes", "", f"| {' | '.join(titles)} |", "|---" * 6 + "|"]
+        ordered = sorted(rows, key=lambda row: -row.ours / row.torch)
+        lines += [f"| {' | '.join(row.cells())} |" for row in ordered]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--quick", action="store_true", help="few turns, and no page")
+    given = parser.parse_args()
+    turns = 3 if given.quick else 25
+    tables = {world: measured(world, turns) for world in given.world}
+    text = page(tables, turns)
+    print(text)
+    if not given.quick:
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

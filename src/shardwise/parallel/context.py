@@ -1,0 +1,126 @@
+"""`context_parallel`: tensors that are sharded along their sequence while a block runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch import swap_contents
+from ..errors import LayoutError, MeshError
+from ..layout.make_mesh import is_virtual
+from ..layout.mesh import AnyMesh, topology, whole_mesh
+from ..layout.placement import Placement, Replicate, Shard
+from ..storage.plain import check_equal
+from ..tensor.dtensor import DTensor, distribute_tensor
+
+_BLOCKS = 8
+"""Of each block of a sequence every rank has a part: causal work is then within an eighth even."""
+
+
+@contextmanager
+def context_parallel(
+    mesh: AnyMesh,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: AbstractSet[torch.Tensor] | None = None,
+) -> Iterator[None]:
+    """Shard tensors along their sequence, in place, while the block runs.
+
+    `buffers` are inputs, targets and tables of positions, and `buffer_seq_dims` their dims of the
+    sequence. In the block they are DTensors whose sequence is sharded over `mesh`, which has one
+    axis. It may be a part of a mesh: a plain tensor, which must be equal on all ranks, is then
+    replicated over the other axes. After the block they are what they were before it, but for
+    `no_restore_buffers`, which stay sharded.
+
+    The signature is that of PyTorch's. Here shapes stay global, and nothing is patched: attention
+    works in the same way on any DTensor whose sequence is sharded.
+
+    >>> import torch, shardwise
+    >>> mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    >>> tokens = torch.arange(32).view(2, 16)
+    >>> with shardwise.context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1]):
+    ...     print(tokens.shape, tokens.placements)
+    torch.Size([2, 16]) (S(1, split=8), R)
+    >>> type(tokens)
+    <class 'torch.Tensor'>
+    """
+    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    kept = list(no_restore_buffers or ())
+    _check(mesh, given, dims, kept)
+    sharded = [_sharded(buffer, mesh, dim) for buffer, dim in zip(given, dims, strict=True)]
+    pairs = list(zip(given, sharded, strict=True))
+    for buffer, other in pairs:
+        swap_contents(buffer, other)
+    try:
+        yield
+    finally:
+        for buffer, other in pairs:
+            if not any(buffer is each for each in kept):
+                swap_contents(buffer, other)
+
+
+def _check(
+    mesh: AnyMesh, buffers: list[torch.Tensor], dims: list[int], kept: list[torch.Tensor]
+) -> None:
+    where = topology(mesh)
+    if where.ndim != 1:
+        raise MeshError(
+            f"context_parallel: the sequence is sharded over one axis, but mesh {where} has "
+            f"{where.ndim}. Give one of them, such as mesh[{where.names[0]!r}]."
+        )
+    if len(buffers) != len(dims):
+        raise LayoutError(
+            f"context_parallel: {len(buffers)} buffers, but {len(dims)} buffer_seq_dims were "
+            "given. Give the dim of the sequence for each buffer."
+        )
+    if not all(any(each is buffer for buffer in buffers) for each in kept):
+        raise LayoutError("context_parallel: no_restore_buffers must be some of the buffers.")
+    for at, buffer in enumerate(buffers):
+        if isinstance(buffer, nn.Parameter) or buffer.requires_grad:
+            raise LayoutError(
+                f"context_parallel: buffer {at} requires a gradient. Parameters are placed by "
+                "shard_module, and other tensors by distribute_tensor."
+            )
+        if any(buffer is other for other in buffers[:at]):
+            raise LayoutError(f"context_parallel: buffer {at} is given twice.")
+
+
+def _sharded(buffer: Any, mesh: AnyMesh, dim: int) -> DTensor:
+    """A tensor with its sequence sharded over the axis of `mesh`."""
+    axis = topology(mesh).names[0]
+    whole = buffer.device_mesh if isinstance(buffer, DTensor) else whole_mesh(mesh)
+    names = topology(whole).names
+    if axis not in names:
+        raise MeshError(
+            f"context_parallel: a buffer is on mesh {topology(whole)}, which has no axis {axis!r}."
+        )
+    places: list[Placement] = [Replicate()] * len(names)
+    if isinstance(buffer, DTensor):
+        places = list(buffer.placements)
+    places[names.index(axis)] = _shard(buffer.shape, dim, topology(mesh).shape[0])
+    if isinstance(buffer, DTensor):
+        return buffer.redistribute(placements=places)
+    if not is_virtual(whole):
+        check_equal("context_parallel", topology(whole), buffer)
+    return distribute_tensor(buffer.detach().clone(), whole, places, src_data_rank=None)
+
+
+def _shard(shape: Sequence[int], dim: int, ranks: int) -> Shard:
+    """The sequence in blocks, of which each rank has a part; consecutive if there are too few
+    positions.
+
+    >>> _shard((2, 24), 1, 4), _shard((2, 24), 1, 2), _shard((2, 15), -1, 4)
+    (S(1, split=4), S(1, split=8), S(-1))
+    """
+    at = dim % max(len(shape), 1)
+    blocks = gcd(shape[at], _BLOCKS) if -len(shape) <= dim < len(shape) else 1
+    while blocks > 1 and shape[at] < blocks * ranks:
+        blocks //= 2
+    return Shard(dim, blocks)

@@ -1,0 +1,354 @@
+"""The units of `fully_shard`: parameters that are gathered, used and dropped together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch import (
+    current_backward,
+    in_backward,
+    outer_saved_tensor_hooks,
+    when_backward_ends,
+)
+from ..layout.mesh import Topology, axes_in
+from ..layout.placement import Replicate
+from ..layout.spec import DTensorSpec
+from ..redistribute import Ready
+from ..storage.operands import start_moves, version_stamp
+from ..storage.wrapper import Cell, Locals, Wrapper, wrap
+from ..tensor.autograd import Redistribute
+from ..tensor.gradients import keeps_partial
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes in which a unit of `fully_shard` computes; None keeps a dtype.
+
+    Parameters are gathered and used in `param_dtype`, gradients are reduced in `reduce_dtype`.
+    Floating point inputs are cast to `param_dtype` if `cast_forward_inputs` is True, and outputs to
+    `output_dtype`. The parameters themselves and their gradients keep their dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+class _Running(threading.local):
+    """The units whose forwards run in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+
+
+_running = _Running()
+
+
+class _Saved:
+    """What autograd saves of a gathered parameter or a view of it: which one, and where in it."""
+
+    __slots__ = ("index", "parts", "spec", "unit")
+
+    def __init__(self, unit: Unit, index: int, spec: DTensorSpec, parts: list[Any]) -> None:
+        self.unit, self.index, self.spec, self.parts = unit, index, spec, parts
+
+
+class Unit:
+    """Parameters of some modules that are gathered, used and dropped together.
+
+    - `_whole` are the local tensors of the gathered parameters, and `_stamp` says of which values
+      of the shards.
+    - `_live` are DTensors of them with an autograd history, while a forward uses them. `_cells` are
+      their version cells, with the index of the parameter.
+    - `_started` are gathers under way, with their stamp.
+    - `_sequence` are the units in the order of this forward, and `_last` in that of the one before,
+      if this unit is the outermost.
+    - `_seen` is the number of the backward that uses the gathered parameters.
+    - `_to_run` are those of its modules that have not run yet in this forward.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        modules: Sequence[nn.Module],
+        where: Topology,
+        policy: MixedPrecisionPolicy,
+        reshard: bool | None,
+    ) -> None:
+        self.parameters = parameters
+        self.policy = policy
+        self.reshard = reshard
+        self._modules = frozenset(map(id, modules))
+        self._to_run: set[int] = set()
+        self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._targets = [self._gathered_spec(parameter, where) for parameter in parameters]
+        self._whole: list[Locals] | None = None
+        self._stamp: object = None
+        self._live: Sequence[Any] | None = None
+        self._cells: dict[Cell, int] = {}
+        self._started: tuple[object, list[Ready]] | None = None
+        self._sequence: list[Unit] = []
+        self._last: list[Unit] = []
+        self._outermost = self
+        self._saving: list[Any] = []
+        self._seen = -1
+        for parameter in parameters:
+            parameter._fully_sharded = self
+
+    def _gathered_spec(self, parameter: Any, where: Topology) -> DTensorSpec:
+        spec: DTensorSpec = parameter._spec
+        axes = axes_in(where, spec.topology) or ()
+        places = [Replicate() if a in axes else p for a, p in enumerate(spec.placements)]
+        made = spec.with_placements(places)
+        dtype = self.policy.param_dtype
+        if dtype is None or not spec.dtype.is_floating_point:
+            return made
+        return made.with_meta(spec.meta._replace(dtype=dtype))
+
+    # --- gathering -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start to gather the parameters, so that it overlaps with what follows."""
+        if self._whole is not None or self._started is not None:
+            return
+        pairs = zip(self.parameters, self._targets, strict=True)
+        cast = [(_in_dtype(p, spec.dtype), spec) for p, spec in pairs]
+        moving = [(p, spec) for p, spec in cast if p._spec is not spec]
+        found = iter(start_moves([p for p, _ in moving], [spec for _, spec in moving], True))
+        ready = [_held(p) if p._spec is spec else next(found) for p, spec in cast]
+        self._started = self._stamps(), ready
+
+    def gather(self) -> list[Locals]:
+        """The local tensors of the gathered parameters; they stay until `drop`."""
+        now = self._stamps()
+        if self._stamp != now:
+            self._whole = None
+        if self._started is not None and self._started[0] != now:
+            self._started = None
+        if self._whole is None:
+            self.start()
+            assert self._started is not None
+            self._whole, self._started = [ready() for ready in self._started[1]], None
+            self._stamp = now
+        return self._whole
+
+    def live(self) -> list[Any]:
+        """DTensors of the gathered parameters, for autograd to give a history."""
+        pairs = zip(self._targets, self.gather(), strict=True)
+        made = [(spec, local, Cell(local, spec.meta.shape)) for spec, local in pairs]
+        self._cells = {cell: index for index, (_, _, cell) in enumerate(made)}
+        return [wrap(spec, local, cell) for spec, local, cell in made]
+
+    def _stamps(self) -> object:
+        return [version_stamp(parameter) for parameter in self.parameters]
+
+    def drop(self) -> None:
+        """Forget the gathered parameters: only shards stay."""
+        self._whole = self._live = self._started = None
+        self._cells = {}
+
+    def value(self, parameter: Any) -> Any:
+        """The parameter as its module sees it: gathered while a forward or backward runs."""
+        index, backward = self._index.get(id(parameter)), in_backward()
+        if index is None or not (_running.units or backward):
+            return parameter
+        if self._live is None:  # another unit uses it, or a checkpoint is computed again
+            self._live = Gather.apply(self, *self.parameters)
+            if backward:
+                when_backward_ends(self.drop)
+            else:
+                _running.units[0]._sequence.append(self)
+        return self._live[index]
+
+    # --- forward -------------------------------------------------------------------------------
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the parameters, and start to gather those of the unit that ran next before."""
+        self._outermost = _running.units[0] if _running.units else self
+        self._to_run = self._to_run or set(self._modules)
+        if self is self._outermost:
+            self._last, self._sequence = self._sequence, []
+        if self not in self._outermost._sequence[-1:]:
+            self._outermost._sequence.append(self)
+        if self._live is None:
+            self._live = Gather.apply(self, *self.parameters)
+        following = _neighbour(self, self._outermost._last, 1)
+        if following is not None:
+            following.start()
+        hooks = torch.autograd.graph.saved_tensors_hooks(*_composed(self))
+        hooks.__enter__()
+        self._saving.append(hooks)
+        _running.units.append(self)
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return None
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Drop the gathered parameters, unless this unit keeps them for its backward."""
+        if self._saving:  # else an error came before `before_forward`
+            self._saving.pop().__exit__()
+            _running.units.remove(self)
+            self._to_run.discard(id(module))
+            outermost = not _running.units
+            if not self._to_run or outermost:
+                self._end_forward(outermost)
+            if outermost:  # prefetched and not used, or used by another unit
+                for unit in {*self._sequence, *self._last} - {self}:
+                    unit._to_run.clear()
+                    unit._live = unit._started = None
+        dtype = self.policy.output_dtype
+        return None if dtype is None else _cast(output, dtype)
+
+    def _end_forward(self, outermost: bool) -> None:
+        self._live = None
+        keeps = outermost if self.reshard is None else not self.reshard
+        if not keeps or not torch.is_grad_enabled():
+            self.drop()
+
+    # --- what autograd saves -------------------------------------------------------------------
+
+    def packed(self, tensor: torch.Tensor) -> _Saved | None:
+        """What to save in place of a gathered parameter, or a view of one; None for others."""
+        if not isinstance(tensor, Wrapper) or tensor._cell is None or tensor._of is not None:
+            return None
+        index = self._cells.get(tensor._cell)
+        if index is None or self._whole is None or len(tensor._locals) != len(self._whole[index]):
+            return None
+        parts = []
+        for whole, part in zip(self._whole[index], tensor._locals, strict=True):
+            if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+                return None
+            offset = part.storage_offset() - whole.storage_offset()
+            parts.append((part.shape, part.stride(), offset))
+        return _Saved(self, index, tensor._spec, parts)
+
+    def unpacked(self, saved: _Saved) -> Any:
+        """The tensor that was saved, of parameters that are gathered again."""
+        number = current_backward()
+        if self._whole is None or number == -1 or self._seen != number:
+            self._gather_again(number)
+        assert self._whole is not None
+        whole = self._whole[saved.index]
+        parts = [
+            local.as_strided(shape, stride, local.storage_offset() + offset)
+            for local, (shape, stride, offset) in zip(whole, saved.parts, strict=True)
+        ]
+        return wrap(saved.spec, tuple(parts))
+
+    def _gather_again(self, number: int) -> None:
+        """Gather for a backward, and start to gather the unit whose backward is next."""
+        self._seen = number
+        self.gather()
+        if number == -1:  # autograd's graph is looked at, and no backward runs
+            return
+        when_backward_ends(self.drop)  # if no parameter gets a gradient nobody else does
+        before = self._before()
+        if before is not None:
+            before.start()
+
+    def _before(self) -> Unit | None:
+        """The unit whose backward is next."""
+        return _neighbour(self, self._outermost._sequence, -1)
+
+    def await_prefetched(self) -> None:
+        """Wait for the unit whose backward is next, if it is on its way: its buffers and those of
+        a reduction are not needed at one time."""
+        before = self._before()
+        if before is not None and before._started is not None:
+            before.gather()
+            when_backward_ends(before.drop)
+
+
+def _in_dtype(parameter: Any, dtype: torch.dtype) -> Any:
+    if parameter.dtype is dtype:
+        return parameter
+    with torch.no_grad():
+        return parameter.detach().to(dtype)
+
+
+def _held(tensor: Any) -> Ready:
+    return lambda: tensor._locals
+
+
+def _neighbour(unit: Unit, sequence: Sequence[Unit], step: int) -> Unit | None:
+    """The unit before (-1) or after (1) another in a sequence; None if there is none."""
+    at = sequence.index(unit) + step if unit in sequence else -1
+    return sequence[at] if 0 <= at < len(sequence) else None
+
+
+def _composed(unit: Unit) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Hooks that save gathered parameters as `_Saved`, and give others to the hooks in force."""
+    outer = outer_saved_tensor_hooks()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        saved = unit.packed(tensor)
+        if saved is not None:
+            return saved
+        return tensor if outer is None else outer[0](tensor)
+
+    def unpack(saved: Any) -> Any:
+        if isinstance(saved, _Saved):
+            return saved.unit.unpacked(saved)
+        return saved if outer is None else outer[1](saved)
+
+    return pack, unpack
+
+
+class Gather(torch.autograd.Function):
+    """From the sharded parameters of a unit to the gathered ones; the backward reduces gradients
+    into shards."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *parameters: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.unit = unit
+        return tuple(unit.live())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        unit: Unit = ctx.unit
+        unit.drop()
+        unit.await_prefetched()
+        moving: list[tuple[int, Any, DTensorSpec]] = []
+        found: list[Any] = list(grads)
+        for index, (parameter, grad) in enumerate(zip(unit.parameters, grads, strict=True)):
+            if isinstance(grad, Wrapper) and not _stays_partial(parameter, grad):
+                cast: Any = grad.to(unit.policy.reduce_dtype or grad.dtype)
+                moving.append((index, cast, parameter._spec.with_meta(cast._spec.meta)))
+        targets, partials = [spec for _, _, spec in moving], [grad for _, grad, _ in moving]
+        if torch.is_grad_enabled():  # the backward is recorded
+            made = Redistribute.apply(targets, False, None, *partials)
+        else:
+            pairs = zip(targets, start_moves(partials, targets), strict=True)
+            made = [wrap(spec, ready()) for spec, ready in pairs]
+        for (index, _, _), grad in zip(moving, made, strict=True):
+            found[index] = grad
+        own = zip(unit.parameters, found, strict=True)
+        return None, *[None if g is None else g.to(p.dtype) for p, g in own]
+
+
+def _stays_partial(parameter: Any, grad: Any) -> bool:
+    """True if a gradient is added to others before it is reduced."""
+    if not grad._spec.sums:
+        return False
+    before = parameter.grad
+    return keeps_partial(parameter) or bool(isinstance(before, Wrapper) and before._spec.sums)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The floating point tensors in a value in another dtype."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(each, dtype) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_cast(each, dtype) for each in value)
+    return value
