@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -14,11 +15,19 @@ def mesh_of() -> Any:
     return virtual(2, 2, names=("dp", "tp"))
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+def tiered(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """The quick tier tries these alone."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.thorough) for n in names]
+
+
+LATER = {"loop", "sgd, foreach, nesterov", "nadam", "rmsprop", "both axes", "counter mode"}
+
+
+@pytest.mark.parametrize("name", tiered(SCENARIOS, SCENARIOS.keys() - LATER))
 def test_a_captured_step_is_the_eager_one(name: str) -> None:
     compare(SCENARIOS[name], mesh_of())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiered(MODELS, ["gpt", "resnet"]))
 def test_a_captured_model_is_the_eager_one(name: str) -> None:
     compare(MODELS[name], mesh_of())

@@ -387,3 +387,13 @@ def test_a_replay_reports_its_collectives() -> None:
         counts.append(comm.get_comm_counts())
     assert step.stats()["replayed"] == 2
     assert counts[7] == counts[1] != {}
+
+
+def test_equal_results_do_not_share_memory() -> None:
+    step = sw.capture(lambda x: (x > 0, x > 0))
+    for number in range(8):
+        x = in_step(batch(number))
+        one, other = step(x)
+        one.logical_not_()
+        assert torch.equal(other.full_tensor(), x.full_tensor() > 0)
+    assert step.stats()["replayed"] == 2

@@ -36,7 +36,7 @@ def run_scenarios(shape: tuple[int, int], names: list[str]) -> None:
     [
         (2, (1, 2), ["fused", "clipping", "counter mode, checkpoint", "gpt"]),
         (2, (2, 1), ["data parallel", "accumulation", "fully sharded", "batch norm"]),
-        (4, (2, 2), ["both axes", "gpt, fully sharded"]),
+        pytest.param(4, (2, 2), ["both axes", "gpt, fully sharded"], marks=pytest.mark.thorough),
     ],
 )
 def test_a_captured_step_is_the_eager_one(

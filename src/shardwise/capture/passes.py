@@ -106,7 +106,9 @@ _SMALL = 1 << 16
 def drop_duplicates(graph: fx.Graph) -> None:
     """Drop an operation that repeats another one: views, and small results that are not floating
     point, such as masks of indices. Activations that are computed again stay so."""
-    written = written_roots(graph)
+    end = next(node for node in reversed(graph.nodes) if node.op == "output")
+    # Results that a user gets must not share memory.
+    kept = written_roots(graph) | set(map(root_of, end.all_input_nodes))
     found: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if (
@@ -115,7 +117,7 @@ def drop_duplicates(graph: fx.Graph) -> None:
             or not isinstance(node.target, OpOverload)
         ):
             continue
-        if not (is_view(node) or (_is_small(node) and not _touches(node, written))):
+        if not (is_view(node) or (_is_small(node) and not _touches(node, kept))):
             continue
         key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
         same = found.setdefault(key, node)
