@@ -265,6 +265,7 @@ LORA_TP: Layout = {
     "*.down.a": {"tp": Shard(0)},
 }
 EXPERTS: Layout = {"*.mlp.up": {"ep": Shard(0)}, "*.mlp.down": {"ep": Shard(0)}}
+GATED_EXPERTS: Layout = {**EXPERTS, "*.mlp.gate": {"ep": Shard(0)}}
 VIT_TP: Layout = {
     "*.qkv.*": {"tp": Shard(0, split=3)},  # queries, keys and values one after the other
     "*.proj.weight": {"tp": Shard(1)},
@@ -390,6 +391,14 @@ def _experts() -> Iterator[Program]:
     yield llama("moe top 8, tensor parallel", top8, mesh=TP, inputs=WHOLE, parameters=LLAMA_TP)
     yield llama(
         "moe top 2, expert parallel", stacked, mesh={"ep": 4}, inputs=WHOLE, parameters=EXPERTS
+    )
+    sent = partial(llama, model=model(moe.DispatchedExperts), parameters=GATED_EXPERTS)
+    yield sent("moe dispatched, expert parallel", mesh={"ep": 4}, inputs={"*": {"ep": Shard(0)}})
+    yield sent("moe dispatched, whole tokens", mesh={"ep": 4}, inputs=WHOLE)
+    yield sent(
+        "moe dispatched, data x expert",
+        mesh={"dp": 2, "ep": 2},
+        inputs={"*": {"dp": Shard(0), "ep": Shard(0)}},
     )
 
 

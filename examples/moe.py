@@ -3,8 +3,9 @@
     python examples/moe.py                                # eight ranks in one process
     torchrun --nproc-per-node 8 examples/moe.py           # eight processes
 
-The router sends each token to two experts. `PLAN` gives each rank of `ep` two of the experts; the
-program is the one for one device, and so are the losses.
+The router chooses two experts for each token. `PLAN` gives each rank of `ep` two of the experts,
+and `dispatch` sends tokens there; weights of experts never move. On plain tensors it is the program
+for one device, and the losses are the same.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import shardwise as sw
 from shardwise import Shard
 
 WIDTH, EXPERTS, TOP, BATCH, STEPS = 16, 8, 2, 64, 10
+TOKENS = {"dp": Shard(0), "ep": Shard(0)}
 PLAN = {"up": {"ep": Shard(0)}, "down": {"ep": Shard(0)}}
 
 
@@ -30,14 +32,9 @@ class Mixture(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         best, chosen = self.router(tokens).topk(TOP, dim=-1)
-        # Each expert has the same number of places; who chose it sits in one of them.
-        takes = F.one_hot(chosen, EXPERTS)  # token, rank of the choice, expert
-        order = takes.flatten(0, 1).cumsum(0).view_as(takes) - 1
-        places = F.one_hot(order * takes, BATCH) * takes[..., None]
-        seats = places.to(tokens.dtype)  # token, rank of the choice, expert, place
-        inputs = torch.einsum("tkep,tw->epw", seats, tokens)
-        outputs = F.gelu(inputs @ self.up) @ self.down
-        return torch.einsum("tkep,tk,epw->tw", seats, best.softmax(-1), outputs)
+        sent = sw.dispatch(tokens, chosen, best.softmax(-1), self.up)
+        hidden = F.gelu(sent.grouped_mm(sent.tokens, self.up))
+        return sent.combine(sent.grouped_mm(hidden, self.down))
 
 
 def train(model: nn.Module, lay_out: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
@@ -63,7 +60,7 @@ def main() -> None:
     plan = sw.make_plan(model, mesh, PLAN)
     sw.shard_module(model, mesh, plan)
     single = train(alone)
-    meshed = train(model, lambda batch: sw.distribute_tensor(batch, mesh, {"dp": Shard(0)}))
+    meshed = train(model, lambda batch: sw.distribute_tensor(batch, mesh, TOKENS))
     if sw.is_first_rank():
         print(f"{plan}\n\nstep  one device  on the mesh")
         for step, (a, b) in enumerate(zip(single, meshed, strict=True)):

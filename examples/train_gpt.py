@@ -94,17 +94,21 @@ def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
     return sw.fully_shard(model, mesh["dp"])
 
 
-def show_memory(mesh: sw.DeviceMesh, plan: dict, say) -> None:
+def show_memory(
+    mesh: sw.DeviceMesh, plan: dict[str, dict[str, Shard]], say: Callable[[str], None]
+) -> None:
     """What the first rank holds of parameters, gradients and the two moments of AdamW."""
     models = {
         "replicated": sw.replicate(GPT(), mesh),
         "sharded": sw.shard_module(GPT(), mesh, plan),
     }
-    if "dp" in mesh.mesh_dim_names:
+    if "dp" in (mesh.mesh_dim_names or ()):
         models["fully sharded"] = fully_shard(sw.shard_module(GPT(), mesh, plan), mesh)
     say("\nmemory of a rank for parameters, gradients and AdamW:")
     for name, model in models.items():
-        local = [parameter.detach().to_local() for parameter in model.parameters()]
+        parameters = [each for each in model.parameters() if isinstance(each, sw.DTensor)]
+        with torch.no_grad():
+            local = [parameter.to_local() for parameter in parameters]
         held = 4 * sum(getattr(part, "parts", [part])[0].nbytes for part in local)
         say(f"{name:>14}  {held / 1024:7.0f} KiB")
 

@@ -56,6 +56,15 @@ LSTM_PLAN: dict[Any, ByAxis] = {
     "head.*": {"tp": Shard(0)},
     "lstm.weight_*": {"tp": Shard(1)},
 }
+EXPERT_PLAN: dict[Any, ByAxis] = {
+    f"*.mlp.{name}": {"ep": Shard(0)} for name in ("gate", "up", "down")
+}
+EXPERT_TENSOR_PLAN: dict[Any, ByAxis] = {
+    **{name: places for name, places in LLAMA_PLAN.items() if "[qkv]" in name or ".o." in name},
+    "*.mlp.gate": {"ep": Shard(0), "tp": Shard(2)},
+    "*.mlp.up": {"ep": Shard(0), "tp": Shard(2)},
+    "*.mlp.down": {"ep": Shard(0), "tp": Shard(1)},
+}
 FULLY_SHARDED: dict[Any, ByAxis] = {"*": {"dp": Shard(0)}}
 
 
@@ -97,6 +106,10 @@ def mixture() -> nn.Module:
     return transformer.Llama(layers=1, mlp=moe.LoopedExperts)
 
 
+def dispatched() -> nn.Module:
+    return transformer.Llama(layers=1, mlp=moe.DispatchedExperts)
+
+
 def adapters() -> nn.Module:
     return transformer.lora(transformer.Llama(layers=1))
 
@@ -136,6 +149,11 @@ RUNS = {
     "resnet, channels": Run(ResNetBlock, DP_TP, CHANNELS, DATA),
     "lstm, dp x tp": Run(others.LSTM, DP_TP, LSTM_PLAN, DATA),
     "moe, dp x tp": Run(mixture, DP_TP, LLAMA_PLAN, DATA),
+    "dispatched, ep": Run(dispatched, {"ep": 4}, EXPERT_PLAN, {"ep": Shard(0)}),
+    "dispatched, ep x tp": Run(
+        dispatched, {"ep": 2, "tp": 2}, EXPERT_TENSOR_PLAN, {"ep": Shard(0)}
+    ),
+    "dispatched, dp x ep": Run(dispatched, {"dp": 2, "ep": 2}, EXPERT_PLAN, DATA),
     "lora, dp x tp": Run(adapters, DP_TP, LORA_PLAN, DATA),
 }
 

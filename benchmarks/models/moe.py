@@ -1,10 +1,13 @@
-"""Mixtures of experts: a loop over experts, all experts at once, and experts with a capacity."""
+"""Mixtures of experts: a loop over experts, all experts at once, experts with a capacity, and
+tokens that travel to their experts."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import shardwise as sw
 
 from .transformer import WIDTH, GatedMLP
 
@@ -75,3 +78,25 @@ class StackedExperts(nn.Module):
         made = torch.bmm(F.gelu(torch.bmm(tokens, self.up)), self.down)
         back = torch.einsum("tkes,tk->tes", sent, weights)
         return torch.einsum("tes,esd->td", back, made).view(x.shape)
+
+
+class DispatchedExperts(nn.Module):
+    """As in Mixtral and DeepSeek: gated experts in stacked weights, to which tokens are sent."""
+
+    def __init__(self, experts: int = 8, top: int = 2, capacity: int | None = None) -> None:
+        super().__init__()
+        self.top, self.capacity = top, capacity
+        self.router = nn.Linear(WIDTH, experts, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.randn(experts, *shape) * 0.1)
+            for shape in [(WIDTH, 2 * WIDTH), (WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(flat).softmax(-1).topk(self.top, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        sent = sw.dispatch(flat, chosen, weights, self.up, capacity=self.capacity)
+        hidden = F.silu(sent.grouped_mm(sent.tokens, self.gate))
+        hidden = hidden * sent.grouped_mm(sent.tokens, self.up)
+        return sent.combine(sent.grouped_mm(hidden, self.down)).view(x.shape)

@@ -23,9 +23,11 @@ from .layout.make_mesh import init_device_mesh, is_virtual
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .layout.spec import DTensorSpec, TensorMeta
 from .parallel import (
+    Dispatched,
     MixedPrecisionPolicy,
     Plan,
     context_parallel,
+    dispatch,
     distribute_module,
     follow_layouts,
     full_state_dict,
@@ -78,6 +80,7 @@ __all__ = [
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",
+    "Dispatched",
     "Explanation",
     "Link",
     "MixedPrecisionPolicy",
@@ -93,6 +96,7 @@ __all__ = [
     "capture",
     "communication",
     "context_parallel",
+    "dispatch",
     "distribute_module",
     "distribute_tensor",
     "empty",

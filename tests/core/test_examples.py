@@ -87,5 +87,5 @@ def losses(text: str) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_an_example_can_be_read_in_one_sitting(name: str) -> None:
-    most = 170 if name == "train_gpt" else 80
+    most = 200 if name == "train_gpt" else 80
     assert len(EXAMPLES[name].read_text().splitlines()) < most

@@ -82,18 +82,39 @@ def test_products_of_groups_in_single_precision(wide: int, mesh: Any) -> None:
 
 
 def test_products_of_groups_stay_where_experts_are_sharded() -> None:
-    """Columns, and rows, of all experts on each rank: nothing moves."""
+    """Columns, or rows, of all experts on each rank, or some experts: nothing moves."""
     x, weight = numbers(7, 8, dtype=torch.float32), numbers(3, 8, 8, dtype=torch.float32)
-    for places in ((Replicate(), Shard(2)), (Shard(1), Shard(1))):
+    for places in ((Replicate(), Shard(2)), (Shard(1), Shard(1)), (Replicate(), Shard(0))):
         with sw.communication("error", fallback="error"):
             given = [spread(v, virtual(2), (p,)) for v, p in zip((x, weight), places, strict=True)]
             made = F.grouped_mm(*given, offs=ENDS)
         torch.testing.assert_close(made.full_tensor(), F.grouped_mm(x, weight, offs=ENDS))
 
 
+def test_rows_that_are_cut_where_experts_are_stay() -> None:
+    """Rows of the experts of a rank, forward and backward: nothing moves, and gradients of experts
+    stay with them. Rows that are cut elsewhere give a Partial gradient of whole experts."""
+    mesh = virtual(3)
+    x, weight = numbers(7, 8, dtype=torch.float32), numbers(3, 8, 8, dtype=torch.float32)
+    grad = numbers(7, 8, seed=1, dtype=torch.float32)
+    wanted = [v.clone().requires_grad_() for v in (x, weight)]
+    F.grouped_mm(*wanted, offs=ENDS).backward(grad)
+    for cuts, place in (([2, 0, 5], Shard(0)), ([3, 3, 1], Replicate())):
+        rows = [spread(v, mesh, [Shard(0)], [cuts, None]) for v in (x, grad)]
+        given = [rows[0].requires_grad_(), spread(weight, mesh, [place]).requires_grad_()]
+        with sw.communication("error", fallback="error"):
+            made = F.grouped_mm(*given, offs=ENDS)
+            assert made._spec.dim_cuts[0] == tuple(cuts)
+            grads = torch.autograd.grad(made, given, rows[1])
+        assert grads[1].placements == ((Shard(0),) if place.is_shard() else (Partial(),))
+        for have, want in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(have.full_tensor(), want.grad)
+
+
+@pytest.mark.parametrize("wrong", [(3, 12, 8), (4, 8, 8)], ids=str)
 @pytest.mark.parametrize("place", [Shard(0), Shard(1), Partial()], ids=str)
-def test_products_of_groups_that_do_not_fit(place: Any) -> None:
-    x, weight = numbers(7, 8, dtype=torch.float32), numbers(3, 12, 8, dtype=torch.float32)
+def test_products_of_groups_that_do_not_fit(place: Any, wrong: tuple[int, ...]) -> None:
+    x, weight = numbers(7, 8, dtype=torch.float32), numbers(*wrong, dtype=torch.float32)
     for given in ((x, weight), [spread(v, virtual(2), (place,)) for v in (x, weight)]):
         with pytest.raises(RuntimeError):
             F.grouped_mm(*given, offs=ENDS)

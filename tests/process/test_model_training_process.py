@@ -17,6 +17,7 @@ VIRTUAL_ONLY = {  # for time
     "gpt, context by heads",
     "llama, auto",
     "resnet, channels",
+    "dispatched, dp x ep",
 }
 
 

@@ -227,6 +227,11 @@ def _grouped_mm(
         raise RuntimeError(
             f"_grouped_mm: shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied"
         )
+    matrices = b if b.ndim == 3 else a
+    if offs is not None and a.ndim != b.ndim and len(offs) != len(matrices):
+        raise RuntimeError(
+            f"_grouped_mm: {len(offs)} offsets were given for {len(matrices)} matrices"
+        )
     rows, columns = a.shape[-2], b.shape[-1]
     width = columns + -columns % (16 // a.element_size())
     shape = (rows, columns) if a.ndim != b.ndim else (groups, rows, columns)

@@ -8,6 +8,7 @@ from . import (  # noqa: F401  # registers them
     decomposed,
     embedding_bag,
     foreach,
+    grouped_mm,
     index,
     join,
     mask,

@@ -66,11 +66,25 @@ class Exchange(NamedTuple):
     def _ship(self, parts: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> Locals:
         cuts = [sum(row) for row in counts]
         spec = _vector_spec(self.spec, (sum(cuts), *parts[0].shape[1:]), parts[0].dtype, cuts)
-        wanted = []
+        return ship(self.op, [(spec, tuple(parts), counts)])[0]
+
+
+Shipment = tuple[DTensorSpec, Locals, Sequence[Sequence[int]]]
+"""Rows: their layout, the local tensors, and how many of each shard's rows each shard gets."""
+
+
+def ship(op: Any, shipments: Sequence[Shipment]) -> list[Locals]:
+    """Send rows in one collective: what arrives at each shard, in order of the sending shards."""
+    wanted = []
+    for spec, parts, counts in shipments:
         for (start, _), row in zip(spec.pieces(0), counts, strict=True):
             table = tuple(pairwise([start, *(start + end for end in accumulate(row))]))
-            wanted.append((spec, tuple(parts), {0: DimMap(spec.dim_axes[0], table)}))
-        return tuple(map(torch.cat, zip(*fetch_all(self.op, wanted), strict=True)))
+            wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
+    found = iter(fetch_all(op, wanted))
+    return [
+        tuple(map(torch.cat, zip(*[next(found) for _ in counts], strict=True)))
+        for _, _, counts in shipments
+    ]
 
 
 def exchange(

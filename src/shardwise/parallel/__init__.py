@@ -1,6 +1,7 @@
 """Whole modules on a mesh."""
 
 from .context import context_parallel
+from .experts import Dispatched, dispatch
 from .follow import follow_layouts
 from .fully_shard import FSDPModule, fully_shard
 from .local_map import local_map
@@ -31,6 +32,7 @@ from .units import MixedPrecisionPolicy
 
 __all__ = [
     "ColwiseParallel",
+    "Dispatched",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "ParallelStyle",
@@ -42,6 +44,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "context_parallel",
+    "dispatch",
     "distribute_module",
     "follow_layouts",
     "full_state_dict",

@@ -12,6 +12,7 @@ from ..comm import engine_of
 from ..errors import LayoutError
 from ..layout.mesh import AnyMesh, topology
 from ..tensor.per_rank import is_first_rank
+from .experts import route_experts
 from .in_place import Layout, convert_module
 from .module import keep_layouts
 from .plan import Plan, Rules, make_plan
@@ -38,6 +39,9 @@ def shard_module(
       matches them and no parameter.
     - `"auto"` takes the plan of a Hugging Face model, or else shards the linear layers and
       embeddings that it recognises over the axis `tp`; it prints the dict that it made.
+
+    - Modules of stacked experts of Hugging Face models whose dim 0 is sharded send tokens to the
+      ranks that hold the experts, with `dispatch`.
 
     Everything is checked before anything is changed. Every parameter stays the same object: ties,
     hooks, attributes, gradients and optimizers go on. State that an optimizer has already gets the
@@ -69,4 +73,5 @@ def shard_module(
     )
     for part in converted:
         part.register_load_state_dict_pre_hook(keep_layouts)
+    route_experts(model)
     return model

@@ -65,17 +65,21 @@ def addmv_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Si
 
 
 _GROUPED = {
-    (2, 3): notation("_ k, g k n, _ -> _ n", linear=((0,), (1,))),
-    (3, 2): notation("_ m k, k _, _ -> m _", linear=((0,), (1,))),
-    (2, 2): notation("m _, _ n, _ -> _ m n", linear=((0,), (1,))),
+    (2, 3): notation("s k, _ k n, _ -> s n", linear=((0,), (1,))),
+    (3, 2): notation("_ m k, k s, _ -> m s", linear=((0,), (1,))),
+    (2, 2): notation("m s, s n, _ -> _ m n", linear=((0,), (1,))),
     (3, 3): notation("g m k, g k n -> g m n", linear=((0,), (1,))),
 }
 _SCALED_GROUPED = {
     (2, 3): notation("_ _, g _ _, _, g _, _ -> _ _"),
     (3, 3): notation("g m _, g _ _, g m, g _ -> g m _", reduce=None),
 }
-"""Products of groups, by the number of dims of both matrices. Offsets say where groups of rows end;
-experts `g` may be sharded, and give a pending sum."""
+"""Products of groups, by the number of dims of both matrices. Offsets say where groups of the rows
+`s` end. Where experts `g` are sharded, the form in `forms/grouped_mm.py` serves; of scaled products
+they give a pending sum."""
+
+_ROWS = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}
+"""Which operand and dim are rows in groups."""
 
 
 def grouped_mm(call: Call) -> Rule:
@@ -85,31 +89,48 @@ def grouped_mm(call: Call) -> Rule:
         if kind not in _SCALED_GROUPED or len(call.shape(2)) != kind[0] - 1:
             return replicated(call)  # groups of columns, or scales of blocks
         return replace(_SCALED_GROUPED[kind](call), local=_of_experts, placed=frozenset("g"))
-    return replace(_GROUPED[kind](call), local=_of_experts, placed=frozenset("g"))
+    return replace(_GROUPED[kind](call), local=_of_rows, placed=frozenset("s"))
+
+
+def _of_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """The local call: the ends of groups among the rows that are here."""
+    given = named(op, args, kwargs)
+    a, b, offs = given["self"], given["mat2"], given["offs"]
+    if offs is not None:
+        operand, dim = _ROWS[a.ndim, b.ndim]
+        start, stop = site.box(operand)[dim]
+        given["offs"] = (offs - start).clamp(0, stop - start)
+    return nonempty_product(op, given, site.out_shapes[0], site.outputs[0].dtype)
+
+
+def nonempty_product(
+    op: Any, given: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A grouped product, or zeros: kernels refuse empty matrices."""
+    a, b = given["self"], given["mat2"]
+    if not (a.numel() and b.numel()):
+        return a.new_zeros(shape, dtype=dtype)  # type: ignore[no-any-return]
+    return op(**given | {"self": aligned(a), "mat2": aligned(b)})  # type: ignore[no-any-return]
 
 
 def _of_experts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
     """The local call: the rows of the experts that are here come first, the other rows are zero."""
     given = named(op, args, kwargs)
     a, b, offs = given["self"], given["mat2"], given["offs"]
-    if not (a.numel() and b.numel()):
-        return a.new_zeros(site.out_shapes[0], dtype=site.outputs[0].dtype)
-    given["self"], given["mat2"] = _aligned(a), _aligned(b)
-    if offs is None or a.ndim == 3 or b.ndim == 2 or len(offs) == len(b):
-        return op(**given)
+    if offs is None or len(offs) == len(b) or not (a.numel() and b.numel()):
+        return nonempty_product(op, given, site.out_shapes[0], site.outputs[0].dtype)
     start, stop = site.box(1)[0]
     rows = torch.arange(len(a), device=a.device)
     first = offs[start - 1] if start else 0
-    given["self"] = _aligned(a[(rows + first) % len(a)])
-    if "scale_a" in given:
-        given["scale_a"] = given["scale_a"][(rows + first) % len(a)]
+    for name in ("self", "scale_a"):
+        given[name] = given[name][(rows + first) % len(a)]
     given["offs"] = offs[start:stop] - first
-    made = op(**given)
+    made = nonempty_product(op, given, site.out_shapes[0], site.outputs[0].dtype)
     made = torch.where((rows < given["offs"][-1]).unsqueeze(-1), made, 0)
     return made[(rows - first) % len(a)]
 
 
-def _aligned(value: torch.Tensor) -> torch.Tensor:
+def aligned(value: torch.Tensor) -> torch.Tensor:
     """Kernels refuse shards whose rows are not multiples of 16 bytes apart."""
     unit, size = 16 // value.element_size(), value.shape[-1]
     if sorted(step % unit for step in value.stride()[-2:]) == [0, 1 % unit]:
