@@ -650,7 +650,7 @@ def _counted(tensor: torch.Tensor) -> int:
 
 
 def graph_or_view_of(tensor: torch.Tensor) -> str | None:
-    """What still refers to a tensor inside autograd; None if nothing does.
+    """The object inside autograd that still refers to a tensor; None if there is none.
 
     A graph holds its leaves, and a view its base; only the reference count of C++ tells.
     """

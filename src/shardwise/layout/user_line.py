@@ -55,7 +55,7 @@ def user_line() -> str:
 
 
 def in_backward() -> str:
-    """Of which operator the backward runs, in words; nothing in a forward."""
+    """The operator whose backward runs, in words; nothing in a forward."""
     name = autograd_node_name()
     if name is None:
         return ""

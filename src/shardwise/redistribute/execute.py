@@ -228,7 +228,7 @@ class _State:
             self._local_steps.append(self.left.pop(0))
 
     def alike(self) -> tuple[object, ...]:
-        """What runs have in common whose next collectives are one."""
+        """The key of runs whose next collectives are merged into one."""
         return self.left[0].alike(self._run.dtype)
 
     def job(self, step: Step) -> Job:

@@ -66,7 +66,7 @@ class Move:
 
     @cached_property
     def alike(self) -> object:
-        """What moves have in common of which the first collectives may be one."""
+        """The key of moves whose first collectives may be merged into one."""
         return None if self.first is None else self.first.alike(self.dtype)
 
     @cached_property

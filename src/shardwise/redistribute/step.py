@@ -47,7 +47,7 @@ class Step:
         return self.kind in ("slice", "make_partial", "view")
 
     def alike(self, dtype: torch.dtype) -> tuple[object, ...]:
-        """What steps of tensors of this dtype have in common if they share a collective."""
+        """The key of steps of tensors of this dtype that may share a collective."""
         ends = self.src.topology, self.dst.topology
         return *ends, self.kind, self.axes, self.op, self.over, dtype if self.op else None
 

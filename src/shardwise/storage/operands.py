@@ -219,7 +219,7 @@ def parameter_text(tensor: Any) -> str:
 def describe_moves(
     moves: Sequence[Move], specs: Sequence[DTensorSpec], names: Sequence[str] | None = None
 ) -> list[str]:
-    """What each move does, for a notice."""
+    """A description of each move, for a notice."""
     texts = []
     for operand, dst in moves:
         src = specs[operand]

@@ -1,4 +1,4 @@
-"""What the ranks' local tensors are: their shapes, strides and dtypes, and whether they fit
+"""Facts about the ranks' local tensors: their shapes, strides and dtypes, and whether they fit
 together."""
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class _Cause(NamedTuple):
 
 
 class _Total:
-    """What collectives of one cause add up to."""
+    """The total of all collectives with one cause."""
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()

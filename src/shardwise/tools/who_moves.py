@@ -1,4 +1,4 @@
-"""What a collective is for: the operator that runs, and the tensors that move.
+"""The cause of a collective: the operator that runs, and the tensors that move.
 
 Both are read from the calls that led to it, so that programs nobody watches pay nothing.
 """
