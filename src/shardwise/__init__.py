@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import errors, random, register
 from . import forms as forms  # importing it registers the distributed forms
+from .capture import Captured, capture
 from .comm.lockstep import lockstep
 from .config import (
     communication,
@@ -74,6 +75,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Captured",
     "CommDebugMode",
     "DTensor",
     "DTensorSpec",
@@ -92,6 +94,7 @@ __all__ = [
     "TensorMeta",
     "arange",
     "assert_layout",
+    "capture",
     "communication",
     "context_parallel",
     "dispatch_tokens",

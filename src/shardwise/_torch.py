@@ -464,6 +464,20 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def below_autograd() -> AbstractContextManager[Any]:
+    """A context in which autograd records nothing, whatever requires gradients.
+
+    Other than under `torch.no_grad`, kernels that ask whether gradients are enabled, as the one of
+    an LSTM on CPUs does, get the answer that `set_grad_enabled` gives them.
+    """
+    found: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return found
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Sets whether gradients are enabled, without a context."""
+
+
 def leaf_of_gradient() -> Any:
     """The leaf into whose `.grad` the gradient goes that a hook of the leaf has been given; None if
     `torch.autograd.grad` returns the gradient."""

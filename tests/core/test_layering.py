@@ -29,6 +29,7 @@ ORDER = [
     "register",
     "interop",
     "parallel",
+    "capture",
     "tools",
     "report",
     "experimental",

@@ -21,6 +21,7 @@ from .dtypes import as_bytes, buffer_width, reduce_list
 from .events import on_free
 from .group import Group, all_to_all
 from .protocol import Job, Launch, Out, Parcel, Wait, narrow
+from .recording import recorder
 
 # --- the buffer ----------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) 
     To drop them is not enough: gloo's thread may hold its tensors for a while after the wait, and
     another buffer is made meanwhile.
     """
-    if is_tracing():  # a graph frees by itself
+    if is_tracing() or recorder() is not None:  # a graph frees by itself
         return
     keep = {each.untyped_storage().data_ptr() for each in kept}
     for part in parts:
