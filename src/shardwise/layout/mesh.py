@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .._torch import entered_torch_mesh, root_mesh, without_modes
+from .._torch import entered_torch_mesh, root_mesh, traced_as_constant, without_modes
 from ..config import current, set_meshes
 from ..errors import MeshError
 from .cost import Link, Links, links_of
@@ -121,6 +121,11 @@ class VirtualMesh(_MeshInterface):
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How a graph of `torch.compile` names this mesh."""
+        name = f"virtual_mesh_{id(self)}"
+        return name, {name: self}
+
     def _key(self) -> tuple[object, ...]:
         with without_modes():
             ranks = tuple(self.mesh.flatten().tolist())
@@ -130,6 +135,7 @@ class VirtualMesh(_MeshInterface):
         return f"VirtualMesh({self.device_type!r}, {axes_text(self.shape, self.mesh_dim_names)})"
 
 
+traced_as_constant(VirtualMesh)
 AnyMesh = VirtualMesh | TorchDeviceMesh
 
 
