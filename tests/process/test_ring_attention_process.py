@@ -85,3 +85,15 @@ def own_batches() -> bool:
 
 def test_plain_buffers_that_differ_are_refused(processes: Pools) -> None:
     assert all(processes(RANKS).run(own_batches))
+
+
+def compiled() -> None:
+    """The first rank sees no other block, and nobody sees the last one's."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    attend = torch.compile(FUNCTIONS["causal"], backend="aot_eager", fullgraph=True)
+    for place in (Shard(2), Shard(2, split=3)):
+        assert_same(attend, operands(18, 18), [(place,)] * 3, mesh)
+
+
+def test_compiled_graphs_of_all_ranks_have_the_same_collectives(processes: Pools) -> None:
+    processes(RANKS).run(compiled, timeout=240)

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from .._torch import is_tracing
 from ..dispatch.operator import register_form
-from ..layout.placement import Placement, Shard
+from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
 from ..rules.language import named
@@ -86,14 +87,20 @@ def _by_heads(specs: Specs) -> Specs | None:
     """The layouts with shards of the heads in place of those of the sequence; None if the ranks
     would not get as many heads each."""
     key = specs["key"]
-    axes = key.dim_axes[_SEQUENCE]
     if key.dim_axes[_HEADS] or key.meta.shape[_HEADS] % len(held_intervals(key)):
         return None
+    return _instead(specs, Shard(_HEADS))
+
+
+def _instead(specs: Specs, place: Placement) -> Specs:
+    """The layouts with another placement on the axes that shard the sequence."""
     found = {}
     for name, spec in specs.items():
-        places = [Shard(_HEADS) if a in axes else p for a, p in enumerate(spec.placements)]
-        batches = None if spec.cuts is None else [spec.cuts[0], *[None] * (spec.ndim - 1)]
-        found[name] = spec.with_placements(places, batches)
+        axes = spec.dim_axes[_SEQUENCE]
+        places = [place if axis in axes else own for axis, own in enumerate(spec.placements)]
+        kept = None if spec.cuts is None else spec.cuts[: _SEQUENCE if place.is_replicate() else 1]
+        cuts = None if kept is None else [*kept, *[None] * (spec.ndim - len(kept))]
+        found[name] = spec.with_placements(places, cuts)
     return found
 
 
@@ -145,9 +152,13 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     now = tuple((name, x._spec) for name, x in tensors.items())
     found = _way(now, given["is_causal"], given["attn_mask"] is not None)
     assert found is not None  # else its cost is None
-    specs, heads = found
-    laid = _moved(op, list(tensors.values()), [(heads or specs)[name] for name in tensors])
-    if heads is None:
+    specs, others = found
+    if others is None and is_tracing():
+        # In a ring ranks do different work between collectives that do not depend on each other:
+        # their graphs might order them differently. With the whole sequence they do the same.
+        others = _instead(specs, Replicate())
+    laid = _moved(op, list(tensors.values()), [(others or specs)[name] for name in tensors])
+    if others is None:
         parts = {name: x._locals for name, x in zip(tensors, laid, strict=True)}
         rest = {name: value for name, value in given.items() if name not in parts}
         run = attention_backward if "grad_out" in specs else attention
