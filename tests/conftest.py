@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from . import tier
 
+settings.register_profile("untimed", deadline=None)  # a loaded machine is no failure
+settings.load_profile("untimed")
 settings.register_profile("thorough", max_examples=20_000)  # make redistribute
 torch.set_num_threads(1)  # tensors are tiny, and test processes share the cores
 
