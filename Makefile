@@ -9,11 +9,19 @@ NEWEST := .venv-newest
 DOCS := .venv-docs
 MODELS := .venv-models
 
-.PHONY: test test-newest demo lint pyright docs package verify redistribute programs models bench bench-newest clean
+.PHONY: test browser test-newest demo lint pyright docs package verify redistribute programs models bench bench-newest clean
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest -m ''
 	$(BIN)/python -m pytest -m '' tests/process
+
+# Chromium opens the page of a report. It is installed where there is none and this can: as root,
+# with apt-get. Elsewhere the tests that need it are skipped.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] \
+	  && command -v apt-get >/dev/null && apt-get update -qq >/dev/null \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+	  || echo "there is no Chromium, and it cannot be installed here: its tests are skipped"
 
 # The quick tier with the newest PyTorch, in a venv of its own: several GB, so not part of `test`.
 test-newest: $(NEWEST)/.ready
@@ -22,7 +30,7 @@ test-newest: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m pytest tests/process/test_compile_process.py
 
 demo: $(READY)
-	$(BIN)/python examples/train_gpt.py --picture build/loss.png
+	$(BIN)/python examples/train_gpt.py --picture build/loss.png --report build/report.html
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -95,7 +95,6 @@ CASES = [
     Case("x.max(0)", lambda x: x.max(0), (X,), 3 * WIDTH, moves=False, reduces=True),
     Case("x.argmax(0)", lambda x: x.argmax(0), (X,), 3 * WIDTH, moves=False, reduces=True),
     Case("x.topk(5, 0)", lambda x: x.topk(5, 0), (X,), 15 * WIDTH, moves=False, reduces=True),
-    Case("x.cumsum(0)", lambda x: x.cumsum(0), (X,), WIDTH, moves=False),
     Case("x.tril()", lambda x: x.tril(), (X,)),
     Case(
         "batch_norm, training",

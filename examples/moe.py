@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 examples/moe.py           # eight processes
 
 The router chooses two experts for each token. `PLAN` gives each rank of `ep` two of the experts,
-and `dispatch` sends tokens there; weights of experts never move. On plain tensors it is the program
-for one device, and the losses are the same.
+and `dispatch_tokens` sends tokens there; weights of experts never move. On plain tensors it is the
+program for one device, and the losses are the same.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Mixture(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         best, chosen = self.router(tokens).topk(TOP, dim=-1)
-        sent = sw.dispatch(tokens, chosen, best.softmax(-1), self.up)
+        sent = sw.dispatch_tokens(tokens, chosen, best.softmax(-1), self.up)
         hidden = F.gelu(sent.grouped_mm(sent.tokens, self.up))
         return sent.combine(sent.grouped_mm(hidden, self.down))
 

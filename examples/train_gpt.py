@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true", help="shard parameters over dp too")
     parser.add_argument("--cp", action="store_true", help="shard text and attention over cp")
     parser.add_argument("--picture", type=Path, help="a PNG for the loss curves")
+    parser.add_argument("--report", type=Path, help="a page for the report of a step")
     given = parser.parse_args()
     axes = dict(axis.split("=") for axis in given.mesh.split(","))
     mesh = sw.init_device_mesh("cpu", [int(n) for n in axes.values()], mesh_dim_names=tuple(axes))
@@ -154,6 +155,10 @@ def main() -> None:
     table = comm.generate_comm_debug_tracing_table(noise_level=0).splitlines()
     say("\n".join(line for line in table if not re.search(r"blocks\.[1-9]", line)))
     torch.testing.assert_close(meshed, single, rtol=1e-3, atol=1e-3)
+    if given.report:
+        report = sw.explain(train, model, 1, "a step for the report", lay_out)
+        if sw.is_first_rank():
+            say(f"\nthe report of a step is in {report.write_html(given.report)}")
     if given.picture and sw.is_first_rank():
         draw(given.picture, single, meshed)
         say(f"\nthe loss curves are in {given.picture}")

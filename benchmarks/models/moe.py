@@ -96,7 +96,7 @@ class DispatchedExperts(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = self.router(flat).softmax(-1).topk(self.top, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        sent = sw.dispatch(flat, chosen, weights, self.up, capacity=self.capacity)
+        sent = sw.dispatch_tokens(flat, chosen, weights, self.up, capacity=self.capacity)
         hidden = F.silu(sent.grouped_mm(sent.tokens, self.gate))
         hidden = hidden * sent.grouped_mm(sent.tokens, self.up)
         return sent.combine(sent.grouped_mm(hidden, self.down)).view(x.shape)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import errors, random, register
 from . import forms as forms  # importing it registers the distributed forms
+from .capture import Captured, capture
 from .comm.lockstep import lockstep
 from .config import (
     communication,
@@ -26,7 +27,7 @@ from .parallel import (
     MixedPrecisionPolicy,
     Plan,
     context_parallel,
-    dispatch,
+    dispatch_tokens,
     distribute_module,
     follow_layouts,
     full_state_dict,
@@ -44,6 +45,7 @@ from .parallel import (
 from .random import manual_seed
 from .redistribute import Explanation, explain_redistribute
 from .register import register_rule
+from .report import StepReport, explain
 from .tensor.dtensor import DTensor, distribute_tensor, redistribute, redistribute_all
 from .tensor.factories import (
     arange,
@@ -62,7 +64,6 @@ from .tensor.factories import (
 from .tensor.per_rank import PerRank, is_first_rank, per_rank
 from .tools.assert_layout import assert_layout
 from .tools.comm_debug import CommDebugMode
-from .tools.explain import explain
 from .tools.picture import picture
 from .tools.verify import verify
 
@@ -74,6 +75,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Captured",
     "CommDebugMode",
     "DTensor",
     "DTensorSpec",
@@ -88,12 +90,14 @@ __all__ = [
     "Plan",
     "Replicate",
     "Shard",
+    "StepReport",
     "TensorMeta",
     "arange",
     "assert_layout",
+    "capture",
     "communication",
     "context_parallel",
-    "dispatch",
+    "dispatch_tokens",
     "distribute_module",
     "distribute_tensor",
     "empty",

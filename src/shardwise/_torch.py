@@ -18,7 +18,7 @@ import torch.utils._pytree
 from torch._library.opaque_object import register_opaque_type
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -258,6 +258,17 @@ def untraced(function: Function) -> Function:
     return function
 
 
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode whose `__torch_dispatch__` is `untraced`.
+
+    PyTorch would wrap it so that the compiler leaves it out, which takes microseconds in each call.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def called_in_graph(function: Function) -> Function:
     """Let `torch.compile` put calls of a function into its graphs as they are.
 
@@ -453,6 +464,20 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def below_autograd() -> AbstractContextManager[Any]:
+    """A context in which autograd records nothing, whatever requires gradients.
+
+    Other than under `torch.no_grad`, kernels that ask whether gradients are enabled, as the one of
+    an LSTM on CPUs does, get the answer that `set_grad_enabled` gives them.
+    """
+    found: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return found
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Sets whether gradients are enabled, without a context."""
+
+
 def leaf_of_gradient() -> Any:
     """The leaf into whose `.grad` the gradient goes that a hook of the leaf has been given; None if
     `torch.autograd.grad` returns the gradient."""
@@ -636,7 +661,7 @@ def _counted(tensor: torch.Tensor) -> int:
 
 
 def graph_or_view_of(tensor: torch.Tensor) -> str | None:
-    """What still refers to a tensor inside autograd; None if nothing does.
+    """The object inside autograd that still refers to a tensor; None if there is none.
 
     A graph holds its leaves, and a view its base; only the reference count of C++ tells.
     """

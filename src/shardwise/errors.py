@@ -6,6 +6,7 @@ from traceback import walk_tb
 from typing import Any
 
 __all__ = [
+    "CaptureError",
     "CheckpointError",
     "CommunicationError",
     "LayoutError",
@@ -43,6 +44,10 @@ class CommunicationError(ShardwiseError, RuntimeError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that cannot be written, or cannot be read into a state."""
+
+
+class CaptureError(ShardwiseError, RuntimeError):
+    """A step that cannot be captured, or a captured step that is used as it cannot be."""
 
 
 class OutOfRangeError(ShardwiseError, IndexError, RuntimeError):

@@ -154,7 +154,7 @@ def test_no_hook_is_left_and_errors_are_passed_on() -> None:
         model(INPUT)
         with pytest.raises(RuntimeError, match="shapes"):
             model(INPUT[:, :3])
-        assert comm._modules._calls == []
+        assert comm._causes.modules._calls == []
         model(INPUT)
     assert hooks(model) == 0
     assert not nn.modules.module._global_forward_pre_hooks

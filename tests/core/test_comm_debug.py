@@ -19,7 +19,7 @@ from shardwise import (
     distribute_tensor,
     init_device_mesh,
 )
-from shardwise.comm.events import record
+from shardwise.comm.events import Communication, record
 from shardwise.errors import CommunicationError
 from shardwise.layout.mesh import topology
 
@@ -85,7 +85,7 @@ def test_an_error_ends_the_counting() -> None:
 
 def test_checks_are_counted_apart() -> None:
     with CommDebugMode() as comm:
-        record("check", topology(MESH), (0, 1), 16)
+        record(Communication("check", topology(MESH), (0, 1), 16))
     assert (comm.checks, comm.get_comm_counts(), comm.bytes) == (1, {}, {})
 
 
@@ -97,11 +97,11 @@ def test_the_table() -> None:
     assert str(comm).splitlines() == [
         "collective  axes   count  bytes",
         "all_gather  tp         1     96",
-        "all_reduce  dp,tp      1      4",
-        "total                  2    100",
+        "all_reduce  dp,tp      1      7",
+        "total                  2    103",
         "checks: 0",
     ]
-    assert repr(comm) == "CommDebugMode(all_gather 1, all_reduce 1; 100 bytes)"
+    assert repr(comm) == "CommDebugMode(all_gather 1, all_reduce 1; 103 bytes)"
 
 
 class Layer(nn.Module):
@@ -156,10 +156,10 @@ def test_rows_by_module_and_operator_are_sorted_by_bytes() -> None:
         layer(X).sum().backward()
         layer.weight.full_tensor()  # type: ignore[operator]
     assert str(comm.table(by="op")).splitlines() == [
-        "op                   pass      collectives   axes  count  bytes  parameters",
-        "full_tensor          forward   all_gather 1  tp        1    192",
-        "add                  forward   all_reduce 1  tp        1     96",
-        "gradients of leaves  backward  all_reduce 1  dp        1     64  Layer.weight",
+        "op                   pass      collectives   axes  count  bytes   price  parameters",
+        "full_tensor          forward   all_gather 1  tp        1    192  10.096",
+        "add                  forward   all_reduce 1  tp        1     96  10.048",
+        "gradients of leaves  backward  all_reduce 1  dp        1     64  10.032  Layer.weight",
     ]
     found = [(row["module"], row["pass"], row["bytes"]) for row in comm.table(by="module")]
     assert found == [("", "forward", 192), ("Layer", "forward", 96), ("Layer", "backward", 64)]

@@ -51,8 +51,10 @@ def test_an_example_prints_the_loss_beside_that_of_one_device(name: str) -> None
 
 def test_the_demo_says_what_each_module_communicates(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "loss.png"
-    text = printed("train_gpt", "--picture", str(picture))
+    page = tmp_path / "report.html"
+    text = printed("train_gpt", "--picture", str(picture), "--report", str(page))
     assert picture.stat().st_size > 1000
+    assert f"the report of a step is in {page}\n" in text and "GPT.blocks.3" in page.read_text()
     assert re.search(r"GPT\.blocks\.0 +all_reduce 3 +all_reduce 2\n", text)
 
 

@@ -51,7 +51,7 @@ class Case:
 
 def mixture(case: Case, index: Tensor, given: dict[str, Tensor]) -> Tensor:
     """The program: the same on one device and on a mesh."""
-    sent = sw.dispatch(
+    sent = sw.dispatch_tokens(
         given["tokens"], index, given["weights"], given["up"], capacity=case.capacity
     )
     hidden = F.gelu(sent.grouped_mm(sent.tokens, given["up"], given["bias"]))
@@ -186,7 +186,7 @@ def test_a_token_travels_once_to_a_rank() -> None:
     chosen = torch.arange(8).expand(8, 8).contiguous()
     experts = sw.distribute_tensor(torch.randn(8, WIDTH, 4), mesh, {"ep": Shard(0)})
     with sw.CommDebugMode() as comm:
-        sent = sw.dispatch(tokens, chosen, None, experts)
+        sent = sw.dispatch_tokens(tokens, chosen, None, experts)
     assert sent.tokens.shape == (64, WIDTH)
     assert sum(comm.bytes.values()) == 4 * WIDTH * 4
 
@@ -211,7 +211,7 @@ def test_second_derivatives() -> None:
 
     def penalty(index: Any, given: dict[str, Any]) -> list[Any]:
         tokens = given["tokens"].detach().requires_grad_()
-        sent = sw.dispatch(tokens, index, given["weights"], given["up"])
+        sent = sw.dispatch_tokens(tokens, index, given["weights"], given["up"])
         out = sent.combine(sent.tokens.sin())
         (grad,) = torch.autograd.grad(out.sin().sum(), tokens, create_graph=True)
         return list(torch.autograd.grad(grad.square().sum(), tokens))
@@ -243,7 +243,7 @@ def test_errors(change: dict[str, Any], message: str) -> None:
     use = {"index": index, "capacity": None, **given} | change
     for weight in (given["up"], experts):
         with pytest.raises((sw.errors.LayoutError, sw.errors.OutOfRangeError), match=message):
-            sw.dispatch(
+            sw.dispatch_tokens(
                 use["tokens"], use["index"], use["weights"], weight, capacity=use["capacity"]
             )
 
@@ -253,7 +253,7 @@ def test_tensors_of_two_meshes() -> None:
     tokens = sw.distribute_tensor(given["tokens"], virtual(2, names=("ep",)), {"ep": Shard(0)})
     experts = sw.distribute_tensor(given["up"], virtual(4, names=("ep",)), {"ep": Shard(0)})
     with pytest.raises(sw.errors.MeshError, match="Redistribute them to one mesh first"):
-        sw.dispatch(tokens, index, None, experts)
+        sw.dispatch_tokens(tokens, index, None, experts)
 
 
 # --- modules that transformers marks -------------------------------------------------------------

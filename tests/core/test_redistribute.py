@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm.events import listen, unlisten
+from shardwise.comm.events import Communication, listen, unlisten
 from shardwise.errors import LayoutError
 from shardwise.layout.make_mesh import init_device_mesh
-from shardwise.layout.mesh import Link, Topology
+from shardwise.layout.mesh import Link
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
 from shardwise.redistribute import redistribute_locals, steps_between
@@ -199,8 +199,8 @@ def heard(src: DTensorSpec, dst: DTensorSpec) -> list[tuple[str, tuple[int, ...]
     """The collectives that ran."""
     calls: list[tuple[str, tuple[int, ...], int]] = []
 
-    def listener(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) -> None:
-        calls.append((kind, axes, nbytes))
+    def listener(event: Communication) -> None:
+        calls.append((event.kind, event.axes, event.nbytes))
 
     before = stored(src, scatter(src, whole_numbers(src.shape)))
     listen(listener)

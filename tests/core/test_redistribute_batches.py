@@ -249,9 +249,9 @@ def test_every_pair_of_layouts_on_two_meshes(name: str, size: tuple[int, int]) -
 def test_a_rank_on_both_meshes_keeps_what_it_has() -> None:
     a, b = VirtualMesh("cpu", [0, 1, 2, 3]), VirtualMesh("cpu", [[0, 1], [2, 3]])
     (step,) = steps_between(spec_of(a, [S0], (8, 4)), spec_of(b, [S0, S0], (8, 4)))
-    assert step.elements_received == 0
+    assert step.bytes_received(1) == 0
     (step,) = steps_between(spec_of(a, [R], (8, 4)), spec_of(b, [S1, S0], (8, 4)))
-    assert step.elements_received == 0
+    assert step.bytes_received(1) == 0
 
 
 def test_gradients_go_back_to_the_other_mesh() -> None:

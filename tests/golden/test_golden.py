@@ -8,6 +8,7 @@ the difference:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -29,6 +30,7 @@ from shardwise.tools.verify import Trial
 from ..rules.index_samples import index_samples
 from ..rules.samples import Sample, accepted, call, table_samples, x
 from ..rules.structure_samples import structure_samples
+from .step import make_step
 
 # Some samples are odd on purpose, and PyTorch's kernels warn of them.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -98,7 +100,7 @@ def _plan(mesh: Any, size: tuple[int, int], src: tuple[Any, ...], dst: tuple[Any
         step.kind
         if step.is_local
         else f"{step.kind}({','.join(names[axis] for axis in step.axes)}) "
-        f"{step.elements_received * 4} B"
+        f"{step.bytes_received(4)} B"
         for step in steps_between(a, b)
     ]
     return f"{a} -> {b.layout_text()}: {', then '.join(steps) or 'nothing'}"
@@ -179,7 +181,22 @@ def explained() -> Iterator[str]:
         yield f"# {name}\n{shardwise.explain(function, *args)}\n"
 
 
-TEXTS = {"rules.txt": rules, "plans.txt": plans, "errors.txt": errors, "explain.txt": explained}
+def reported() -> Iterator[str]:
+    """The report of a training step, without its times."""
+    step, batch = make_step()
+    step(batch)
+    text = str(shardwise.explain(step, batch)).replace(f"{HERE.parents[1]}{os.sep}", "")
+    text = re.sub(r"(process: )[\d.]+ ms", r"\1... ms", text)
+    yield re.sub(r"at \d+% of the step", "at ...% of the step", text)
+
+
+TEXTS = {
+    "rules.txt": rules,
+    "plans.txt": plans,
+    "errors.txt": errors,
+    "explain.txt": explained,
+    "report.txt": reported,
+}
 
 
 def _of_this_version(text: str) -> str:

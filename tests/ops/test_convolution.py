@@ -230,13 +230,6 @@ def test_images_apart_need_nothing(name: str, dim: int) -> None:
         f(spread(x, Shard(dim), 2), *given)
 
 
-def test_pooling_of_sharded_rows_receives_edges() -> None:
-    x = spread(numbers(2, 3, 16, 8), Shard(2))
-    row = 2 * 3 * 8 * 8
-    assert received(lambda: F.max_pool2d(x, 2)) == 0
-    assert received(lambda: F.max_pool2d(x, 3, 2, 1)) == row
-
-
 def test_a_window_of_nothing_but_the_least_value() -> None:
     x = torch.full((1, 1, 7, 6), float("-inf"))
     x[0, 0, 5, 2] = float("nan")
@@ -283,11 +276,6 @@ RESAMPLED: dict[str, Any] = {
 def test_resampling_of_sharded_rows(name: str, cuts: Any) -> None:
     own = None if cuts is None else [(None, None, cuts, None)]
     assert_same(RESAMPLED[name], [TALL], [(Shard(2),)], virtual(4), cuts=own)
-
-
-def test_rows_twice_as_many_stay_where_they_are() -> None:
-    x = spread(TALL, Shard(2))
-    assert received(lambda: F.interpolate(x, scale_factor=2)) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16], ids=str)

@@ -256,6 +256,17 @@ def test_elements_with_cuts_of_their_own() -> None:
     torch.testing.assert_close(torch._foreach_norm([ragged])[0].full_tensor(), (value * 2).norm())
 
 
+@pytest.mark.parametrize("ord", [1, 2, 3, float("inf"), -float("inf")])
+def test_norms_of_complex_numbers(ord: float) -> None:
+    """Of a shard with one number PyTorch's own sum of powers would drop the imaginary part."""
+    plain = [torch.complex(numbers(n, n), numbers(n, n, seed=1)) for n in (1, 2, 5)]
+    want = torch._foreach_norm(plain, ord)
+    for place in (R, S0, S1, P):
+        ours = [spread(each.clone(), virtual(2), (place,)) for each in plain]
+        for made, value in zip(torch._foreach_norm(ours, ord), want, strict=True):
+            torch.testing.assert_close(made.full_tensor(), value)
+
+
 def test_what_has_no_norm_is_refused_as_on_one_device() -> None:
     ours = distribute_tensor(torch.arange(4), virtual(2), [S0])
     for ord in (2, float("inf")):

@@ -41,10 +41,10 @@ def out_of_range() -> None:
     place = {"ep": Shard(0)}
     tokens, experts = (sw.ones(*s, device_mesh=mesh, placements=place) for s in ((8, 8), (8, 8, 8)))
     chosen = torch.tensor([[0]] * 7 + [[8]])
-    sw.dispatch(tokens, sw.distribute_tensor(chosen, mesh, place), None, experts)
+    sw.dispatch_tokens(tokens, sw.distribute_tensor(chosen, mesh, place), None, experts)
 
 
 def test_an_expert_that_does_not_exist_raises_on_every_rank(processes: Pools) -> None:
     with pytest.raises(RankError) as caught:
         processes(4).run(out_of_range)
-    assert str(caught.value).count("OutOfRangeError: dispatch: expert_index") == 4
+    assert str(caught.value).count("OutOfRangeError: dispatch_tokens: expert_index") == 4

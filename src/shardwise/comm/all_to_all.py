@@ -18,8 +18,10 @@ from ..config import current
 from ..layout.geometry import Box, box_numel
 from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
+from .events import on_free
 from .group import Group, all_to_all
 from .protocol import Job, Launch, Out, Parcel, Wait, narrow
+from .recording import recorder
 
 # --- the buffer ----------------------------------------------------------------------------------
 
@@ -35,13 +37,15 @@ def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) 
     To drop them is not enough: gloo's thread may hold its tensors for a while after the wait, and
     another buffer is made meanwhile.
     """
-    if is_tracing():  # a graph frees by itself
+    if is_tracing() or recorder() is not None:  # a graph frees by itself
         return
     keep = {each.untyped_storage().data_ptr() for each in kept}
     for part in parts:
         memory = part.untyped_storage()
         if part.device.type != "meta" and memory.data_ptr() not in keep:
             memory.resize_(0)
+            for observer in on_free:
+                observer(memory)
 
 
 def chunks(box: Box, most: int) -> list[Box]:
@@ -69,7 +73,7 @@ def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Ite
     """The all-to-alls, one after another, that bring the pieces of all jobs into `outs`. Each must
     be waited for before the next one is launched."""
     small: list[Part] = []
-    # Of several dtypes a received piece may be misaligned, and is then copied once more.
+    # With several dtypes a received piece may be misaligned; it is then copied once more.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
     for job, out in zip(jobs, outs, strict=True):
@@ -136,8 +140,8 @@ Part = tuple[Job, Out | None]
 def packets(
     parts: Sequence[Part], src: Coord | None, dst: Coord | None, index: int = 0, most: int = 0
 ) -> list[Packet]:
-    """What `src` sends `dst`: a piece of each job, or chunk number `index` of it if pieces are sent
-    in chunks of at most `most` elements."""
+    """The message of `src` to `dst`: a piece of each job, or chunk number `index` of it if pieces
+    are sent in chunks of at most `most` elements."""
     found: list[Packet] = []
     for job, out in parts:
         parcel = None if src is None or dst is None else job.task.parcel(src, dst)
@@ -209,14 +213,22 @@ def _one_dtype(packets: Iterable[Packet]) -> torch.dtype | None:
     return None if dtype is None or dtype.is_complex else dtype
 
 
-def _flat(packet: Packet) -> torch.Tensor:
-    return packet.job.flat(packet.held())
+def _flat(packets: list[tuple[Packet, torch.Tensor]]) -> list[torch.Tensor] | None:
+    """The elements of each piece in the order of memory, if they lie so: nothing is copied."""
+    found = []
+    for packet, value in packets:
+        if not value.permute(packet.job.order).is_contiguous():
+            return None
+        found.append(packet.job.flat(value))
+    return found
 
 
 def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
     dtype = _one_dtype(chain.from_iterable(packets))
-    if dtype is not None:
-        torch.cat([_flat(packet) for each in packets for packet in each], out=flat.view(dtype))
+    every = [(packet, packet.held()) for each in packets for packet in each]
+    values = None if dtype is None else _flat(every)
+    if values and dtype is not None:
+        torch.cat(values, out=flat.view(dtype))
         return
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
@@ -228,10 +240,10 @@ def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
 
 def _cloned(own: list[tuple[Packet, torch.Tensor]]) -> list[tuple[Packet, torch.Tensor]]:
     """Packets with copies of their values."""
-    if _one_dtype(packet for packet, _ in own) is None:
+    values = None if _one_dtype(packet for packet, _ in own) is None else _flat(own)
+    if not values:
         return [(packet, value.clone()) for packet, value in own]
-    flat = torch.cat([packet.job.flat(value) for packet, value in own])
-    return list(_shaped([packet for packet, _ in own], flat))
+    return list(_shaped([packet for packet, _ in own], torch.cat(values)))
 
 
 def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, torch.Tensor]]:

@@ -1,15 +1,48 @@
-"""Observers: listeners get every collective, watchers every call that is planned, and choosers the
-rows it could have run by."""
+"""Observers: listeners get every collective, watchers every call that is planned, choosers the rows
+it could have run by, and `on_free` the memory that is given back before its tensor goes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from ..layout.mesh import Topology
+import torch
 
-Listener = Callable[[str, Topology, tuple[int, ...], int], None]
+from ..layout.cost import slowest
+from ..layout.mesh import Topology
+from .protocol import Task
+
+Made = Sequence[Sequence[torch.Tensor]]
+"""The results of a collective: for each of its steps the local tensors."""
+Landed = Callable[[Made], None]
+
+
+@dataclass(frozen=True)
+class Communication:
+    """A collective that starts: its kind and axes, the bytes that the rank that receives most
+    receives, and the moves that it serves, with the dtype of each."""
+
+    kind: str
+    topology: Topology
+    axes: tuple[int, ...]
+    nbytes: int
+    tasks: Sequence[Task] = ()
+    dtypes: Sequence[torch.dtype] = ()
+
+    @property
+    def price(self) -> int:
+        """The price by the slowest link that is used."""
+        links = [self.topology.links[axis] for axis in self.axes]
+        if self.kind == "transfer":
+            links = [link for task in self.tasks for link in task.dst.topology.links]
+            links += self.topology.links
+        return slowest(links, self.nbytes)
+
+
+Listener = Callable[[Communication], Landed | None]
+"""May return a function to be called with the results, when they are there."""
 Watcher = Callable[[object, str, Sequence[Any]], None]
 Chooser = Callable[[int, Sequence[object], Sequence[int], object], None]
 
@@ -17,6 +50,8 @@ _listeners: list[Listener] = []
 _watchers: list[Watcher] = []
 choosers: list[Chooser] = []
 """Called with a mesh axis, the rows of a rule, their prices, and the row that is taken."""
+on_free: list[Callable[[torch.UntypedStorage], None]] = []
+"""Called with memory that is freed while a tensor still refers to it."""
 
 listen, unlisten = _listeners.append, _listeners.remove
 watch, unwatch = _watchers.append, _watchers.remove
@@ -38,10 +73,15 @@ def unheard() -> Iterator[None]:
         _listeners[:] = listeners
 
 
-def record(kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int) -> None:
-    """Report a collective; `nbytes` is what the rank that receives most receives."""
-    for listener in _listeners:
-        listener(kind, topology, axes, nbytes)
+def record(event: Communication) -> Landed:
+    """Report a collective; call what is returned with its results when they are there."""
+    ends = [end for listener in _listeners if (end := listener(event)) is not None]
+
+    def landed(made: Made) -> None:
+        for end in ends:
+            end(made)
+
+    return landed
 
 
 def planned(op: object, tier: str, operands: Sequence[Any]) -> None:

@@ -43,7 +43,7 @@ _GONE = "is gone: its process has ended or destroyed its process group. See its 
 
 @dataclass
 class Note:
-    """What a rank has told the others. `order` says whose note was first: that one is the cause."""
+    """A failure that a rank reported. The note with the lowest `order` is the cause."""
 
     order: int = 0
     ended: bool = False

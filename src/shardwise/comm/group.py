@@ -1,7 +1,7 @@
 """The ranks that take part in a collective, and the calls of `torch.distributed`.
 
 Each of `all_reduce`, `broadcast`, `all_to_all`, `all_gather` and `reduce_scatter` starts a
-collective and returns the function that waits for it.
+collective and returns the function that waits for it. Both are recorded in captured steps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import World, at_end
 from .failures import waiter
 from .protocol import Task, Wait
+from .recording import recordable
 
 
 @dataclass(frozen=True)
@@ -116,30 +117,35 @@ def _forget_groups(_: World) -> None:
 # --- collectives ---------------------------------------------------------------------------------
 
 
+@recordable(writes=[1])
 def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op: Any) -> Wait:
     """Reduce `value` in place over the members of a process group."""
     work = dist.all_reduce(value, op, group=group, async_op=True)
     return waiter(work, dist.get_process_group_ranks(group), value.device)
 
 
+@recordable(writes=[1])
 def broadcast(group: dist.ProcessGroup, value: torch.Tensor, source: int) -> Wait:
     """Give the members of a process group the `value` of rank `source`, in place."""
     work = dist.broadcast(value, source, group=group, async_op=True)
     return waiter(work, dist.get_process_group_ranks(group), value.device)
 
 
+@recordable(writes=[1])
 def all_gather(group: Group, rows: torch.Tensor, row: torch.Tensor) -> Wait:
     """Gather the `row` of each member into `rows`."""
     work = dist.all_gather_single(rows, row, group=group.process_group, async_op=True)
     return waiter(work, group.ranks, rows.device)
 
 
+@recordable(writes=[1])
 def reduce_scatter(group: Group, total: torch.Tensor, rows: torch.Tensor, op: Any) -> Wait:
     """Reduce the members' `rows`, of which each member gets its row in `total`."""
     work = dist.reduce_scatter_single(total, rows, op, group=group.process_group, async_op=True)
     return waiter(work, group.ranks, total.device)
 
 
+@recordable(writes=[1])
 def all_to_all(
     group: Group,
     received: torch.Tensor,

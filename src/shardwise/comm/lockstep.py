@@ -123,7 +123,7 @@ def describe(jobs: Sequence[Job]) -> str:
 
 
 def _exchange(world: World, ranks: tuple[int, ...], text: str) -> dict[int, str]:
-    """What each of `ranks` runs as its next comparison among them."""
+    """The next call that each of `ranks` compares with the others."""
     count = _State.counts[ranks] = _State.counts.get(ranks, 0) + 1
     base = world.key("lockstep", _State.session, ",".join(map(str, ranks)))
     store, others = world.store, [rank for rank in ranks if rank != world.rank]
@@ -151,7 +151,7 @@ def _at(world: World, rank: int) -> str:
 
 
 def _said(world: World, rank: int) -> str:
-    """What a rank runs that will not come: it has raised, or waits for this rank elsewhere."""
+    """The call of a rank that will not come: it has raised, or waits for this rank elsewhere."""
     if not world.store.check([_at(world, rank)]):
         return ""
     place, text = world.store.get(_at(world, rank)).decode().split("\n", 1)

@@ -9,7 +9,7 @@ at its own all_gather and reduce_scatter. Other backends use their own where sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -19,12 +19,13 @@ from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import refuse_forked
 from .all_to_all import buffer_size, give_back, rounds
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
-from .events import record
+from .events import Communication, record
 from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
 from .native import batches, native_launcher
 from .protocol import Finish, Job, Launch, Out, Wait
+from .recording import unrecorded
 
 
 class ProcessEngine:
@@ -49,6 +50,7 @@ class ProcessEngine:
             report(error, src)
             raise
 
+    @unrecorded
     def check_equal(self, topology: Topology, digest: int) -> bool:
         if topology.coordinate is None:
             return True
@@ -56,11 +58,32 @@ class ProcessEngine:
         if is_compared():
             compare(topology.ranks, "a comparison of one number")
         axes = tuple(range(topology.ndim))
-        record("check", topology, axes, 16)
         low = torch.tensor([digest, -digest], device=topology.device_type)
-        for group in reduction_groups(topology, axes):
+        groups = reduction_groups(topology, axes)
+        received = sum([2 * (n - 1) * low.nbytes // n for n in [group.size() for group in groups]])
+        landed = record(Communication("check", topology, axes, received))
+        for group in groups:
             all_reduce(group, low, dist.ReduceOp.MIN)()
+        landed(())
         return bool(low[0] == -low[1])
+
+
+@unrecorded
+def same_among_members(topology: Topology, digest_of: Callable[[tuple[int, ...]], int]) -> bool:
+    """True if the members of each process group of a mesh have the same digest for their ranks. All
+    ranks of the mesh make the call."""
+    here = topology.coordinate
+    if here is None or isinstance(topology.mesh, VirtualMesh):
+        return True
+    _begin(topology)
+    every = [(axis,) for axis in range(topology.ndim)] + sorted(topology.groups)
+    good = True
+    for group in [group for axes in every for group in reduction_groups(topology, axes)]:
+        digest = digest_of(tuple(dist.get_process_group_ranks(group)))
+        low = torch.tensor([digest, -digest], device=topology.device_type)
+        all_reduce(group, low, dist.ReduceOp.MIN)()
+        good = good and bool(low[0] == -low[1])
+    return good
 
 
 def broadcast_from(

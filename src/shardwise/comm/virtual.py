@@ -28,7 +28,7 @@ def _results(job: Job) -> list[torch.Tensor]:
     parts = _reduced(job) if task.op else dict(zip(task.src.slots, job.local, strict=True))
     if task.kind == "all_reduce":
         return [parts[coord] for coord in dst.slots]
-    # What stays Partial is as many tensors, by the coordinate on the Partial axes.
+    # A result that stays Partial has one tensor per coordinate on the Partial axes.
     pending = [axis for axis, _ in task.src.partial if axis not in task.reduced]
     wholes = _wholes(job, parts, pending)
     if len(dst.slots) == 1 and dst.box(dst.slots[0]) == task.src.hull:

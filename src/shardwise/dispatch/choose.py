@@ -117,7 +117,7 @@ def _in_pieces(entry: Operator) -> Plan:
 
 
 _RUNNING = ("running_mean", "running_var")
-"""What batch normalisation writes into, whatever its schema says."""
+"""The arguments that batch normalisation writes into, whatever its schema says."""
 
 
 def _home(operands: Sequence[Any]) -> Topology | None:
@@ -351,7 +351,7 @@ def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision
 
 
 def _physical(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """What a lazy conjugation or negation stands for."""
+    """The value of a lazy conjugation or negation."""
     lazy = op._schema.name == "aten::_conj"
     return torch.conj_physical(args[0]) if lazy else torch.neg(args[0])
 

@@ -115,7 +115,7 @@ def _passes(entry: Any, specs: Sequence[DTensorSpec]) -> bool:
 
 
 def _place(size: int, fixed: Collection[int], sizes: dict[int, int]) -> int:
-    """What a class knows of a size: which of the sizes of the call it is, or that it is fixed."""
+    """A size in a layout class: the index of a size of the call, or a fixed number."""
     return -size if size == 1 or size in fixed else sizes.setdefault(size, len(sizes) + 1)
 
 

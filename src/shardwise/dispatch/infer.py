@@ -1,4 +1,4 @@
-"""What a call returns: shapes, strides and dtypes, from PyTorch's own kernels on meta tensors.
+"""Shapes, strides and dtypes of the results of a call, from PyTorch's kernels on meta tensors.
 
 Where a meta kernel gives another shape, dtype or order of dims than the kernels of devices do, the
 devices are right: the tables here say so.
@@ -25,7 +25,7 @@ Structure = int | None | tuple[int | Fixed | None, ...]
 Results = tuple[tuple[TensorMeta, ...], Structure]
 
 _known: dict[tuple[Any, ...], Results] = {}
-"""What calls return, by operator, metas and arguments. Layouts do not matter, so one entry serves
+"""Results of calls, by operator, metas and arguments. Layouts do not matter, so one entry serves
 all of them."""
 
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)

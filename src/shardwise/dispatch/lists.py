@@ -258,7 +258,7 @@ Wrapping = tuple[DTensorSpec, tuple[Any, ...]]
 
 
 def wrappings(specs: Sequence[DTensorSpec], device: torch.device) -> list[Wrapping]:
-    """What `wrap_each` needs for tensors of one local tensor each."""
+    """The arguments of `wrap_each` for tensors of one local tensor each."""
     kind = Wrapper.public
     return [(spec, wrapper_arguments(kind, *spec.meta, device)) for spec in specs]
 
@@ -296,7 +296,7 @@ def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What the plan of a call depends on.
+    """The key of a call: all that its plan depends on.
 
     No plan is kept under the key of a call with plain tensors, unless they are numbers: it is found
     once they are adopted.

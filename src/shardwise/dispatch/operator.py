@@ -1,4 +1,4 @@
-"""What is known of an operator before it is called: its form, its rule, and how its arguments enter
+"""An operator before it is called: its form, its rule, and how its arguments enter
 a key."""
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from .._torch import OpOverload, is_composite, take_composite
 from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
-from ..rules.resample import READ_NUMBERS
 from ..storage.wrapper import Wrapper
 from .classes import has_classes
 from .lists import is_list_op, list_form
@@ -115,7 +114,7 @@ def _in_place(op: OpOverload, form: Form) -> Form | None:
 
 
 class Operator:
-    """What is known of an operator before it is called, and the plans of its calls."""
+    """The facts about an operator that hold for all calls, and the plans of its calls."""
 
     def __init__(self, op: OpOverload) -> None:
         arguments = op._schema.arguments
@@ -183,7 +182,7 @@ def _by_type(argument: Any, user: Registered | None) -> bool | None:
     None if the schema says the type of the argument, which is no tensor.
     """
     kind = str(argument.type)
-    read = argument.name in READ_NUMBERS or (user is not None and user.reads(argument.name))
+    read = user is not None and user.reads(argument.name)
     if kind in ("number", "float", "Optional[number]", "Optional[float]", "Tensor") and not read:
         return True
     return False if "Tensor" in kind or "number" in kind else None

@@ -244,7 +244,7 @@ class CallPlan(Plan):
         self._target = target
         self.outs = tuple(outputs)
         moves = [(i, dst) for i, dst in enumerate(inputs) if specs[i] is not dst]
-        # What is written moves last: if it is read too, what is reduced for that is there.
+        # Written operands move last: one that is read too has its reduced value by then.
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
         moving = {index for index, _ in self._moves}
         self._staying = tuple([i for i in range(len(specs)) if i not in moving])

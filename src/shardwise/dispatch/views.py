@@ -35,7 +35,7 @@ _OVERWRITES = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
 
 
 class _Read:
-    """What was last read of a deferred view, and the stamp of its root then."""
+    """The last value of a deferred view, and the stamp of its root at that time."""
 
     __slots__ = ("seen", "value")
 
@@ -64,7 +64,7 @@ class DeferredView:
             others = [value for value in args if isinstance(value, torch.Tensor)]
             made = plan.run((self._of, *others), (self._of, *args), kwargs)
             made = made if place is None else made[place]
-            # Of a base that is reduced by now a form may make another layout than at first.
+            # If the base was reduced meanwhile, a form may give another layout than at first.
             read.value, read.seen = in_layout(made, self._spec), now
         return read.value
 

@@ -16,6 +16,5 @@ from . import (  # noqa: F401  # registers them
     nested,
     order,
     recurrent,
-    scan,
     values,
 )

@@ -43,14 +43,6 @@ def _normalised(x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, A
     return out, mean, var, (var + eps).rsqrt()
 
 
-def _kept(x: Any, params: Sequence[Any], *stats: Any) -> list[Any]:
-    """Statistics in the dtype in which the kernel saves them for its backward."""
-    narrow = x.device.type == "cpu" and not any(
-        p is not None and p.dtype is torch.float32 for p in params
-    )
-    return [stat.to(x.dtype) for stat in stats] if narrow else list(stats)
-
-
 def _if_training(call: Call) -> tuple[()] | None:
     return () if call.get("training", call.get("train")) else None
 
@@ -73,7 +65,7 @@ def batch_norm_functional(
     unbiased = var * (count / (count - 1) if count > 1 else float("nan"))
     pairs = ((running_mean, mean), (running_var, unbiased))
     new = [(momentum * stat + (1 - momentum) * old).to(old.dtype) for old, stat in pairs]
-    return out, *_kept(x, given, mean, rstd), *new
+    return out, mean, rstd, *new
 
 
 @register_form("_native_batch_norm_legit.no_stats", cost=_if_training)
@@ -82,7 +74,7 @@ def batch_norm_alone(
 ) -> Any:
     """As `batch_norm_functional`, without running statistics."""
     out, mean, _, rstd = _normalised(_on_mesh(x, weight, bias), weight, bias, eps)
-    return out, *_kept(x, (weight, bias), mean, rstd)
+    return out, mean, rstd
 
 
 @register_form("_native_batch_norm_legit.default", always=True)

@@ -79,6 +79,10 @@ def _normalized(call: Call) -> range:
     return range(-len(call.get("normalized_shape")), 0)
 
 
+def _of_samples(call: Call) -> range:
+    return range(1, call.specs[call.get("input")].ndim)
+
+
 for _op, _like, _dims in (
     (aten._softmax.default, 0, _dim),
     (aten._safe_softmax.default, 0, _dim),
@@ -93,6 +97,8 @@ for _op, _like, _dims in (
     (aten.linalg_vector_norm.default, 0, reduced_dims),
     (aten.std.correction, 0, reduced_dims),
     (aten.std_mean.correction, 0, reduced_dims),
+    (aten.native_group_norm.default, 0, _of_samples),
+    (aten.native_group_norm_backward.default, 1, _of_samples),
 ):
     _decompose(_op, _like, _dims)
 
@@ -134,63 +140,3 @@ def var_mean_unbiased(x: Any, dim: Any, unbiased: bool = True, keepdim: bool = F
 def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance."""
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
-# --- group norm ----------------------------------------------------------------------------------
-
-
-def _splits_samples(call: Call) -> tuple[()] | None:
-    operand = call.get("input")
-    return _if_cut(call, operand, range(1, call.specs[operand].ndim))
-
-
-def _beside(x: Any, value: Any) -> Any:
-    """A value of each channel, or of each group of channels, in the dims of `x`."""
-    batch, count = value.shape
-    each = value.unsqueeze(-1).expand(batch, count, x.shape[1] // count)
-    return each.reshape(batch, x.shape[1], *[1] * (x.ndim - 2))
-
-
-@register_form("native_group_norm", cost=_splits_samples, blocks=True)
-def group_norm(
-    x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
-) -> tuple[Any, Any, Any]:
-    """As PyTorch's decomposition, which scales each channel of each sample by itself."""
-    x = in_full(x)
-    var, mean = moments(x.reshape(N, group, C // group, HxW), [2, 3], 0)
-    rstd = (var + eps).rsqrt()
-    out = (x - _beside(x, mean)) * _beside(x, rstd)
-    if weight is not None:
-        out = out * _beside(x, weight.unsqueeze(0))
-    return out if bias is None else out + _beside(x, bias.unsqueeze(0)), mean, rstd
-
-
-@register_form("native_group_norm_backward", cost=_splits_samples, blocks=True)
-def group_norm_backward(
-    grad: Any,
-    x: Any,
-    mean: Any,
-    rstd: Any,
-    weight: Any,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
-    output_mask: Sequence[bool],
-) -> tuple[Any, ...]:
-    """As PyTorch's decomposition, but one reduction serves both sums of each channel."""
-    x = in_full(x)
-    grad, mean, rstd = in_full(aligned(grad, x)), in_full(mean), in_full(rstd)
-    sums = [value.reshape(N, C, HxW).sum(2) for value in (grad * x, grad)]
-    along, total = reduced(torch.stack(sums)).unbind()
-    scale = 1 if weight is None else weight
-    a, b = [(value * scale).reshape(N, group, -1).sum(2) for value in (along, total)]
-    slope = (b * mean - a) * rstd**3 / (HxW * C // group)
-    shift = -slope * mean - b * rstd / (HxW * C // group)
-    inner = grad if weight is None else grad * _beside(x, weight.unsqueeze(0))
-    dx = inner * _beside(x, rstd) + x * _beside(x, slope) + _beside(x, shift)
-    middle, each = (_beside(x, value).reshape(N, C) for value in (mean, rstd))
-    found = (dx, ((along - total * middle) * each).sum(0), total.sum(0))
-    return tuple(
-        value if wanted else None for value, wanted in zip(found, output_mask, strict=True)
-    )

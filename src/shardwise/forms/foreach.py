@@ -128,7 +128,9 @@ def _each(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> 
 
 
 def _power_sums(ord: Any, dtype: torch.dtype, here: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return torch._foreach_powsum(here, ord, dtype)
+    # PyTorch's kernel drops the imaginary part of a tensor of one complex number.
+    real = [part.abs() if part.is_complex() else part for part in here]
+    return torch._foreach_powsum(real, ord, dtype)
 
 
 def _largest(ord: Any, dtype: torch.dtype, here: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -81,7 +81,7 @@ def _joined_spec(specs: Sequence[DTensorSpec], example: torch.Tensor) -> DTensor
 
 
 def _windows(out: DTensorSpec, dim: int, place: Interval) -> dict[int, DimMap]:
-    """What each rank needs of the operand that is at `place` of the joined dim."""
+    """The part that each rank needs of the operand at `place` of the joined dim."""
     first, size = place[0], place[1] - place[0]
     dims = {d: DimMap(out.dim_axes[d], intervals(out.dim_cuts[d])) for d in range(out.ndim)}
     windows = [

@@ -67,7 +67,7 @@ register_form("nonzero_static", always=True)(fallback_form(aten.nonzero_static.d
 # --- reading by masks ----------------------------------------------------------------------------
 
 
-def is_mask(index: Any) -> bool:
+def _is_mask(index: Any) -> bool:
     """True for a tensor of bools or bytes among indices."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
@@ -76,7 +76,7 @@ def _as_integers(x: Any, indices: Sequence[Any]) -> list[Any]:
     """Indices, with each mask replaced by the indices of its true elements."""
     made: list[Any] = []
     for index in indices:
-        if is_mask(index):
+        if _is_mask(index):
             at = len(made)
             _check_shape(index.shape, x.shape[at : at + index.ndim], at)
             made.extend(aten.nonzero.default(index).unbind(1))
@@ -98,14 +98,19 @@ def _only_mask(x: Any, indices: Sequence[Any]) -> Any:
     """The mask, if it is the only index and covers the first dims; else None."""
     given = [index for index in indices if index is not None]
     mask = indices[0]
-    if len(given) > 1 or mask is None or not is_mask(mask) or not mask.ndim:
+    if len(given) > 1 or mask is None or not _is_mask(mask) or not mask.ndim:
         return None
     return mask if tuple(x.shape[: mask.ndim]) == tuple(mask.shape) else None
 
 
+def _if_masked(call: Call) -> tuple[()] | None:
+    return () if has_mask(call) else None
+
+
+@register_form("index", "_unsafe_index", cost=_if_masked)
 def masked_index(x: Any, indices: Sequence[Any]) -> Any:
-    """What masks pick: by the indices of true elements. With `ragged_results()` each rank picks
-    from its shard of dim 0."""
+    """The elements that masks pick, by the indices of true elements. With `ragged_results()` each
+    rank picks from its shard of dim 0."""
     op = aten.index.Tensor
     mask = _only_mask(x, indices)
     if mask is not None and is_requested():
@@ -166,10 +171,6 @@ def _fits(values: Any, shape: Sequence[int]) -> bool:
     """True if `values` broadcast to `shape`."""
     pairs = zip(reversed(values.shape), reversed(shape), strict=False)
     return all(size in (1, whole) for size, whole in pairs)
-
-
-def _if_masked(call: Call) -> tuple[()] | None:
-    return () if has_mask(call) else None
 
 
 for _name in ("index_put", "_unsafe_index_put", "_index_put_impl"):

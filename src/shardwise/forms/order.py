@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
+from ..dispatch.infer import infer
 from ..dispatch.operator import register_form
-from ..layout.geometry import Box
+from ..layout.geometry import Box, contiguous_stride
+from ..layout.placement import Replicate
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
+from ..storage.operands import all_in_layout, announce_moves
 from ..storage.ragged import reduce_partial
 from ..storage.wrapper import wrap
-from .shards import candidates, columns, metas
 
 aten = torch.ops.aten
 
@@ -59,14 +62,60 @@ def _best(
         value, index = run(part, min(k, part.shape[dim]))
         return value, (index + box[dim][0]).to(narrow)
 
-    values, indices = candidates(op, x, dim, k, local, (x.dtype, narrow))
+    values, indices = _candidates(op, x, dim, k, local, (x.dtype, narrow))
     best: list[tuple[torch.Tensor, ...]] = []
     for value, index in zip(values._locals, indices._locals, strict=True):
         top, at = run(value, k)
         best.append((top, index.gather(dim, at).to(torch.int64)))
-    outs = [values._spec.with_meta(meta) for meta in metas(op, x, *args)]
-    tops, places = map(wrap, outs, columns(best, 2))
+    outs = [values._spec.with_meta(meta) for meta in _metas(op, x, *args)]
+    tops, places = map(wrap, outs, _columns(best, 2))
     return tops, places
+
+
+def _metas(op: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
+    """Shapes, strides and dtypes of the results on one device."""
+    return infer(op, (x, *args), kwargs, (x._spec,))[0]
+
+
+def _without_shards(spec: DTensorSpec, dim: int) -> DTensorSpec:
+    """A layout with one dim replicated, and the others as they are."""
+    places = [Replicate() if place.is_shard(dim) else place for place in spec.placements]
+    own = spec.cuts or [None] * spec.ndim
+    return spec.with_placements(places, [None if d == dim else c for d, c in enumerate(own)])
+
+
+def _columns(
+    rows: Sequence[tuple[torch.Tensor, ...]], count: int
+) -> list[tuple[torch.Tensor, ...]]:
+    """Results per shard as local tensors per result; none on a rank outside the mesh."""
+    return [tuple(row[index] for row in rows) for index in range(count)]
+
+
+def _candidates(
+    op: Any,
+    x: Any,
+    dim: int,
+    most: int,
+    local: Callable[[torch.Tensor, Box], tuple[torch.Tensor, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> list[Any]:
+    """What `local(part, box)` gives on every shard, gathered along `dim`.
+
+    The results of `local` have the size of the shard along `dim`, at most `most`. An empty shard
+    gives an empty result, so no value has to stand for it.
+    """
+    spec = x._spec
+    kept = tuple(min(most, size) for size in spec.dim_cuts[dim])
+    cuts = [kept if d == dim else own for d, own in enumerate(spec.cuts or [None] * spec.ndim)]
+    shape = tuple(sum(kept) if d == dim else n for d, n in enumerate(spec.shape))
+    made = [local(part, spec.box(c)) for c, part in zip(spec.slots, x._locals, strict=True)]
+    moves = []
+    for parts, dtype in zip(_columns(made, len(dtypes)), dtypes, strict=True):
+        meta = TensorMeta(shape, contiguous_stride(shape), dtype)
+        x = wrap(DTensorSpec(spec.topology, spec.placements, meta, cuts=cuts), parts)
+        moves.append((x, _without_shards(x._spec, dim), False))
+    announce_moves(op, [(i, to) for i, (_, to, _) in enumerate(moves)], [x for x, _, _ in moves])
+    return [wrap(to, parts) for (_, to, _), parts in zip(moves, all_in_layout(moves), strict=True)]
 
 
 def _extreme(op: Any, x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:

@@ -23,36 +23,12 @@ from ..storage.operands import announce_moves
 from ..storage.plain import full_local
 from ..storage.ragged import as_dtensor, gather_plain
 from ..storage.wrapper import Wrapper, wrap
-from ..tensor.autograd import Redistribute, as_gradient, redistributed
+from ..tensor.autograd import Redistribute, ToLocal, as_gradient, redistributed
 
 aten = torch.ops.aten
 
 
 # --- local tensors and their gradients -----------------------------------------------------------
-
-
-class _Parts(torch.autograd.Function):
-    """The local tensors of a DTensor, one for each coordinate over which its gradient varies."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Any, grad_spec: DTensorSpec) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.spec = grad_spec
-        here = value._locals
-        found = [here[value._spec.slot(coord)] for coord in grad_spec.slots]
-        return tuple(part.view_as(part) for part in found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        known = next((grad for grad in grads if grad is not None), None)
-        if known is None:
-            return None, None
-        spec: DTensorSpec = ctx.spec
-        parts = [
-            known.new_zeros(spec.local_shape(coord)) if grad is None else grad
-            for coord, grad in zip(spec.slots, grads, strict=True)
-        ]
-        return _Joined.apply(spec, (), False, *parts), None
 
 
 class _Joined(torch.autograd.Function):
@@ -82,7 +58,7 @@ class _Joined(torch.autograd.Function):
         places = [Replicate() if place.is_partial() else place for place in spec.placements]
         back = spec.with_meta(grad._spec.meta)
         settled = redistributed(grad, back.with_placements(places, spec.cuts))
-        return None, None, None, *_Parts.apply(settled, back)
+        return None, None, None, *ToLocal.apply(settled, back, back.slot_axes)
 
 
 # --- layers on shards of the batch ---------------------------------------------------------------
@@ -135,7 +111,8 @@ def _on_shards(
     coords = specs[0].slots
     if not coords:
         raise MeshError(f"{op}: this rank is not in mesh {like.topology}, so it cannot take part.")
-    parts = [_Parts.apply(v, spec) for v, spec in zip(moved, [*specs, *shares], strict=True)]
+    grads = [*specs, *shares]
+    parts = [ToLocal.apply(v, s, s.slot_axes) for v, s in zip(moved, grads, strict=True)]
     made = []
     for first, *rest in zip(*parts, strict=True):
         own, mine = rest[: len(states)], rest[len(states) :]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..comm.recording import recordable
 from ..dispatch.fallback import fallback_form
 from ..dispatch.operator import register_composite, register_form
 from ..errors import MeshError
@@ -82,6 +83,14 @@ def tensor_split(x: Any, places: Any, dim: int = 0) -> Any:
     return aten.tensor_split.tensor_indices_or_sections.decompose(x, places, dim)
 
 
+@recordable()
+def _refuse_classes(part: torch.Tensor, num_classes: int) -> None:
+    if part.numel() and part.min() < 0:
+        raise RuntimeError("Class values must be non-negative.")
+    if part.numel() and num_classes != -1 and part.max() >= num_classes:
+        raise RuntimeError("Class values must be smaller than num_classes.")
+
+
 def one_hot(x: Any, num_classes: int = -1) -> Any:
     """PyTorch does not check the classes of wrapper tensors, so each rank checks its own."""
     if isinstance(x, Wrapper):
@@ -89,10 +98,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
             raise RuntimeError(f"one_hot: classes must be of torch.int64, but got {x.dtype}")
         x = reduce_partial(aten.one_hot.default, x).contiguous()  # so is PyTorch's result
         for part in x._locals:
-            if part.numel() and part.min() < 0:
-                raise RuntimeError("Class values must be non-negative.")
-            if part.numel() and num_classes != -1 and part.max() >= num_classes:
-                raise RuntimeError("Class values must be smaller than num_classes.")
+            _refuse_classes(part, num_classes)
     return aten.one_hot.default.decompose(x, num_classes)
 
 

@@ -1,4 +1,4 @@
-"""What communication costs: latency and bandwidth per axis, and prices that follow from them.
+"""The cost of communication: latency and bandwidth per axis, and the prices of collectives.
 
 Prices are whole femtoseconds: a pure function of sizes and links, the same answer on every rank.
 """
@@ -19,7 +19,7 @@ _SECOND = 10**15
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks along an axis: seconds to start a collective, bytes per second.
+    """The connection of the ranks along an axis: seconds to start a collective, bytes per second.
 
     >>> Link(latency=1e-5, bandwidth=2e9)
     Link(latency=1e-05, bandwidth=2000000000.0)
@@ -48,7 +48,7 @@ class Link:
         return max(1, round(_SECOND / self.bandwidth))
 
     def price(self, nbytes: int) -> int:
-        """What one collective costs in which a rank receives `nbytes`."""
+        """The price of a collective in which a rank receives `nbytes`."""
         return self.start + nbytes * self.per_byte
 
 
@@ -103,6 +103,11 @@ def _link(given: LinkLike) -> Link:
     if not isinstance(given, str) or given not in PRESETS:
         raise MeshError(f"links: {given!r} is none of the presets {', '.join(PRESETS)}.")
     return PRESETS[given]
+
+
+def slowest(links: Sequence[Link], nbytes: int) -> int:
+    """The price of a collective over several links, by the slowest of them."""
+    return max([link.start for link in links]) + nbytes * max([link.per_byte for link in links])
 
 
 def move_cost(src: Placement, dst: Placement, count: int, nbytes: int, link: Link = DEFAULT) -> int:

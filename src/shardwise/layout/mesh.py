@@ -168,7 +168,7 @@ def axes_text(shape: Sequence[int], names: Sequence[str] | None) -> str:
 
 
 class Topology:
-    """What a mesh is: its shape, names and ranks, where this process stands in it. Interned."""
+    """Shape, names and ranks of a mesh, and the coordinate of this process in it. Interned."""
 
     def __init__(self, mesh: AnyMesh, links: tuple[Link, ...]) -> None:
         self.mesh = mesh
@@ -212,7 +212,7 @@ class Topology:
 
 
 class DestroyedMesh:
-    """What is left of a mesh whose process group was destroyed: it has a shape and no groups."""
+    """A mesh whose process group was destroyed: it has a shape and no groups."""
 
     def __init__(self, mesh: AnyMesh) -> None:
         self.device_type, self.mesh_dim_names = mesh.device_type, mesh.mesh_dim_names

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from .geometry import Interval, all_coords
-from .mesh import Coord
+from .mesh import Coord, Topology
 from .placement import Partial
 from .spec import DTensorSpec
 from .split_dims import held_of
@@ -34,14 +34,26 @@ class Panel(NamedTuple):
 
 def panels(spec: DTensorSpec) -> list[Panel]:
     """The drawings of a layout: of two dims, sharded ones first, for each shard of the others."""
-    held: dict[tuple[Intervals, ...], list[Coord]] = {}
-    for coord in all_coords(spec.topology.shape):
-        held.setdefault(tuple(held_of(spec, coord)), []).append(coord)
-    pairs = enumerate(held.items())
-    cells = {box: (number, _ranks(spec, coords)) for number, (box, coords) in pairs}
-    pieces = [sorted({box[dim] for box in held}) for dim in range(spec.ndim)]
-    cut = [dim for dim in range(spec.ndim) if len(pieces[dim]) > 1]
-    whole = [dim for dim in range(spec.ndim) if dim not in cut]
+    held = {coord: tuple(held_of(spec, coord)) for coord in all_coords(spec.topology.shape)}
+    places = enumerate(spec.placements)
+    partial = [(axis, place.reduce_op) for axis, place in places if isinstance(place, Partial)]
+    return panels_of(spec.topology, held, partial)
+
+
+def panels_of(
+    topology: Topology, held: dict[Coord, tuple[Intervals, ...]], partial: Sequence[tuple[int, str]]
+) -> list[Panel]:
+    """The drawings of what each rank holds of each dim, with the axes that are Partial."""
+    boxes: dict[tuple[Intervals, ...], list[Coord]] = {}
+    for coord, box in held.items():
+        boxes.setdefault(box, []).append(coord)
+    sums = [(op, axis) for axis, op in partial if topology.shape[axis] > 1]
+    pairs = enumerate(boxes.items())
+    cells = {box: (number, _ranks(topology, sums, coords)) for number, (box, coords) in pairs}
+    ndim = len(next(iter(boxes)))
+    pieces = [sorted({box[dim] for box in boxes}) for dim in range(ndim)]
+    cut = [dim for dim in range(ndim) if len(pieces[dim]) > 1]
+    whole = [dim for dim in range(ndim) if dim not in cut]
     drawn = sorted([*cut, *whole][:2])
     rest = [dim for dim in cut if dim not in drawn]
     found = []
@@ -75,18 +87,13 @@ def _panel(
     return Panel(title, [_text(column) for column in columns], [_text(row) for row in rows], lines)
 
 
-def _ranks(spec: DTensorSpec, coords: Sequence[Coord]) -> str:
+def _ranks(topology: Topology, partial: Sequence[tuple[str, int]], coords: Sequence[Coord]) -> str:
     """The ranks at some coordinates: replicas side by side, terms of a Partial in brackets."""
-    partial = [
-        (place.reduce_op, axis)
-        for axis, place in enumerate(spec.placements)
-        if isinstance(place, Partial) and spec.topology.shape[axis] > 1
-    ]
     alike = [(op, [axis for _, axis in axes]) for op, axes in groupby(partial, itemgetter(0))]
 
     def text(some: Sequence[Coord], left: Sequence[tuple[str, list[int]]]) -> str:
         if not left:
-            return " ".join(str(spec.topology.rank_of(coord)) for coord in some)
+            return " ".join(str(topology.rank_of(coord)) for coord in some)
         (op, axes), *later = left
         terms: dict[tuple[int, ...], list[Coord]] = {}
         for coord in some:

@@ -13,7 +13,7 @@ _NEAR = {"mean": "avg", "average": "avg", "add": "sum", "mul": "product", "prod"
 
 
 class Placement:
-    """What one mesh axis does to a tensor: `Replicate()`, `Shard(dim)` or `Partial(op)`.
+    """The layout of a tensor along one mesh axis: `Replicate()`, `Shard(dim)` or `Partial(op)`.
 
     Placements are interned: equal placements are one object, so comparing and hashing are free.
     """
@@ -23,7 +23,7 @@ class Placement:
 
     @classmethod
     def _interned(cls, *values: Any) -> Self:
-        """The one placement of this class whose slots have these values."""
+        """The placement of this class with these values. Equal placements are one object."""
         found: Any = cls._all.get((cls, *values))
         if found is None:
             made = object.__new__(cls)

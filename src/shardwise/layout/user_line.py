@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
@@ -19,9 +20,14 @@ _NOT_THE_USERS = (
     contextlib.__file__,  # it enters and leaves contexts
     "<frozen ",
 )
-_RUNS_BACKWARD = "_engine_run_backward"
+RUNS_BACKWARD = "_engine_run_backward"
 """The function of PyTorch in which a backward runs."""
 _IN_TRACEBACK = re.compile(r'  File "(.*)", line (\d+)')
+
+
+def is_users(file: str) -> bool:
+    """True if code of this file is neither Shardwise's nor PyTorch's."""
+    return not file.startswith(_NOT_THE_USERS)
 
 
 def frames() -> Iterator[FrameType]:
@@ -29,7 +35,7 @@ def frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
-        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        if is_users(frame.f_code.co_filename):
             return
         frame = frame.f_back
 
@@ -40,10 +46,10 @@ def user_place() -> tuple[str, int]:
     In a backward it is the line of the forward, where nodes keep it (`keep_forward_lines`).
     """
     for frame in frames():
-        if frame.f_code.co_name == _RUNS_BACKWARD and (found := _forward_place()):
+        if frame.f_code.co_name == RUNS_BACKWARD and (found := forward_place()):
             return found
-    if frame.f_code.co_filename.startswith(_NOT_THE_USERS):  # a thread of the backward
-        return _forward_place() or ("unknown", 0)
+    if not is_users(frame.f_code.co_filename):  # a thread of the backward
+        return forward_place() or ("unknown", 0)
     return frame.f_code.co_filename, frame.f_lineno
 
 
@@ -55,20 +61,34 @@ def user_line() -> str:
 
 
 def in_backward() -> str:
-    """Of which operator the backward runs, in words; nothing in a forward."""
+    """The operator whose backward runs, in words; nothing in a forward."""
+    name = forward_operator()
+    return f" (in the backward of {name})" if name else ""
+
+
+def forward_operator() -> str:
+    """The operator of the forward whose backward runs; nothing in a forward."""
     name = autograd_node_name()
-    if name is None:
-        return ""
-    forward = re.sub(r"Backward\d*$", "", name.split("::")[-1])
-    return f" (in the backward of {re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', forward).lower()})"
+    return "" if name is None else _operator_of(name)
 
 
-def _forward_place() -> tuple[str, int] | None:
+@lru_cache(maxsize=1024)
+def _operator_of(node: str) -> str:
+    """The operator that made an autograd node.
+
+    >>> _operator_of("NativeLayerNormBackward0")
+    'native_layer_norm'
+    """
+    forward = re.sub(r"Backward\d*$", "", node.split("::")[-1])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", forward).lower()
+
+
+def forward_place() -> tuple[str, int] | None:
     """The user's line that made the autograd node whose backward runs, if it was kept."""
     node = autograd_node()
     kept = [] if node is None else node.metadata.get("traceback_", [])
     for entry in reversed(kept):
         found = _IN_TRACEBACK.match(entry)
-        if found is not None and not found[1].startswith(_NOT_THE_USERS):
+        if found is not None and is_users(found[1]):
             return found[1], int(found[2])
     return None

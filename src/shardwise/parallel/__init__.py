@@ -1,7 +1,7 @@
 """Whole modules on a mesh."""
 
 from .context import context_parallel
-from .experts import Dispatched, dispatch
+from .experts import Dispatched, dispatch_tokens
 from .follow import follow_layouts
 from .fully_shard import FSDPModule, fully_shard
 from .local_map import local_map
@@ -44,7 +44,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "context_parallel",
-    "dispatch",
+    "dispatch_tokens",
     "distribute_module",
     "follow_layouts",
     "full_state_dict",

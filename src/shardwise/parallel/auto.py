@@ -129,7 +129,7 @@ STYLES: dict[str, Style] = {
         _whole,
     ),
 }
-"""What each style of Hugging Face's plans does to a parameter."""
+"""The placement of a parameter by each style of Hugging Face's plans."""
 
 
 def _own_plan(model: nn.Module, kind: str) -> Iterator[tuple[str, Placement]]:

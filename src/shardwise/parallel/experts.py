@@ -1,4 +1,4 @@
-"""`dispatch`: tokens travel to the experts that a router chose for them, and results come back.
+"""`dispatch_tokens`: tokens travel to the experts that a router chose, and results come back.
 
 A token and one of its experts are a *pair*. Pairs are sorted by the rank that serves them and by
 expert, so each rank has consecutive rows of a tensor with ragged cuts.
@@ -29,7 +29,7 @@ from .rows import OP, Add, Pick, Rows, sum_rows
 
 
 @untraced
-def dispatch(
+def dispatch_tokens(
     tokens: Tensor,
     expert_index: Tensor,
     weights: Tensor | None,
@@ -56,7 +56,7 @@ def dispatch(
     >>> tokens = torch.tensor([1.0, 2.0, 3.0, 4.0]).unsqueeze(1).repeat(1, 4)
     >>> tokens = shardwise.distribute_tensor(tokens, mesh, [shardwise.Shard(0)])
     >>> chosen, weights = torch.tensor([[2], [0], [2], [2]]), torch.ones(4, 1)
-    >>> sent = dispatch(tokens, chosen, weights, experts)
+    >>> sent = dispatch_tokens(tokens, chosen, weights, experts)
     >>> sent.tokens[:, 0]
     DTensor([2., 1., 3., 4.], float32[4@0(1+3)] on (2))
     >>> sent.combine(sent.grouped_mm(sent.tokens, experts))[:, 0]
@@ -237,7 +237,7 @@ def _replicated(expert_index: Tensor, count: int, mesh: Topology | None) -> Tens
     ids = ids.to(torch.int64)
     if ((ids < 0) | (ids == count)).any():
         raise OutOfRangeError(
-            f"dispatch: expert_index has an expert outside of 0 to {count - 1}: experts has "
+            f"dispatch_tokens: expert_index has an expert outside of 0 to {count - 1}: experts has "
             f"{count} of them."
         )
     return ids
@@ -268,16 +268,18 @@ def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -
         or not experts.ndim
     ):
         raise LayoutError(
-            f"dispatch: got {', '.join(texts)}. Give tokens [tokens, width], integers expert_index "
-            "[tokens, chosen experts], weights of the same shape or None, and a parameter whose "
-            "dim 0 counts the experts. Flatten other dims of tokens first."
+            f"dispatch_tokens: got {', '.join(texts)}. Give tokens [tokens, width], integers "
+            "expert_index [tokens, chosen experts], weights of the same shape or None, and a "
+            "parameter whose dim 0 counts the experts. Flatten other dims of tokens first."
         )
     if capacity is not None and (isinstance(capacity, bool) or capacity < 1):
-        raise LayoutError(f"dispatch: capacity must be an int of at least 1, but got {capacity}.")
+        raise LayoutError(
+            f"dispatch_tokens: capacity must be an int of at least 1, but got {capacity}."
+        )
     meshes = {name: x._spec.topology for name, x in given.items() if isinstance(x, Wrapper)}
     if len(set(meshes.values())) > 1:
         found = ", ".join(f"{name} is on {mesh}" for name, mesh in meshes.items())
-        raise MeshError(f"dispatch: {found}. Redistribute them to one mesh first.")
+        raise MeshError(f"dispatch_tokens: {found}. Redistribute them to one mesh first.")
     return next(iter(meshes.values()), None)
 
 
@@ -297,7 +299,7 @@ def route_experts(model: nn.Module) -> None:
 def _experts_forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """What such a module does, on the ranks that hold its experts."""
     up = "gate_up_proj" if self.has_gate else "up_proj"
-    sent = dispatch(tokens, chosen, weights, getattr(self, up))
+    sent = dispatch_tokens(tokens, chosen, weights, getattr(self, up))
 
     def linear(rows: Tensor, name: str) -> Tensor:
         weight = getattr(self, name)

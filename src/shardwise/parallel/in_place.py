@@ -30,7 +30,7 @@ from ..tensor.saving import plain_attributes, reserved_attributes
 __all__ = ["convert", "convert_module"]
 
 Layout: TypeAlias = Sequence[Placement] | DTensor | None
-"""What a tensor shall become: its placements, None for replicated, or a DTensor that is there
+"""The goal of a conversion: placements, None for replicated, or a DTensor that is there
 already."""
 
 

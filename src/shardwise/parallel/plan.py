@@ -91,7 +91,7 @@ class Plan:
 
 
 def make_plan(model: nn.Module, mesh: AnyMesh, plan: Rules | Plan | str) -> Plan:
-    """What `shard_module` would do with a model; nothing is changed.
+    """The plan that `shard_module` would carry out on a model; nothing is changed.
 
     >>> import torch, shardwise
     >>> from shardwise import Shard
@@ -211,7 +211,7 @@ def _entry(
     rules: Mapping[Pattern, _ByAxis],
     is_buffer: bool,
 ) -> Entry:
-    """What a tensor shall become, or an error."""
+    """The entry of a tensor in the plan, or an error."""
     fitting = tuple(pattern for pattern in rules if _matches(pattern, names))
     if isinstance(tensor, DTensor) and not fitting:
         return Entry(names, tensor._spec, is_buffer, True)
@@ -251,7 +251,7 @@ def _of_tensor(name: str, pattern: Pattern, place: Placement, tensor: torch.Tens
 
 
 def _notes(model: nn.Module, entry: Entry) -> Iterator[str]:
-    """What is allowed and costs more than it must. Of shards by `*` nothing is expected."""
+    """Notes on layouts that work and cost more than they must. Shards by `*` get none."""
     spec, name = entry.spec, entry.names[0]
     for axis, pattern in enumerate(entry.deciding):
         place = spec.placements[axis]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,16 +16,34 @@ from torch import Tensor
 
 from ..config import communication
 from ..forms.grouped_mm import laid
-from ..forms.index import Shipment, ship
 from ..layout.geometry import Cuts, flat_index, intervals
 from ..layout.mesh import Coord, Topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
+from ..redistribute import DimMap
+from ..storage.halo import fetch_all
 from ..storage.ragged import move_to
 from ..storage.wrapper import Locals, wrap
 from ..tensor.autograd import as_gradient
 
-OP = "shardwise.dispatch"
+OP = "shardwise.dispatch_tokens"
+
+Shipment = tuple[DTensorSpec, Locals, Sequence[Sequence[int]]]
+"""Rows: their layout, the local tensors, and how many of each shard's rows each shard gets."""
+
+
+def ship(op: Any, shipments: Sequence[Shipment]) -> list[Locals]:
+    """Send rows in one collective: what arrives at each shard, in order of the sending shards."""
+    wanted = []
+    for spec, parts, counts in shipments:
+        for (start, _), row in zip(spec.pieces(0), counts, strict=True):
+            table = tuple(pairwise([start, *(start + end for end in accumulate(row))]))
+            wanted.append((spec, parts, {0: DimMap(spec.dim_axes[0], table)}))
+    found = iter(fetch_all(op, wanted))
+    return [
+        tuple(map(torch.cat, zip(*[next(found) for _ in counts], strict=True)))
+        for _, _, counts in shipments
+    ]
 
 
 @dataclass(frozen=True, eq=False)

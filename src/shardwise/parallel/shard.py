@@ -41,7 +41,7 @@ def shard_module(
       embeddings that it recognises over the axis `tp`; it prints the dict that it made.
 
     - Modules of stacked experts of Hugging Face models whose dim 0 is sharded send tokens to the
-      ranks that hold the experts, with `dispatch`.
+      ranks that hold the experts, with `dispatch_tokens`.
 
     Everything is checked before anything is changed. Every parameter stays the same object: ties,
     hooks, attributes, gradients and optimizers go on. State that an optimizer has already gets the

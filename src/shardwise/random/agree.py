@@ -9,6 +9,7 @@ import torch
 
 from .._torch import autograd_node_name, is_tracing
 from ..comm import engine_of
+from ..comm.recording import unrecorded
 from ..config import RandomMode, current
 from ..errors import CommunicationError, LayoutError
 from ..layout.make_mesh import from_first_rank
@@ -20,6 +21,7 @@ _calls: OrderedDict[int, RandomMode] = OrderedDict()
 """The mode of each call inside a block, by the state of the generator before the call."""
 
 
+@unrecorded
 def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> RandomMode:
     """The mode in which a call on `mesh` draws; an error, on every rank, if the ranks differ."""
     if is_tracing():
@@ -28,15 +30,27 @@ def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> Ra
     mode = _mode_of_call(state)
     if mesh.virtual or not current().random_check:
         return mode
+    which = "random states" if generator is None else "states of the generator given"
+    _compare(what, mesh, state, mode, which)
+    return mode
+
+
+def compare_states(what: object, mesh: Topology) -> None:
+    """An error, on every rank, if the ranks of a mesh would draw different numbers."""
+    if not mesh.virtual and current().random_check:
+        _compare(what, mesh, _state(mesh, None), current().random or "exact", "random states")
+
+
+def _compare(
+    what: object, mesh: Topology, state: torch.Tensor, mode: RandomMode, which: str
+) -> None:
     if not engine_of(mesh).check_equal(mesh, 2 * digest(state) + (mode == "counter")):
-        which = "random states" if generator is None else "states of the generator given"
         raise CommunicationError(
             f"{what}: the ranks of mesh {mesh} have different {which}, or not all are in "
             f"{mode} mode, so that replicas would differ. Call shardwise.manual_seed(seed, mesh), "
             "or torch.manual_seed with one seed on every rank, and draw what is one rank's own "
             "from a torch.Generator of its own."
         )
-    return mode
 
 
 def _mode_of_call(state: torch.Tensor) -> RandomMode:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .._torch import OpOverload
+from ..comm.recording import recordable, unrecorded
+from ..layout.geometry import Interval
 from ..layout.split_dims import held_of
 from ..storage.operands import mark_written
 from ..storage.wrapper import wrap
@@ -20,21 +23,40 @@ def fill(op: OpOverload, given: dict[str, Any]) -> Any:
     numbers = [given[name] for name in names]
     shape, stride, dtype = target._spec.meta
     repeats = any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True))
-    sample = torch.zeros(1, dtype=dtype)
-    # PyTorch's own error for bad numbers, and for elements that share memory.
-    op(sample.expand(2) if repeats else sample, *numbers, generator=torch.Generator())
+    _refuse_bad(op, dtype, numbers, repeats)
     made = target
     if target._spec.sums:
         spec = target._spec.reduced
         shapes = [spec.local_shape(coord) for coord in spec.slots]
         made = wrap(spec, tuple(torch.empty(n, dtype=dtype, device=target.device) for n in shapes))
-    key, draw = new_key(generator), _draw(op, numbers)
-    for coord, local in zip(made._spec.slots, made._locals, strict=True):
-        draw_held(local, held_of(made._spec, coord), tuple(shape), key, draw)
+    held = [held_of(made._spec, coord) for coord in made._spec.slots]
+    _draw_all(list(made._locals), held, tuple(shape), generator, op, numbers)
     if made is not target:
         return target.copy_(made)
     mark_written(target)
     return target
+
+
+@unrecorded
+def _refuse_bad(op: OpOverload, dtype: torch.dtype, numbers: list[Any], repeats: bool) -> None:
+    """PyTorch's own error for bad numbers, and for elements that share memory (`repeats`)."""
+    sample = torch.zeros(1, dtype=dtype)
+    op(sample.expand(2) if repeats else sample, *numbers, generator=torch.Generator())
+
+
+@recordable(writes=[0], draws=True)
+def _draw_all(
+    local: Sequence[torch.Tensor],
+    held: Sequence[Sequence[Sequence[Interval]]],
+    shape: tuple[int, ...],
+    generator: torch.Generator | None,
+    op: OpOverload,
+    numbers: list[Any],
+) -> None:
+    """Draw a key, and with it the local tensors, which hold `held` of a tensor of `shape`."""
+    key, draw = new_key(generator), _draw(op, numbers)
+    for each, own in zip(local, held, strict=True):
+        draw_held(each, own, shape, key, draw)
 
 
 def _draw(op: OpOverload, numbers: list[Any]) -> Draw:

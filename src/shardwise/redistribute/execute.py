@@ -15,7 +15,7 @@ import torch
 from ..comm import engine_of
 from ..comm.all_to_all import buffer_size, give_back
 from ..comm.dtypes import identity
-from ..comm.events import is_heard, record
+from ..comm.events import Communication, Landed, is_heard, record
 from ..comm.protocol import Finish, Job, Locals
 from ..layout.geometry import box_shape, memory_order, stride_like
 from ..layout.spec import DTensorSpec
@@ -167,11 +167,11 @@ def start_together(
 def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
     """The bytes that a rank receives in these steps, for the rank that receives most."""
     if len(steps) == 1 or steps[0].kind == "transfer":
-        return sum(step.elements_received * n for step, n in zip(steps, itemsizes, strict=True))
+        return sum(step.bytes_received(size) for step, size in zip(steps, itemsizes, strict=True))
     axes = sorted({axis for step in steps for axis in (*step.src.axes, *step.dst.axes, *step.axes)})
     topology = steps[0].src.topology
     return max(
-        sum(step.received(coord) * size for step, size in zip(steps, itemsizes, strict=True))
+        sum(step.received(coord, size) for step, size in zip(steps, itemsizes, strict=True))
         for coord in topology.group_coords((0,) * topology.ndim, axes)
     )
 
@@ -179,30 +179,45 @@ def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
 def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Ready]:
     """Start one collective for the steps of several tensors. The functions give their results."""
     where = steps[0].src.topology
-    if is_heard():
-        kinds = {step.kind for step in steps}
-        axes = tuple(sorted({axis for step in steps for axis in step.axes}))
-        received = bytes_received(steps, [job.dtype.itemsize for job in jobs])
-        record(steps[0].kind if len(kinds) == 1 else "exchange", where, axes, received)
-    landing = _Landing(engine_of(where).start(jobs))
+    landed = record(_event(steps, jobs)) if is_heard() else None
+    landing = _Landing(engine_of(where).start(jobs), landed)
+    if where.virtual:
+        landing.land()  # there is nothing to wait for
     return [partial(landing.take, index) for index in range(len(jobs))]
+
+
+def _event(steps: Sequence[Step], jobs: Sequence[Job]) -> Communication:
+    """One collective for the steps of several tensors, as listeners hear of it."""
+    kinds = {step.kind for step in steps}
+    axes = tuple(sorted({axis for step in steps for axis in step.axes}))
+    dtypes = [job.dtype for job in jobs]
+    received = bytes_received(steps, [dtype.itemsize for dtype in dtypes])
+    kind = steps[0].kind if len(kinds) == 1 else "exchange"
+    return Communication(kind, steps[0].src.topology, axes, received, steps, dtypes)
 
 
 class _Landing:
     """The results of a collective for several runs. The first that needs its own waits."""
 
-    __slots__ = ("_finish", "_lock", "_made")
+    __slots__ = ("_finish", "_landed", "_lock", "_made")
 
-    def __init__(self, finish: Finish) -> None:
+    def __init__(self, finish: Finish, landed: Landed | None) -> None:
         self._finish: Finish | None = finish
+        self._landed = landed
         self._made: list[list[torch.Tensor]] = []
         self._lock = threading.Lock()  # two threads may use results of one collective
 
-    def take(self, index: int) -> tuple[torch.Tensor, ...]:
-        """The results of one run, which are its own from now on."""
+    def land(self) -> None:
+        """Wait for the results."""
         with self._lock:
             if self._finish is not None:
                 self._made, self._finish = self._finish(), None
+                if self._landed is not None:
+                    self._landed(self._made)
+
+    def take(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The results of one run, which are its own from now on."""
+        self.land()
         made, self._made[index] = self._made[index], []
         return tuple(made)
 
@@ -228,7 +243,7 @@ class _State:
             self._local_steps.append(self.left.pop(0))
 
     def alike(self) -> tuple[object, ...]:
-        """What runs have in common whose next collectives are one."""
+        """The key of runs whose next collectives are merged into one."""
         return self.left[0].alike(self._run.dtype)
 
     def job(self, step: Step) -> Job:

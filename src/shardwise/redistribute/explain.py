@@ -89,7 +89,9 @@ def _range(by_rank: dict[int, int]) -> str:
 def explain_redistribute(
     src: Any, dst: Any = None, placements: Sequence[Placement] | None = None
 ) -> Explanation:
-    """What going from one layout to another would do; `src` and `dst` are specs, or DTensors.
+    """The steps from one layout to another, with bytes and prices, without running them.
+
+    `src` and `dst` are specs, or DTensors.
 
     Instead of `dst` there may be placements, as in `x.redistribute`, and a mesh before them.
     Nothing is moved, and neither tensors nor processes are needed.
@@ -139,8 +141,9 @@ def _costs(steps: Sequence[Step], dtype: torch.dtype) -> Iterator[StepCost]:
         }
         before, after = step.src.topology, step.dst.topology
         names = tuple(before.names[axis] for axis in step.axes)
-        sent = {before.rank_of(c): step.sent(c) * dtype.itemsize for c in all_coords(before.shape)}
-        got = {after.rank_of(c): step.received(c) * dtype.itemsize for c in all_coords(after.shape)}
+        size = dtype.itemsize
+        sent = {before.rank_of(c): step.sent(c, size) for c in all_coords(before.shape)}
+        got = {after.rank_of(c): step.received(c, size) for c in all_coords(after.shape)}
         everywhere = [{rank: each.get(rank, 0) for rank in held} for each in (sent, got)]
         if step.kind != "view":
             yield StepCost(step.kind, names, everywhere[0], everywhere[1], held)
@@ -157,7 +160,7 @@ def _sizes(layout: Layout, dtype: torch.dtype) -> dict[int, int]:
 
 
 def _packed(step: Step, dtype: torch.dtype, nbytes: int) -> int:
-    """What a collective packs and unpacks, at most; nothing if it runs in place."""
+    """The most bytes that a collective packs and unpacks; none if it runs in place."""
     if step.is_local or (step.kind == "all_reduce" and is_plain(dtype, step.op)):
         return 0
     copies = step.count if step.op or step.kind == "all_gather" else 1

@@ -12,6 +12,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from ..layout.geometry import Box, Interval, chunk_cuts, flat_index, intervals
 from ..layout.mesh import Coord, Topology
 from ..layout.placement import Partial
@@ -117,6 +119,20 @@ class Layout:
     def slots(self) -> tuple[Coord, ...]:
         """The coordinates of the local tensors held here, in the order in which they are stored."""
         return self.topology.coords_here(self.axes)
+
+    def text(self, dtype: torch.dtype) -> str:
+        """The layout as `float32[8@dp, 4]`, or `float32[8, 4] (sum over tp)`."""
+        names = self.topology.names
+        dims = []
+        for (_, size), dim in zip(self.hull, self.dims, strict=True):
+            by = ",".join(names[axis] for axis in dim.axes)
+            dims.append(f"{size}@{by}" if by else str(size))
+        pending: dict[str, list[str]] = {}
+        for axis, op in self.partial:
+            pending.setdefault(op, []).append(names[axis])
+        text = f"{str(dtype).removeprefix('torch.')}[{', '.join(dims)}]"
+        waits = " and ".join(f"{op} over {', '.join(axes)}" for op, axes in pending.items())
+        return f"{text} ({waits})" if waits else text
 
     def slot(self, coord: Coord) -> int:
         """The index of the local tensor of `coord`."""

@@ -16,7 +16,7 @@ import torch
 from ..comm import engine_of
 from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import check_reducible
-from ..comm.events import is_heard, record
+from ..comm.events import Communication, is_heard, record
 from ..comm.protocol import Job, narrow
 from ..layout.geometry import Cuts, box_shape, memory_order
 from ..layout.placement import Partial, Placement, Replicate, Shard
@@ -66,7 +66,7 @@ class Move:
 
     @cached_property
     def alike(self) -> object:
-        """What moves have in common of which the first collectives may be one."""
+        """The key of moves whose first collectives may be merged into one."""
         return None if self.first is None else self.first.alike(self.dtype)
 
     @cached_property
@@ -269,13 +269,18 @@ def _quick(move: Move) -> Callable[[Locals, bool], Locals] | None:
     where = step.src.topology
 
     def run(local: Locals, fresh: bool) -> Locals:
+        landed = None
         if is_heard():
-            record(step.kind, where, step.axes, step.elements_received * move.dtype.itemsize)
+            nbytes = step.bytes_received(move.dtype.itemsize)
+            event = Communication(step.kind, where, step.axes, nbytes, [step], [move.dtype])
+            landed = record(event)
         if not local:
             return ()  # this rank is not on the mesh
         job = Job(step, local, step.order, local[0].dtype, local[0].device)
-        (made,) = engine_of(where).start([job])()
-        return tuple(made)
+        made = engine_of(where).start([job])()
+        if landed is not None:
+            landed(made)
+        return tuple(made[0])
 
     return run
 

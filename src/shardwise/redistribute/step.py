@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -9,6 +10,7 @@ from math import prod
 import torch
 
 from ..comm.protocol import Parcel
+from ..layout.cost import slowest
 from ..layout.geometry import Box, all_coords, box_numel, box_shape, flat_index, intersect, relative
 from ..layout.mesh import Coord
 from .layout import Layout
@@ -47,7 +49,7 @@ class Step:
         return self.kind in ("slice", "make_partial", "view")
 
     def alike(self, dtype: torch.dtype) -> tuple[object, ...]:
-        """What steps of tensors of this dtype have in common if they share a collective."""
+        """The key of steps of tensors of this dtype that may share a collective."""
         ends = self.src.topology, self.dst.topology
         return *ends, self.kind, self.axes, self.op, self.over, dtype if self.op else None
 
@@ -136,16 +138,17 @@ class Step:
         """The number of ranks that talk to each other."""
         return prod([self.src.topology.shape[axis] for axis in self.axes])
 
-    def received(self, coord: Coord) -> int:
-        """The number of elements that the rank at `coord` receives from others."""
+    def received(self, coord: Coord, itemsize: int = 1) -> int:
+        """The number of bytes that the rank at `coord` receives from others, for elements of
+        `itemsize`."""
         if self.is_local:
             return 0
         size = box_numel(self.dst.box(coord))
         if self.kind == "all_reduce":
-            return 2 * (self.count - 1) * size // self.count
+            return 2 * (self.count - 1) * size * itemsize // self.count
         own = self._on_source(coord)
         kept = 0 if own is None else box_numel(self.piece(own, coord))
-        return self._copies * size - kept
+        return (self._copies * size - kept) * itemsize
 
     def _on_source(self, coord: Coord) -> Coord | None:
         """The coordinate on the source's mesh of the rank that is at `coord` on the target's."""
@@ -155,22 +158,30 @@ class Step:
         rank = b.rank_of(coord)
         return all_coords(a.shape)[a.ranks.index(rank)] if rank in a.ranks else None
 
-    def sent(self, coord: Coord) -> int:
-        """The number of elements that the rank at `coord` of the source's mesh sends to others."""
+    def sent(self, coord: Coord, itemsize: int = 1) -> int:
+        """The number of bytes that the rank at `coord` of the source's mesh sends to others."""
         if self.kind == "all_reduce":
-            return self.received(coord)
+            return self.received(coord, itemsize)
         targets = all_coords(self.dst.topology.shape)
         others = [each for each in targets if self._on_source(each) != coord]
-        return sum([box_numel(self.piece(coord, o)) for o in others if coord in self.sources(o)])
+        pieces = [self.piece(coord, other) for other in others if coord in self.sources(other)]
+        return sum(map(box_numel, pieces)) * itemsize
 
     @cached_property
-    def elements_received(self) -> int:
-        """The number of elements that a rank receives, for the rank that receives most."""
-        where = self.dst.topology
-        axes = range(where.ndim)
-        if where is self.src.topology:
-            axes = sorted({*self.src.axes, *self.dst.axes, *self.axes})  # type: ignore[assignment]
-        return max(map(self.received, where.group_coords((0,) * where.ndim, axes)))
+    def _received(self) -> dict[int, int]:
+        return {}
+
+    def bytes_received(self, itemsize: int) -> int:
+        """The number of bytes that a rank receives, for the rank that receives most."""
+        found = self._received.get(itemsize)
+        if found is None:
+            where = self.dst.topology
+            axes: Sequence[int] = range(where.ndim)
+            if where is self.src.topology:
+                axes = sorted({*self.src.axes, *self.dst.axes, *self.axes})
+            coords = where.group_coords((0,) * where.ndim, axes)
+            found = self._received[itemsize] = max([self.received(at, itemsize) for at in coords])
+        return found
 
     def price(self, itemsize: int) -> int:
         """The price of the step by the slowest link that it uses."""
@@ -179,5 +190,4 @@ class Step:
         links = [self.src.topology.links[axis] for axis in self.axes]
         if self.kind == "transfer":
             links = [*self.src.topology.links, *self.dst.topology.links]
-        nbytes = self.elements_received * itemsize
-        return max([link.start for link in links]) + nbytes * max([link.per_byte for link in links])
+        return slowest(links, self.bytes_received(itemsize))

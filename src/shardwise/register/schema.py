@@ -94,7 +94,7 @@ class OpStrategy(StrategyType):
 
 
 class TupleStrategy(StrategyType):
-    """What stands for a list of tensors; `childs` is PyTorch's earlier name of `children`."""
+    """The strategy of a list of tensors; `childs` is PyTorch's earlier name of `children`."""
 
     def __init__(self, children: Sequence[Any]) -> None:
         self.children = self.childs = children
@@ -161,7 +161,7 @@ class OpSchema:
 
 @dataclass
 class OutputSharding:
-    """What a propagation rule returns.
+    """The result of a propagation rule.
 
     With `redistribute_schema` the operands are first moved to its specs. Without an `output_spec`
     the rule is then asked again.

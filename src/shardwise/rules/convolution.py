@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .halo import Halo, Slide, Tables, each_dim_of, fitted
+from .halo import Halo, Slide, Tables, fitted
 from .language import Along, Call, Dims, Operand, Rule, Scaled, Site, has_fractions, replicated
 
 
@@ -30,7 +30,8 @@ def _conv(call: Call, x: int, weight: int, result: Sequence[int]) -> _Conv:
     transposed convolution needs the spatial dims `s` whole."""
     shape, kernel, groups = call.shape(x), call.shape(weight)[2:], call.get("groups")
     transposed, count = call.get("transposed"), len(kernel)
-    numbers = [each_dim_of(call, name, count, ()) for name in ("stride", "dilation", "padding")]
+    given = [list(call.get(name)) for name in ("stride", "dilation", "padding")]
+    numbers = [own * count if len(own) == 1 else own for own in given]
     each = zip(shape[2:], result[2:], kernel, *numbers, strict=True)
     halo = Halo(tuple(Slide(*own) for own in each), 2)
     places, stops = (dims[2:] for dims in halo.dims())
@@ -91,7 +92,7 @@ def convolution(call: Call) -> Rule:
     halo = conv.halo
 
     def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {0: halo.tables(outputs[0], inputs[0], Slide.reads)}
+        return {0: halo.tables(outputs[0], inputs[0])}
 
     def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         x, weight, bias, stride, pad, *rest, _ = args
@@ -156,7 +157,7 @@ class _Gradients:
     def windows(self, inputs: Any, outputs: Any) -> dict[int, Tables]:
         grad, x = inputs[:2]
         if not self.mask[0]:
-            return {1: self.halo.tables(grad, x, Slide.reads) if self.mask[1] else {}}
+            return {1: self.halo.tables(grad, x) if self.mask[1] else {}}
         return {
             0: {
                 dim: tuple(map(slide.touching, x.pieces(dim), grad.pieces(dim)))

@@ -1,4 +1,4 @@
-"""Operators that read windows of planes: pooling; convolution.py uses this too.
+"""Windows of planes, for convolution.py; and pooling and padding, which need planes whole.
 
 If a dim of a plane is sharded, each rank makes its own piece of the result. It fetches the interval
 that its piece reads (storage/halo.py), fills in the padding by hand, and calls the operator with
@@ -8,17 +8,15 @@ its piece, calls the operator's backward on the span of those windows, and cuts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
-from typing import Any
 
 import torch
 
 from ..layout.geometry import Box, Cuts, Interval, chunk_cuts, intervals
 from ..layout.spec import DTensorSpec
-from .language import Along, Call, Dims, Rule, Site, along, has_fractions, unless_empty, zeros_at
+from .language import Along, Call, Dims, Rule, along, has_fractions, unless_empty
 
 Tables = dict[int, tuple[Interval, ...]]
 """For some dims an interval for each shard."""
@@ -93,18 +91,16 @@ def clipped(piece: Interval, size: int) -> Interval:
     return start, min(max(piece[1], start), size)
 
 
-def fitted(
-    value: torch.Tensor, have: Sequence[Interval], want: Sequence[Interval], fill: float = 0
-) -> torch.Tensor:
-    """A tensor that holds `have` of its last dims, cut or filled with `fill` to hold `want`."""
+def fitted(value: torch.Tensor, have: Sequence[Interval], want: Sequence[Interval]) -> torch.Tensor:
+    """A tensor that holds `have` of its last dims, cut or filled with zeros to hold `want`."""
     pairs = list(zip(have, want, strict=True))
     if all(a == b for a, b in pairs):
         return value
     if any(min(a[1], b[1]) <= max(a[0], b[0]) for a, b in pairs):
         lead = value.shape[: value.ndim - len(pairs)]
-        return value.new_full([*lead, *(stop - start for start, stop in want)], fill)
+        return value.new_zeros([*lead, *(stop - start for start, stop in want)])
     ends = ((a[0] - b[0], b[1] - a[1]) for a, b in reversed(pairs))
-    return torch.constant_pad_nd(value, [pad for each in ends for pad in each], fill)
+    return torch.constant_pad_nd(value, [pad for each in ends for pad in each])
 
 
 @dataclass(frozen=True)
@@ -127,39 +123,24 @@ class Halo:
         """True if a dim with windows is sharded."""
         return any(spec.dim_axes[self.first :])
 
-    def tables(
-        self, reader: DTensorSpec, read: DTensorSpec, reach: Callable[[Slide, Interval], Interval]
-    ) -> Tables:
-        """The intervals of the sharded dims of `read` that the shards of `reader` reach: by
-        `Slide.reads` those of a result, by `Slide.readers` those of an image."""
+    def tables(self, result: DTensorSpec, read: DTensorSpec) -> Tables:
+        """The intervals of the sharded dims of `read` that the shards of a result read."""
         return {
-            dim: tuple(clipped(reach(slide, p), read.meta.shape[dim]) for p in reader.pieces(dim))
+            dim: tuple(clipped(slide.reads(p), slide.size) for p in result.pieces(dim))
             for dim, slide in enumerate(self.slides, self.first)
             if read.dim_axes[dim]
         }
 
-    def spans(self, box: Box) -> list[Interval]:
-        """The elements, with padding, that the readers of a box read."""
-        pieces = zip(self.slides, box[self.first :], strict=True)
-        return [slide.reads(slide.readers(piece)) for slide, piece in pieces]
-
-    def window(self, value: torch.Tensor, box: Box, fill: float = 0) -> torch.Tensor:
-        """What the stops in `box` read: the fetched elements, and `fill` for the padding."""
+    def window(self, value: torch.Tensor, box: Box) -> torch.Tensor:
+        """The input of the stops in `box`: the fetched elements, and zeros for the padding."""
         want = [s.reads(piece) for s, piece in zip(self.slides, box[self.first :], strict=True)]
         each = zip(self.slides, want, value.shape[self.first :], strict=True)
         # A dim that is not sharded is there as a whole.
         have = [(0, s.size) if n == s.size else clipped(own, s.size) for s, own, n in each]
-        return fitted(value, have, want, fill)
+        return fitted(value, have, want)
 
 
 # --- pooling ---------------------------------------------------------------------------------
-
-
-def each_dim_of(call: Call, name: str, count: int, default: Sequence[int]) -> list[int]:
-    """An argument with a number for each of `count` dims, or one for all."""
-    given = call.get(name)
-    given = [given] if isinstance(given, int) else list(given or default)
-    return given * count if len(given) == 1 else given
 
 
 def plane_dims(call: Call) -> int:
@@ -183,94 +164,3 @@ def whole_planes(call: Call) -> Rule:
         linear=((0,),) if linear else (),
         **unless_empty(call),
     )
-
-
-def _pool(call: Call, image: Sequence[int], result: Sequence[int]) -> Halo | None:
-    """The windows of a pooling; None if its planes are needed whole."""
-    count = plane_dims(call)
-    kernel = each_dim_of(call, "kernel_size", count, ())
-    numbers = zip(
-        image[-count:],
-        result[-count:],
-        kernel,
-        each_dim_of(call, "stride", count, kernel),
-        each_dim_of(call, "dilation", count, [1]),
-        each_dim_of(call, "padding", count, [0]),
-        strict=True,
-    )
-    slides = tuple(Slide(*each) for each in numbers)
-    simple = all(image) and all(slide.dilation == 1 for slide in slides)
-    return Halo(slides, len(image) - count) if simple else None
-
-
-def max_pool(call: Call) -> Rule:
-    """`"n c h~ w~ -> n c h~ w~, n c h~ w~"`: values, and their indices into the whole plane."""
-    rule, halo = whole_planes(call), _pool(call, call.shape(0), call.results[0].shape)
-    if halo is None:
-        return rule
-    dtype = call.specs[0].dtype
-    least = float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-    kernel, stride = ([getattr(s, name) for s in halo.slides] for name in ("kernel", "stride"))
-
-    def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {0: halo.tables(outputs[0], inputs[0], Slide.reads)}
-
-    def unless(site: Site) -> bool:
-        return not halo.is_cut(site.inputs[0]) and prod(site.out_shapes[0]) > 0
-
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        if unless(site):
-            return op(*args, **kwargs)
-        if not prod(site.out_shapes[0]):
-            return zeros_at(call, site, args[0])
-        window = halo.window(args[0], site.out_boxes[0], least)
-        made, index = op(window, kernel, stride, [0] * len(kernel), 1, False)
-        total = torch.zeros_like(index)
-        shape, pieces = window.shape[halo.first :], site.out_boxes[0][halo.first :]
-        for at, (slide, piece) in enumerate(zip(halo.slides, pieces, strict=True)):
-            place = index // prod(shape[at + 1 :]) % shape[at] + slide.reads(piece)[0]
-            # The first of equal elements is taken, which is padding if all are the least number.
-            total = total * slide.size + place.clamp(min=0)
-        return made, total
-
-    places, stops = halo.dims()
-    sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(0))}
-    rule = replace(rule, inputs=(places,), outputs=(stops, stops), sizes=sizes)
-    return replace(rule, local=local, unless=unless, windows=windows)
-
-
-def max_pool_backward(call: Call) -> Rule:
-    """The gradient of each window goes to its largest element. The operands are the gradient of the
-    result, the image, and indices."""
-    rule, halo = whole_planes(call), _pool(call, call.shape(1), call.shape(0))
-    if halo is None:
-        return rule
-
-    def windows(inputs: Any, outputs: Any) -> dict[int, Tables]:
-        return {i: halo.tables(outputs[0], inputs[i], Slide.readers) for i in (0, 2)}
-
-    def local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-        grad, index, box = args[0], args[-1], site.out_boxes[0]
-        if not (grad.numel() and prod(site.out_shapes[0])):
-            return zeros_at(call, site, grad)
-        if not halo.is_cut(site.outputs[0]):
-            return op(*args, **kwargs)
-        return fitted(_scattered(grad, index, halo, box), halo.spans(box), box[halo.first :])
-
-    places, stops = halo.dims()
-    sizes = {f"i{dim}": size for dim, size in enumerate(call.shape(1))}
-    rule = replace(rule, inputs=(stops, places, stops), outputs=(places,), sizes=sizes)
-    return replace(rule, local=local, unless=None, windows=windows)
-
-
-def _scattered(grad: torch.Tensor, index: torch.Tensor, halo: Halo, box: Box) -> torch.Tensor:
-    """Gradients added up where their indices into the whole plane say, on the span of a box."""
-    mine, spans = torch.zeros_like(index), halo.spans(box)
-    inner = prod(slide.size for slide in halo.slides)
-    for slide, (start, stop) in zip(halo.slides, spans, strict=True):
-        inner //= slide.size
-        mine = mine * (stop - start) + index // inner % slide.size - start
-    shape = [stop - start for start, stop in spans]
-    made = grad.new_zeros(*grad.shape[: halo.first], prod(shape))
-    made.scatter_add_(-1, mine.flatten(halo.first), grad.flatten(halo.first))
-    return made.view(*made.shape[:-1], *shape)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .._torch import check_when_run, is_tracing
+from ..comm.recording import recordable
 from ..errors import OutOfRangeError
 from ..layout.geometry import Interval
 from .language import (
@@ -48,15 +49,18 @@ def within(
         good = (index >= (-size if wraps else 0)) & (index < size)
         check_when_run(good, f"an index is out of bounds for dimension {dim} with size {size}")
     elif index.device.type == "cpu" and index.numel():
-        low, high = (int(bound) for bound in torch.aminmax(index))
-        if low < (-size if wraps else 0) or high >= size:
-            bad = high if high >= size else low
-            raise OutOfRangeError(
-                f"index {bad} is out of bounds for dimension {dim} with size {size}"
-            )
+        _refuse_outside(index, -size if wraps else 0, size, dim)
     if wraps:
         index = torch.where(index < 0, index + size, index)
     return index - piece[0], (index >= piece[0]) & (index < piece[1])
+
+
+@recordable()
+def _refuse_outside(index: torch.Tensor, least: int, size: int, dim: int) -> None:
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low < least or high >= size:
+        bad = high if high >= size else low
+        raise OutOfRangeError(f"index {bad} is out of bounds for dimension {dim} with size {size}")
 
 
 def _indexed_whole(dims: Sequence[int], reads: bool = False) -> Callable[[Site], bool]:

@@ -1,4 +1,4 @@
-"""What a rule is made of: calls as rules see them, factors, rows.
+"""The parts of a rule: calls as rules see them, factors, rows.
 
 A rule says what layouts one call may run in on one mesh axis; a row is one such choice. Every dim
 of every operand and result names the *factor* it walks along, or nothing if it is needed whole.
@@ -115,7 +115,7 @@ NOWHERE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Rule:
-    """What layouts a call may run in.
+    """The layouts in which a call may run.
 
     - `reduce`: the reduction of results that lack a sharded factor, which are Partial; None if that
       is not allowed.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._torch import check_when_run, is_tracing
+from ..comm.recording import recordable
 from ..errors import LayoutError
 from .language import NOWHERE, Call, Dims, Operand, Rule, Site, along, zeros_at
 from .pointwise import broadcast_dims, pointwise
@@ -101,8 +102,8 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
         outside = counts & ((target < 0) | (target >= shape[at]))
         if is_tracing():
             check_when_run(~outside, f"a target is out of bounds of {shape[at]} classes.")
-        elif target.device.type == "cpu" and bool(outside.any()):
-            raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
+        elif target.device.type == "cpu":
+            _refuse_targets(target, outside)
         here = counts & (target >= start) & (target < stop)
         given[places[0]], given[places[1]] = torch.where(here, target - start, -1), -1
         if start == stop:  # no class is here, and PyTorch's kernels want one
@@ -114,6 +115,12 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
         "unless": lambda site: site.box(operand)[at] == (0, shape[at]),
         "placed": frozenset("c"),
     }
+
+
+@recordable()
+def _refuse_targets(target: torch.Tensor, outside: torch.Tensor) -> None:
+    if bool(outside.any()):
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
 
 
 def nll_forward(call: Call) -> Rule:

@@ -1,4 +1,4 @@
-"""The little language of rules: `"m k, k n -> m n"`.
+"""The index notation of rules: `"m k, k n -> m n"`.
 
 Operands are separated by commas, dims by spaces.
 

@@ -88,8 +88,8 @@ def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: 
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What kernels add up numbers of `dtype` in: the sum of a mean may be larger than half
-    precision can hold."""
+    """The dtype in which kernels add up numbers of `dtype`: a sum may be larger than half precision
+    can hold."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

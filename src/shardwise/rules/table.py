@@ -1,4 +1,4 @@
-"""The one page: which family or notation each operator follows, and the rules that users gave.
+"""The table of rules: which family or notation each operator follows, and rules that users gave.
 
 A key is an operator's name, or name and overload where overloads differ. In-place, `out=`, `_copy`
 and foreach forms are derived from these and never written.
@@ -55,12 +55,11 @@ IMAGES: dict[str, Family] = {
     "convolution": convolution.convolution,
     "convolution_backward": convolution.convolution_backward,
     "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
-    **_all("max_pool2d_with_indices max_pool3d_with_indices", halo.max_pool),
-    "max_pool2d_with_indices_backward": halo.max_pool_backward,
-    "max_pool3d_with_indices_backward": halo.max_pool_backward,
     **_all(_RESAMPLED, resample.resampled),
     **_all(_RESAMPLED.replace(" ", "_backward ") + "_backward", resample.resampled_backward),
     **_all(
+        "max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward "
+        "max_pool3d_with_indices_backward "
         "avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward "
         "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward "
         "_adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool3d "

@@ -219,12 +219,12 @@ def parameter_text(tensor: Any) -> str:
 def describe_moves(
     moves: Sequence[Move], specs: Sequence[DTensorSpec], names: Sequence[str] | None = None
 ) -> list[str]:
-    """What each move does, for a notice."""
+    """A description of each move, for a notice."""
     texts = []
     for operand, dst in moves:
         src = specs[operand]
         kinds = [
-            f"{step.kind}, {step.elements_received * src.dtype.itemsize} B received per rank"
+            f"{step.kind}, {step.bytes_received(src.dtype.itemsize)} B received per rank"
             for step in steps_between(src, dst)
             if not step.is_local
         ]

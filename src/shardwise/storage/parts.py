@@ -1,4 +1,4 @@
-"""What the ranks' local tensors are: their shapes, strides and dtypes, and whether they fit
+"""Facts about the ranks' local tensors: their shapes, strides and dtypes, and whether they fit
 together."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..comm.recording import unrecorded
 from ..errors import LayoutError
 from ..layout.geometry import memory_order
 from ..layout.mesh import Coord, Topology
@@ -49,6 +50,7 @@ class Part(NamedTuple):
         return all(a >= b for a, b in pairwise(strides))
 
 
+@unrecorded
 def told_by_all(mesh: Topology, own: Part) -> dict[Coord, Part]:
     """The local tensor of every rank of a mesh over processes: one all-gather of records of a
     fixed size, so that ranks which hold different things still agree on what they send."""

@@ -15,6 +15,7 @@ from .._torch import OpOverload
 from ..comm import engine_of
 from ..comm.dtypes import as_bytes
 from ..comm.lockstep import all_arrive
+from ..comm.recording import unrecorded
 from ..errors import LayoutError, PlainTensorError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
@@ -158,6 +159,7 @@ def _forget_checked(_: World) -> None:
     _checked.clear()
 
 
+@unrecorded
 def check_plain(
     op: OpOverload,
     own: frozenset[str],
@@ -196,6 +198,7 @@ def _described(operand: Any) -> str:
     return f"{kind}{operand._spec} {operand._spec.stride} {operand._spec.topology.ranks}"
 
 
+@unrecorded
 def check_equal(what: object, mesh: Topology, value: torch.Tensor) -> None:
     """An error, on every rank, if a plain tensor is not equal on all ranks of a mesh."""
     if not engine_of(mesh).check_equal(mesh, digest(value)):

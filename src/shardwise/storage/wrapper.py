@@ -12,7 +12,7 @@ from ..layout.spec import DTensorSpec
 
 Locals = tuple[torch.Tensor, ...]
 Memo = dict[DTensorSpec, tuple[Any, Locals]]
-"""What is there of a tensor in other layouts, each with the stamp of the tensor then."""
+"""Values of a tensor in other layouts, each with the stamp of the tensor at that time."""
 
 
 class Cell:
@@ -33,7 +33,7 @@ class Cell:
 
 
 class Wrapper(torch.Tensor):
-    """What the dispatcher knows of a DTensor.
+    """A DTensor as the dispatcher sees it.
 
     `_locals` are the local tensors held by this process, in the order of `_spec.slots`. `_cell` is
     the version cell that aliases share, made when the first alias is. `_memo` caches the reduced

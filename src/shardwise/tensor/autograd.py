@@ -197,15 +197,3 @@ class FromLocal(torch.autograd.Function):
                 )
         parts = [whole[back.slot(coord)] for coord in spec.slots]
         return None, None, *(parts if scale == 1 else [part / scale for part in parts])
-
-
-class Replaced(torch.autograd.Function):
-    """A local tensor with another value; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, value: torch.Tensor) -> Any:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None

@@ -52,7 +52,7 @@ def chunks(spec: DTensorSpec) -> list[Chunk]:
     for slot, coord in enumerate(spec.slots):
         for runs in product(*map(_runs, held_of(spec, coord))):
             offset, local_offset, size = zip(*runs, strict=True) if runs else ((), (), ())
-            # Of an empty chunk DCP would keep its offset, which is also that of another one.
+            # DCP would keep the offset of an empty chunk, which another chunk has too.
             if prod(size):
                 found.append(Chunk(slot, offset, local_offset, size))
     return found
@@ -115,14 +115,7 @@ class CheckpointProtocol:
             raise LayoutError(
                 f"{index.fqn}: this rank holds no chunk at {index.offset} of {self._spec}."
             )
-        (chunk,) = found
-        part = _parts_here(self)[chunk.slot]
-        if not prod(chunk.size):
-            return part.new_empty(chunk.size)  # of the whole tensor, which has no elements
-        for dim, (start, size) in enumerate(zip(chunk.local_offset, chunk.size, strict=True)):
-            if size != part.shape[dim]:
-                part = part.narrow(dim, start, size)
-        return part
+        return local_part(self, found[0])
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -143,6 +136,17 @@ class CheckpointProtocol:
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
         """The sizes of the boxes that this process holds."""
         return tuple([chunk.size for chunk in chunks(self._spec)])
+
+
+def local_part(tensor: Any, chunk: Chunk) -> torch.Tensor:
+    """The part of a local tensor that is a chunk."""
+    part = _parts_here(tensor)[chunk.slot]
+    if not prod(chunk.size):
+        return part.new_empty(chunk.size)  # of the whole tensor, which has no elements
+    for dim, (start, size) in enumerate(zip(chunk.local_offset, chunk.size, strict=True)):
+        if size != part.shape[dim]:
+            part = part.narrow(dim, start, size)
+    return part
 
 
 def _stored(spec: DTensorSpec) -> list[Any]:

@@ -31,7 +31,7 @@ from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
 from ..storage.plain import check_dense, check_equal, digest
 from ..storage.wrapper import Wrapper, exposed_locals, wrap
-from .autograd import FromLocal, Replaced, ToLocal, refuse_recording
+from .autograd import FromLocal, ToLocal, refuse_recording
 from .per_rank import PerRank
 
 if TYPE_CHECKING:
@@ -318,9 +318,10 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
     if not axes or not parts:
         return parts
     order = memory_order(spec.stride)
-    value = ordered(parts[0].detach().clone(), order)
-    broadcast_from(spec.topology, axes, as_bytes(value.permute(order)), (0,) * len(spec.placements))
-    return (Replaced.apply(parts[0], value),)
+    value = ordered(parts[0].clone(), order)  # a copy of which autograd knows; the value is below
+    raw = as_bytes(value.detach().permute(order))
+    broadcast_from(spec.topology, axes, raw, (0,) * len(spec.placements))
+    return (value,)
 
 
 @untraced

@@ -215,7 +215,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     @untraced
     def _repr_html_(self) -> str:
-        """What a notebook shows: the layout in colours above the values."""
+        """The layout in colours above the values, for notebooks."""
         return html_of(self)
 
     # --- gradients of leaves -------------------------------------------------------------------

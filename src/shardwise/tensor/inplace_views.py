@@ -74,7 +74,7 @@ def strided_alike(tensor: Any, view: Any) -> Any:
 def as_strided(
     tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """What a tensor becomes by `as_strided_`."""
+    """The view that a tensor becomes by `as_strided_`."""
     view = torch.Tensor.as_strided(tensor, size, stride, storage_offset)
     return strided_alike(tensor, view) if isinstance(tensor, Wrapper) else view
 

@@ -1,4 +1,4 @@
-"""What `print(x)` shows of a DTensor: its values, and its layout as `float32[6@dp, 4@tp]`."""
+"""The text of a DTensor: its values, and its layout as `float32[6@dp, 4@tp]`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def text_of(tensor: Any) -> str:
 
 
 def html_of(tensor: Any) -> str:
-    """What a notebook shows of a DTensor: its layout in colours above its values."""
+    """The HTML of a DTensor: its layout in colours above its values."""
     drawing = as_html(panels(tensor._spec))
     style = "margin-top:.5em; font-family:monospace"
     return f"<div>{drawing}<pre style='{style}'>{escape(text_of(tensor))}</pre></div>"

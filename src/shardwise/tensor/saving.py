@@ -30,7 +30,7 @@ _OWN = [
 
 
 def plain_attributes(tensor: Wrapper) -> dict[str, Any]:
-    """What a user, or `nn.Parameter`, has set on a tensor."""
+    """The attributes that a user, or `nn.Parameter`, has set on a tensor."""
     return _not_own(tensor.__dict__)
 
 
@@ -44,7 +44,7 @@ def _not_own(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved(tensor: Wrapper) -> tuple[Any, ...]:
-    """What a pickle keeps of a tensor: how to restore it, and from what."""
+    """The pickle of a tensor: a function that restores it, and its arguments."""
     spec, state = tensor._spec, plain_attributes(tensor)
     return _restore, (spec, spec.slots, tensor._locals, tensor.requires_grad, state)
 

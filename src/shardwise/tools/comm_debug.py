@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Self
 
 import torch
 
-from .._torch import keep_forward_lines
-from ..comm.events import listen, unlisten
-from ..errors import CommunicationError
-from ..layout.mesh import Topology
+from ..comm.events import Communication, listen, unlisten
 from ..layout.placement import Placement
-from ..layout.user_line import user_place
 from ..tensor.dtensor import DTensor
-from .running_module import RunningModule
+from .causes import Causes
+from .collectives import By, Collective, collective_of, counted, totals
 from .text_table import Table
-from .who_moves import leaves_reduced, operator_running, tensors_moving
 
 _EVERYWHERE = "Global"
 _PASSES = ("forward", "backward")
@@ -39,34 +36,6 @@ class Counts(dict[Any, int]):
         return self.get(_NAMES.get(name, name), 0)
 
 
-By = Literal["line", "module", "op"]
-
-
-class _Cause(NamedTuple):
-    """Where collectives come from, in the three ways to group them, and in which pass."""
-
-    line: str
-    module: str
-    op: str
-    phase: str
-
-
-class _Total:
-    """What collectives of one cause add up to."""
-
-    def __init__(self) -> None:
-        self.kinds: Counter[str] = Counter()
-        self.bytes = 0
-        self.axes: dict[str, None] = {}  # in the order they came
-        self.parameters: dict[str, None] = {}
-
-    def add(self, other: _Total) -> None:
-        self.kinds += other.kinds
-        self.bytes += other.bytes
-        self.axes |= other.axes
-        self.parameters |= other.parameters
-
-
 class CommDebugMode:
     """A context manager that counts collectives; entering it again starts from zero.
 
@@ -76,7 +45,7 @@ class CommDebugMode:
     `comm_module_counts` has the numbers by module, `"Global"` for all of them, and by pass, forward
     or backward. What a style does before and after `forward` counts for its module, and the
     reduction of gradients for the module that has the parameters. `table` says which lines,
-    modules or operators communicate.
+    modules, operators or axes communicate. `collectives` has each with its cause and price.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -95,76 +64,65 @@ class CommDebugMode:
 
     def __init__(self) -> None:
         self.checks = 0
+        self.collectives: list[Collective] = []
         self.comm_module_counts = {_EVERYWHERE: {name: Counts() for name in _PASSES}}
-        self._modules = RunningModule()
-        self._causes: dict[_Cause, _Total] = {}
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._causes = Causes()
 
     def __enter__(self) -> Self:
         self.__init__()  # type: ignore[misc]
         listen(self._on_collective)
-        self._modules.watch()
-        self._lines = keep_forward_lines()
+        self._causes.watch()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lines.__exit__(None, None, None)
-        self._modules.unwatch()
+        self._causes.unwatch()
         unlisten(self._on_collective)
 
-    def _on_collective(
-        self, kind: str, topology: Topology, axes: tuple[int, ...], nbytes: int
-    ) -> None:
-        if kind == "check":
+    def _on_collective(self, event: Communication) -> None:
+        if event.kind == "check":
             self.checks += 1
             return
-        key = kind, ",".join(topology.names[axis] for axis in axes)
-        self._counts[key] += 1
-        self._bytes[key] += nbytes
-        phase, names = self._modules.now()
-        if leaves := leaves_reduced():
-            phase, names = "backward", self._modules.around(leaves)
-        line = "{}:{}".format(*user_place())
-        cause = _Cause(line, names[-1] if names else "", operator_running(), phase)
-        total = self._causes.setdefault(cause, _Total())
-        total.kinds[kind] += 1
-        total.bytes += nbytes
-        total.axes[key[1]] = None
-        moving = (self._modules.name_of(each) for each in tensors_moving())
-        total.parameters.update((name, None) for name in moving if name)
-        for name in (_EVERYWHERE, *names):
+        one = collective_of(event, self._causes)
+        self.collectives.append(one)
+        for name in (_EVERYWHERE, *one.cause.modules):
             empty = {each: Counts() for each in _PASSES}
-            self.comm_module_counts.setdefault(name, empty)[phase][kind] += 1
+            self.comm_module_counts.setdefault(name, empty)[one.cause.phase][one.kind] += 1
 
     def get_comm_counts(self) -> Counts:
         """The number of collectives by kind."""
-        return Counts(_by(0, self._counts))
+        return Counts(Counter(one.kind for one in self.collectives))
 
     def get_total_counts(self) -> int:
         """The number of all collectives."""
-        return self._counts.total()
+        return len(self.collectives)
 
     @property
     def bytes(self) -> dict[str, int]:
         """The bytes received by kind."""
-        return _by(0, self._bytes)
+        return self._bytes(lambda one: one.kind)
 
     @property
     def by_axis(self) -> dict[str, dict[str, int]]:
         """For each axis, or axes used together, the number of collectives by kind."""
         found: dict[str, dict[str, int]] = {}
-        for (kind, axes), count in self._counts.items():
-            found.setdefault(axes, {})[kind] = count
+        for one in self.collectives:
+            own = found.setdefault(one.axis, {})
+            own[one.kind] = own.get(one.kind, 0) + 1
         return found
 
     @property
     def bytes_by_axis(self) -> dict[str, int]:
         """For each axis, or axes used together, the bytes received."""
-        return _by(1, self._bytes)
+        return self._bytes(lambda one: one.axis)
+
+    def _bytes(self, key: Callable[[Collective], str]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for one in self.collectives:
+            found[key(one)] += one.bytes
+        return dict(found)
 
     def table(self, by: By = "line") -> Table:
-        """Which lines, modules or operators communicate, those with most bytes first.
+        """Which lines, modules, operators or axes communicate, those with most bytes first.
 
         What happens in a backward counts for the line, and the module, of the forward. Gradients of
         parameters that are reduced together count for the line of the backward, and the module
@@ -179,40 +137,21 @@ class CommDebugMode:
         >>> with CommDebugMode() as comm:
         ...     model(torch.ones(2, 4, requires_grad=True)).sum().backward()
         >>> comm.table(by="module")
-        module        pass      collectives   axes  count  bytes  parameters
-        Sequential.1  forward   all_reduce 1  tp        1     32
-        Sequential.0  backward  all_reduce 1  tp        1     32
+        module        pass      collectives   axes  count  bytes   price  parameters
+        Sequential.1  forward   all_reduce 1  tp        1     32  10.016
+        Sequential.0  backward  all_reduce 1  tp        1     32  10.016
         """
-        if by not in get_args(By):
-            raise CommunicationError(
-                f"CommDebugMode.table: by={by!r} is none of {', '.join(map(repr, get_args(By)))}."
-            )
-        totals: dict[tuple[str, str], _Total] = {}
-        for cause, own in self._causes.items():
-            totals.setdefault((getattr(cause, by), cause.phase), _Total()).add(own)
-        rows = [
-            (
-                *where,
-                tuple(f"{kind} {count}" for kind, count in total.kinds.items()),
-                tuple(total.axes),
-                total.kinds.total(),
-                total.bytes,
-                tuple(total.parameters),
-            )
-            for where, total in sorted(totals.items(), key=lambda each: -each[1].bytes)
-        ]
-        columns = (by, "pass", "collectives", "axes", "count", "bytes", "parameters")
-        return Table(columns, tuple(rows))
+        return totals("CommDebugMode.table", self.collectives, by)
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
         """The parameters of each module that ran, by module and name."""
-        return self._modules.parameters
+        return self._causes.modules.parameters
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
         """The placements of each parameter of a module that ran, of those that are DTensors."""
         return {
             f"{module}.{name}": value.placements
-            for module, parameters in self._modules.parameters.items()
+            for module, parameters in self._causes.modules.parameters.items()
             for name, value in parameters.items()
             if isinstance(value, DTensor)
         }
@@ -273,12 +212,12 @@ class CommDebugMode:
         """One entry for each module that ran, in the order of their first calls."""
         empty: dict[str, Counts] = {name: Counts() for name in _PASSES}
         found = []
-        for name, chain in {_EVERYWHERE: (), **self._modules.chains}.items():
+        for name, chain in {_EVERYWHERE: (), **self._causes.modules.chains}.items():
             parameters = {
                 key: f"[{', '.join(map(repr, value.placements))}]"
                 if isinstance(value, DTensor)
                 else "plain"
-                for key, value in self._modules.parameters.get(name, {}).items()
+                for key, value in self._causes.modules.parameters.get(name, {}).items()
             }
             entry = {"fqn": name, "depth": len(chain), "parameters": parameters}
             found.append(entry | self.comm_module_counts.get(name, empty))
@@ -286,23 +225,10 @@ class CommDebugMode:
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.get_comm_counts().items())
-        return f"CommDebugMode({kinds or 'no collectives'}; {self._bytes.total()} bytes)"
+        return f"CommDebugMode({kinds or 'no collectives'}; {sum(self.bytes.values())} bytes)"
 
     def __str__(self) -> str:
-        rows: list[tuple[Any, ...]] = [("collective", "axes", "count", "bytes")]
-        for key, count in self._counts.items():
-            rows.append((*key, count, self._bytes[key]))
-        rows.append(("total", "", self.get_total_counts(), self._bytes.total()))
-        wide = [max(len(str(row[column])) for row in rows) for column in range(4)]
-        lines = [
-            f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]:>{wide[2]}}  {row[3]:>{wide[3]}}"
-            for row in rows
-        ]
-        return "\n".join([*lines, f"checks: {self.checks}"])
-
-
-def _by(part: int, values: Counter[tuple[str, str]]) -> dict[str, int]:
-    totals: Counter[str] = Counter()
-    for key, value in values.items():
-        totals[key[part]] += value
-    return dict(totals)
+        rows: list[tuple[Any, ...]] = [(*key, *n) for key, n in counted(self.collectives).items()]
+        rows.append(("total", "", self.get_total_counts(), sum(self.bytes.values())))
+        table = Table(("collective", "axes", "count", "bytes"), tuple(rows))
+        return f"{table}\nchecks: {self.checks}"

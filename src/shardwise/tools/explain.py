@@ -1,4 +1,4 @@
-"""`explain`: the layouts in which a call could run, their prices, and the one taken."""
+"""`explain_call`: the layouts in which a call could run, their prices, and the one taken."""
 
 from __future__ import annotations
 
@@ -57,28 +57,8 @@ class CallExplanation:
     __repr__ = __str__
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CallExplanation:
-    """The rows by which each operator of a call could run, their prices, and the one taken.
-
-    The call runs, on all ranks. A row has a placement for each operand and each result, on one mesh
-    axis. A row that fits the operands is taken, else the cheapest. Prices are microseconds, by the
-    links of the mesh; a result left Partial is charged for its reduction.
-
-    >>> import torch, shardwise
-    >>> from shardwise import Shard
-    >>> mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    >>> x = shardwise.ones(4, 6, device_mesh=mesh, placements=[Shard(1)])
-    >>> explain(torch.softmax, x, dim=0)
-    aten._softmax(float32[4, 6@tp]): by its rule
-    axis  row            price  taken
-    tp    S(1) -> S(1)   0.000  *
-    tp    R -> R        10.024
-    """
-    if not callable(function):
-        raise LayoutError(
-            "explain: a function and its arguments are needed, but got a "
-            f"{type(function).__name__}. Write for example explain(torch.matmul, x, w)."
-        )
+def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CallExplanation:
+    """The rows by which each operator of a call could run, their prices, and the one taken."""
     if not any(isinstance(value, Wrapper) for value in tensors_in(args, kwargs)):
         raise LayoutError("explain: no argument is a DTensor, so there are no layouts to choose.")
     made: list[OperatorChoice] = []

@@ -1,6 +1,6 @@
-"""What a collective is for: the operator that runs, and the tensors that move.
+"""The cause of a collective: the tensors that move, and the leaves whose gradients are reduced.
 
-Both are read from the calls that led to it, so that programs nobody watches pay nothing.
+They are read from the calls that led to it, so that programs nobody watches pay nothing.
 """
 
 from __future__ import annotations
@@ -10,27 +10,9 @@ from typing import Any
 import torch
 
 from .._torch import autograd_node
-from ..dispatch.dispatch import dispatch
-from ..layout.user_line import frames, in_backward
+from ..layout.user_line import frames
 from ..storage.operands import all_in_layout, in_layout, start_moves
 from ..tensor.gradients import Bucket
-
-
-def operator_running() -> str:
-    """The operator, or the function of Shardwise, that the user called; in a backward the operator
-    of the forward."""
-    node = autograd_node()
-    if leaves_reduced():
-        return "gradients of leaves"
-    if node is not None:
-        return in_backward().removeprefix(" (in the ").removesuffix(")")
-    found = ""
-    for frame in frames():
-        if frame.f_code is dispatch.__code__:
-            found = frame.f_locals["op"]._schema.name.split("::")[1]
-        elif frame.f_globals.get("__name__", "").startswith("shardwise."):
-            found = frame.f_code.co_name
-    return found
 
 
 def leaves_reduced() -> list[torch.Tensor]:

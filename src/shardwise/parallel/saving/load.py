@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError
-from ...tensor.checkpoint import chunks
+from ...tensor.checkpoint import chunks, local_part
 from ...tensor.dtensor import DTensor
 from ..in_place import set_device
 from .format import Stored, read_header, read_part
@@ -128,7 +128,7 @@ def _files_of(path: Path, stem: str) -> list[Path]:
 
 
 def _unpacked(stored: dict[str, Stored]) -> dict[str, Any]:
-    """What a checkpoint has beside tensors."""
+    """The values of a checkpoint that are no tensors."""
     packed = stored.pop(REST, None)
     if packed is None:
         raise CheckpointError("the file was not written by save_checkpoint. Use load_safetensors.")
@@ -212,16 +212,8 @@ def _read(wanted: Iterable[_Wanted]) -> None:
                 tensor.copy_(read_part(opened[path], stored, (0,) * tensor.ndim, tensor.shape))
                 continue
             for chunk in chunks(tensor._spec):
-                part = tensor.__get_tensor_shard__(_Index(each.name, chunk.offset))
-                part.copy_(read_part(opened[path], stored, chunk.offset, chunk.size))
-
-
-@dataclass(frozen=True)
-class _Index:
-    """How `torch.distributed.checkpoint` names a chunk."""
-
-    fqn: str
-    offset: tuple[int, ...]
+                value = read_part(opened[path], stored, chunk.offset, chunk.size)
+                local_part(tensor, chunk).copy_(value)
 
 
 # --- optimizers and other objects with a state ---------------------------------------------------

@@ -1,4 +1,4 @@
-"""What several ranks do at once to files: if it fails on one rank, all raise and say why."""
+"""Work of several ranks on the same files: if it fails on one rank, all raise and say why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Together:
 
     @contextmanager
     def step(self, consequence: str) -> Iterator[None]:
-        """What may fail on one rank alone. At the end all raise if it failed on one of them."""
+        """A block that may fail on one rank alone. At its end all raise if one failed."""
         problem: Exception | None = None
         try:
             yield

@@ -1,0 +1,59 @@
+"""Agreement between ranks: all of them replay a step, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from ..comm import engine_of
+from ..comm import group as collectives
+from ..comm.process import same_among_members
+from ..layout.mesh import Topology
+from .record import Recording
+
+COLLECTIVES: frozenset[Any] = frozenset(
+    getattr(collectives, name).__wrapped__
+    for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+)
+"""The functions that start a collective, as they are in graphs."""
+
+
+def all_agree(
+    meshes: Sequence[Topology], recording: Recording | None, reason: str | None
+) -> str | None:
+    """Why the step cannot be captured on some rank; None if all ranks can go on.
+
+    The collectives of a recording are compared between the ranks of each process group.
+    """
+    for mesh in meshes:
+        alike = engine_of(mesh).check_equal(mesh, int(reason is None))
+        if not alike and reason is None:
+            reason = "it cannot be captured on another rank, whose error says why"
+    if reason is not None or recording is None:
+        return reason
+    rows = [_row(node) for node in recording.seen.graph.nodes if node.target in COLLECTIVES]
+
+    def digest_of(ranks: tuple[int, ...]) -> int:
+        own = [row for members, row in rows if members == ranks]
+        return int.from_bytes(sha256(repr(own).encode()).digest()[:7], "little")
+
+    for mesh in meshes:
+        if not mesh.virtual and not same_among_members(mesh, digest_of):
+            return "the ranks do not make the same collectives in the same order"
+    return None
+
+
+def _row(node: fx.Node) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """The ranks of a collective, and what must be the same on all of them."""
+    group: Any = node.args[0]
+    ranks = tuple(getattr(group, "ranks", None) or dist.get_process_group_ranks(group))
+    target: Any = node.target
+    shape, _, dtype = node.args[1].meta["val"]  # type: ignore[union-attr]
+    even = target.__name__ in ("all_reduce", "broadcast")
+    size = torch.Size(shape).numel() if even else None
+    return ranks, (target.__name__, str(dtype), size, [str(a) for a in node.args[3:] if even])

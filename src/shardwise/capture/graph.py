@@ -1,0 +1,152 @@
+"""A graph that can be replayed: its guards, its generated function, and its first, verified run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from .._torch import below_autograd, pytree
+from ..comm.dtypes import as_bytes
+from ..comm.events import is_heard
+from ..comm.events import record as tell
+from ..comm.failures import report
+from ..layout.mesh import Topology
+from ..random.agree import compare_states
+from ..storage.operands import mark_written
+from ..storage.wrapper import Wrapper
+from .emit import Missed, emit, emit_guards, emit_list
+from .passes import Pass
+from .record import Recording
+from .state import State
+
+
+class Graph:
+    """A recorded step, ready to be replayed."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        state: State,
+        meshes: Sequence[Topology],
+        passes: Sequence[Pass],
+    ) -> None:
+        self.recording, self.state, self.meshes = recording, state, meshes
+        self.is_verified = False
+        seen = recording.seen
+        held = {each.name: each.value for each in recording.variables}
+        names = {**state.names(), "constants": seen.constants, "variables": held}
+        self._guard = emit_guards(recording, names)
+        end = next(node for node in reversed(seen.graph.nodes) if node.op == "output")
+        end.args = ((end.args[0][0], []),)
+        for each in passes:
+            each(seen.graph)
+        seen.graph.lint()
+        self.source, self._function = emit(recording, seen.graph, names)
+        written = [seen.inputs[place] for place in recording.written]
+        self._written = emit_list([each.expression for each in written], names)
+        self._labels = [each.label for each in written]
+        owners = [each.expression.partition("._locals[") for each in written]
+        unique = dict.fromkeys(owner for owner, part, _ in owners if part)
+        self._owners = emit_list(list(unique), names)
+        state_inputs = [each for each in seen.inputs if is_state(each.expression)]
+        self._state_labels = [each.label for each in state_inputs]
+        self._state = emit_list([each.expression for each in state_inputs], names)
+        for found in seen.inputs:
+            found.value = None  # tensors are found anew; the recorded ones may go
+
+    def inputs(self, flat: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The local tensors that the step reads beside its arguments, by name."""
+        return dict(zip(self._state_labels, self._state(flat), strict=True))
+
+    def changed(self) -> str | None:
+        """The name of a variable that has another value than in the recorded call."""
+        return next((each.name for each in self.recording.variables if not each.is_same()), None)
+
+    def takes(self, flat: Sequence[Any]) -> bool:
+        """True if hyperparameters lead to the same branches as in the recorded call."""
+        return self._guard(flat)
+
+    def run(self, flat: Sequence[Any]) -> Any:
+        """Replay the step."""
+        made, grads = self._run(flat)
+        tensors = self.state.tensors
+        for (place, _), grad in zip(self.recording.grads, grads, strict=True):
+            tensors[place].grad = grad
+        owners = self._owners(flat)
+        increment_version(owners)
+        for owner in owners:
+            if owner._cell is not None or owner._memo:
+                mark_written(owner)
+        return pytree.tree_unflatten(made, self.recording.tree)
+
+    def _run(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        if self.recording.seen.draws:
+            for mesh in self.meshes:
+                compare_states("a captured step", mesh)
+        if is_heard():
+            for event in self.recording.seen.events:
+                tell(*event)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+                stack.enter_context(below_autograd())
+                if torch.is_autocast_enabled("cpu"):  # casts are part of the graph
+                    stack.enter_context(torch.autocast("cpu", enabled=False))
+                made, grads = self._function(flat)
+                return made, grads
+        except Missed:
+            raise
+        except BaseException as error:
+            for mesh in self.meshes:
+                report(error, mesh)
+            raise
+
+    # --- the first replay ----------------------------------------------------------------------
+
+    def verify(self, flat: Sequence[Any], eager: Callable[[], Any]) -> tuple[Any, str | None]:
+        """Replay the step, take back what it wrote, and run it eagerly: what the eager step returns
+        and, in words, in what the two differ."""
+        generators = [torch.default_generator, *self.recording.seen.generators]
+        states = [generator.get_state() for generator in generators]
+        written = self._written(flat)
+        before = [tensor.clone() for tensor in written]
+        made, grads = self._run(flat)
+        replayed = [tensor.clone() for tensor in written]
+        drawn = [generator.get_state() for generator in generators]
+        with torch.no_grad():
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        result = eager()
+        pairs = list(zip(self._labels, self._written(flat), replayed, strict=True))
+        returned = pytree.tree_leaves(result)
+        pairs.append(("the number of values that the step returns", len(returned), len(made)))
+        pairs += [("a value that the step returns", *pair) for pair in zip(returned, made)]  # noqa: B905
+        for (place, _), grad in zip(self.recording.grads, grads, strict=True):
+            label = f"the gradient of {self.state.labels[place]}"
+            pairs.append((label, self.state.tensors[place].grad, grad))
+        states = [generator.get_state() for generator in generators]
+        pairs += [("a random state", *pair) for pair in zip(states, drawn, strict=True)]
+        bad = [label for label, one, other in pairs if not _same_bits(one, other)]
+        text = f"the first replay and the eager step differ in {bad[0]}" if bad else None
+        return result, text
+
+
+def is_state(expression: str) -> bool:
+    """True if an input is no argument and no hyperparameter."""
+    return not expression.startswith("flat[") and ".param_groups[" not in expression
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if isinstance(one, Wrapper) and isinstance(other, Wrapper):
+        parts = zip(one._locals, other._locals, strict=True)
+        return one._spec is other._spec and all(_same_bits(a, b) for a, b in parts)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = one.shape == other.shape and one.dtype is other.dtype
+        return alike and torch.equal(as_bytes(one.detach()), as_bytes(other.detach()))
+    return one is other or (type(one) is type(other) and bool(one == other))

@@ -1,0 +1,228 @@
+"""One recorded call of a step: its graph with inputs and outputs, and how two of them compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import memory_of, pytree
+from ..layout.spec import DTensorSpec
+from ..storage.wrapper import Wrapper
+from .numbers import Number
+from .recorder import Recorded, Recorder, recording
+from .state import State
+from .variables import Variable
+
+
+@dataclass
+class Output:
+    """A value that a replay returns, or puts into a `.grad`.
+
+    `expression` finds a value that was there before the step. Otherwise it is made of `nodes`, with
+    `spec` for a DTensor, or it is the constant `value`.
+    """
+
+    expression: str | None = None
+    spec: DTensorSpec | None = None
+    nodes: tuple[fx.Node, ...] = ()
+    value: Any = None
+
+
+@dataclass
+class Recording:
+    """A recorded call: `outputs` in the order of `tree`, and the new `.grad` of some tensors."""
+
+    seen: Recorded
+    outputs: list[Output]
+    tree: Any
+    grads: list[tuple[int, Output]]
+    variables: list[Variable]
+    written: list[int]
+    """The inputs that the step writes into."""
+
+    @property
+    def branches(self) -> tuple[Any, ...]:
+        """What may differ between two calls that need two graphs: branches that hyperparameters
+        lead to, and numbers in variables."""
+        own = [each.value for each in self.variables if not isinstance(each.value, torch.Tensor)]
+        return (*[truth for _, truth in self.seen.guards], *own)
+
+
+def record(
+    step: Callable[..., Any], flat: Sequence[Any], tree: Any, state: State
+) -> tuple[Any, Recording]:
+    """Run a step and record it. Returns what the step returns, too."""
+    variables = state.variables()
+    known = state.known(flat, variables)
+    before = [tensor.grad if tensor.is_leaf else None for tensor in state.tensors]
+    kept = state.optimizer_state()
+    flags = [module.training for module in state.modules]
+    with recording(known) as recorder, _symbolic_options(recorder, state):
+        given = [_given(recorder, place, value) for place, value in enumerate(flat)]
+        args, kwargs = pytree.tree_unflatten(given, tree)
+        result = step(*args, **kwargs)
+        leaves, out_tree = pytree.tree_flatten(result)
+        owners = _owners(flat, state)
+        outputs = [_output(recorder, leaf, owners) for leaf in leaves]
+        grads = [
+            (place, _output(recorder, tensor.grad, {}))
+            for place, tensor in enumerate(state.tensors)
+            if tensor.is_leaf and tensor.grad is not before[place]
+        ]
+    _refuse_changes(recorder, state, kept, flags)
+    seen = recorder.seen
+    texts = "\n".join([each.expression for each in seen.inputs])
+    variables = [
+        each
+        for each in variables
+        if not isinstance(each.value, torch.Tensor) or f"variables[{each.name!r}]" in texts
+    ]
+    for each in variables:
+        if not each.is_same():
+            recorder.refuse(f"the step changes the variable {each.name!r}, and a replay would not")
+    nodes = [each.nodes for each in (*outputs, *[grad for _, grad in grads])]
+    seen.graph.output((nodes, [node for node, _ in seen.guards]))
+    written = [
+        place
+        for place, each in enumerate(seen.inputs)
+        if isinstance(each.value, torch.Tensor) and memory_of(each.value) in seen.written
+    ]
+    made = Recording(seen, outputs, out_tree, grads, variables, written)
+    plain = [leaf.node.hint if isinstance(leaf, torch.SymFloat) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(plain, out_tree), made
+
+
+def _given(recorder: Recorder, place: int, value: Any) -> Any:
+    """An argument for the step: floats are symbols."""
+    if type(value) is not float:
+        return value
+    return recorder.number(f"flat[{place}]", f"argument {place}", value)
+
+
+def _owners(flat: Sequence[Any], state: State) -> dict[int, str]:
+    """The expressions of tensors that a step may return as they are."""
+    found = {id(value): f"flat[{place}]" for place, value in enumerate(flat)}
+    for place, tensor in enumerate(state.tensors):
+        found.setdefault(id(tensor), f"T{place}")
+    return found
+
+
+def _output(recorder: Recorder, value: Any, owners: dict[int, str]) -> Output:
+    if isinstance(value, torch.Tensor) and id(value) in owners:
+        return Output(owners[id(value)])
+    if isinstance(value, Wrapper):
+        nodes = tuple([recorder.node_of(part) for part in value._locals])
+        return Output(spec=value._spec, nodes=nodes)
+    if isinstance(value, torch.Tensor):
+        return Output(nodes=(recorder.node_of(value),))
+    if isinstance(value, torch.SymFloat) and isinstance(value.node, Number):
+        return Output(nodes=(value.node.fx_node,))
+    if not isinstance(value, (int, float, str, bool, torch.dtype, type(None))):
+        recorder.refuse(f"the step returns a {type(value).__name__}")
+    return Output(value=value)
+
+
+@contextmanager
+def _symbolic_options(recorder: Recorder, state: State) -> Iterator[None]:
+    """Let the floats in `param_groups` be symbols meanwhile."""
+    before: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for at, optimizer in enumerate(state.optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                text = f"O{at}.param_groups[{place}][{name!r}]"
+                made = _symbols(recorder, text, name, value)
+                if made is not value:
+                    before.append((group, name, value, made))
+    for group, name, _, made in before:
+        group[name] = made
+    try:
+        yield
+    finally:
+        for group, name, value, made in before:
+            if group.get(name) is not made:
+                recorder.refuse(
+                    f"the step changes {name!r} of an optimizer. Call scheduler.step() after the "
+                    "captured step, not in it"
+                )
+            group[name] = value
+
+
+def _symbols(recorder: Recorder, text: str, name: str, value: Any) -> Any:
+    if type(value) is float:
+        return recorder.number(text, name, value)
+    if type(value) is tuple and any(type(each) is float for each in value):
+        return tuple(
+            [_symbols(recorder, f"{text}[{at}]", name, each) for at, each in enumerate(value)]
+        )
+    return value
+
+
+def _refuse_changes(
+    recorder: Recorder, state: State, kept: Sequence[Any], flags: Sequence[bool]
+) -> None:
+    """Refuse a step that changes what a replay would leave as it is."""
+    now = state.optimizer_state()
+    if len(now) != len(kept) or any(
+        a[2] is not b[2] and (isinstance(a[2], torch.Tensor) or a[2] != b[2])
+        for a, b in zip(now, kept, strict=True)
+    ):
+        names = ", ".join(type(optimizer).__name__ for optimizer in state.optimizers)
+        recorder.refuse(f"{names} replaces its state in a step, or keeps numbers outside tensors")
+    if not state.is_current():
+        recorder.refuse("the step replaces a parameter or a buffer of a module")
+    if flags != [module.training for module in state.modules]:
+        recorder.refuse("the step changes the training flag of a module")
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def difference(one: Recording, other: Recording) -> str | None:
+    """The first thing in which two recorded calls differ, in words; None if they are alike."""
+    if one.tree != other.tree or len(one.outputs) != len(other.outputs):
+        return "the step returns values of another structure"
+    for a, b in zip(_rows(one), _rows(other), strict=False):
+        if a[1] != b[1]:
+            return f"{_shown(a[1])} became {_shown(b[1])} in the next call, at {a[0]}"
+    sizes = [len(each.seen.graph.nodes) for each in (one, other)]
+    if sizes[0] != sizes[1] or len(one.grads) != len(other.grads):
+        return f"one call made {sizes[0]} operations and the next one {sizes[1]}"
+    pairs = zip(one.outputs, other.outputs, strict=True)
+    if any((a.value, a.expression, a.spec) != (b.value, b.expression, b.spec) for a, b in pairs):
+        return "a value that the step returns is another one in the next call"
+    return None
+
+
+def _rows(recording: Recording) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The nodes of a graph, each with its line, and without the names of other nodes."""
+    numbers: dict[fx.Node, int] = {}
+    inputs = {each.node: each for each in recording.seen.inputs}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return "node", numbers[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(map(plain, value))
+        return (type(value), repr(value)) if isinstance(value, float) else value
+
+    for place, node in enumerate(recording.seen.graph.nodes):
+        numbers[node] = place
+        file, line = node.meta.get("line", ("unknown", 0))
+        if node.op == "placeholder":
+            found = inputs[node]
+            constant = found.expression.startswith("constants")
+            value = found.value.tolist() if constant else None
+            yield f"{file}:{line}", (found.expression, repr(value))
+        else:
+            named = tuple(sorted((name, plain(value)) for name, value in node.kwargs.items()))
+            yield f"{file}:{line}", (node.op, node.target, plain(node.args), named)
+
+
+def _shown(row: tuple[Any, ...]) -> str:
+    text = " ".join(str(each) for each in row if each not in ((), "call_function"))
+    return text[:300]

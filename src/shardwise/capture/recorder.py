@@ -1,0 +1,383 @@
+"""The recorder: below the wrapper, every operator on local tensors becomes a node of a graph.
+
+It runs the calls with real tensors and keeps their order, in-place writes included. A tensor is
+known by identity. What cannot be recorded is noted, and the step goes on: a recorded call gives the
+result of an eager one in any case.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._torch import keep_forward_lines, memory_of
+from ..comm.events import listen, unlisten
+from ..comm.recording import recorder, set_recorder
+from ..errors import CaptureError
+from ..layout.user_line import user_line, user_place
+from .numbers import Number, StandIns, symbol
+from .state import Known
+
+aten = torch.ops.aten
+_READS = frozenset(("tolist", "numpy", "__array__"))
+"""Functions of PyTorch that read values, and are no operators."""
+
+_ITEMS = (aten._local_scalar_dense.default, aten.item.default)
+
+
+@dataclass
+class Input:
+    """A placeholder: the expression that finds it before a replay, and what it is in words."""
+
+    expression: str
+    label: str
+    node: fx.Node
+    value: Any = None
+    spec: Any = None
+
+
+@dataclass
+class Recorded:
+    """What a recording has seen. `events` are the collectives that listeners are told, `written`
+    the numbers of the storages that the step writes into."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    inputs: list[Input] = field(default_factory=list)
+    constants: list[torch.Tensor] = field(default_factory=list)
+    guards: list[tuple[Any, bool]] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+    draws: bool = False
+
+
+def finish(wait: Callable[[], None]) -> None:
+    """Wait for a collective; a node of its own."""
+    wait()
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Set the state of PyTorch's CPU generator; a node of its own."""
+    torch.set_rng_state(state)
+
+
+class Recorder(TorchDispatchMode):
+    """Records into `seen`. `known` says where inputs come from, by the id of a tensor."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__()
+        self.seen = Recorded()
+        self.graph = self.seen.graph
+        self.stand_ins = StandIns()
+        self.used: set[int] = set()
+        self._known = known
+        self._by_memory = {memory_of(each[0]): each for each in reversed(known.values())}
+        self._nodes = WeakTensorKeyDictionary()
+        self._root = self.graph.call_function(_begin)
+        self._off = 0
+        self._states: dict[bytes, tuple[fx.Node, bool]] = {}
+        self._state = b""
+        self._note_state(self._root, False)
+
+    # --- the ledger ----------------------------------------------------------------------------
+
+    def refuse(self, reason: str) -> None:
+        if not self._off:
+            self.seen.refusals.append(f"{reason}, at {user_line()}")
+
+    def guard(self, number: Number) -> None:
+        self.seen.guards.append((number.fx_node, bool(number.hint)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+    @property
+    def is_paused(self) -> bool:
+        return self._off > 0
+
+    def number(self, expression: str, label: str, value: float) -> Any:
+        """The symbol of a hyperparameter."""
+        node = self._placeholder(expression, label, value)
+        return symbol(Number(self, node, value, True))
+
+    # --- tensors and nodes ---------------------------------------------------------------------
+
+    def _placeholder(
+        self, expression: str, label: str, value: Any = None, spec: Any = None
+    ) -> fx.Node:
+        with self.graph.inserting_before(self._root):
+            node = self.graph.placeholder(f"in_{len(self.seen.inputs)}")
+        self.seen.inputs.append(Input(expression, label, node, value, spec))
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor; an input if the step did not make it."""
+        node: fx.Node | None = self._nodes.get(tensor)
+        if node is None:
+            node = self._of_outside(tensor)
+            self._nodes[tensor] = node
+        return node
+
+    def _of_outside(self, tensor: torch.Tensor) -> fx.Node:
+        found = self._known.get(id(tensor))
+        if found is not None:
+            value, expression, label, spec = found
+            return self._described(self._placeholder(expression, label, value, spec), tensor)
+        base = self._by_memory.get(memory_of(tensor))
+        if base is not None and base[0].dtype is tensor.dtype:
+            place = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+            with self.graph.inserting_after(self._root):
+                node = self.graph.call_function(
+                    aten.as_strided.default, (self.node_of(base[0]), *place)
+                )
+            return self._described(node, tensor)
+        self.refuse(
+            f"the step uses a {tensor.dtype} tensor of shape {list(tensor.shape)} that is no "
+            "argument, parameter, buffer or optimizer state, and that no variable holds; a value "
+            "computed before the step would be used for ever. Pass it as an argument, or make it "
+            "a buffer of a module"
+        )
+        return self._constant(tensor)
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        """A tensor that the step makes of Python numbers: a new copy in each replay."""
+        place = len(self.seen.constants)
+        self.seen.constants.append(tensor.detach().clone())
+        held = self._placeholder(f"constants[{place}]", "a constant", self.seen.constants[-1])
+        return self._described(self.graph.call_function(aten.clone.default, (held,)), tensor)
+
+    def _described(self, node: fx.Node, tensor: torch.Tensor) -> fx.Node:
+        node.meta.setdefault("val", (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
+        node.meta.setdefault("line", user_place())
+        return node
+
+    def _argument(self, value: Any) -> Any:
+        """An argument of a call as an argument of a node."""
+        if isinstance(value, torch.Tensor):
+            return self.node_of(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._argument(each) for each in value])
+        number = self.stand_ins.number(value)
+        if number is not None:
+            self.used.add(id(number))
+            return number.fx_node
+        return value
+
+    # --- calls ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any("__torch_dispatch__" in vars(kind) for t in types for kind in _between(t)):
+            return NotImplemented  # a DTensor: what it does with local tensors comes here again
+        given, named = self.stand_ins.hints((args, kwargs))
+        if self._off or func.namespace == "profiler":
+            return func(*given, **named)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws:
+            self._before_draw(named.get("generator"))
+        out = func(*given, **named)
+        if _is_meta(args, out):
+            return out
+        if func is aten.lift_fresh.default and self._nodes.get(args[0]) is None:
+            self._nodes[out] = self._constant(out)
+            return out
+        self._refuse_call(func, args)
+        self._note_writes(func, args, kwargs)
+        nodes = [self._argument(a) for a in args]
+        node = self.graph.call_function(
+            func, tuple(nodes), {name: self._argument(v) for name, v in kwargs.items()}
+        )
+        node.meta["line"] = user_place()
+        node.meta["grad"] = torch.is_grad_enabled()
+        if draws:
+            self._note_state(node, True)
+        return self._result(func, node, out)
+
+    def _result(self, func: Any, node: fx.Node, out: Any) -> Any:
+        """What a call returns, with its node; a float that is read becomes a symbol."""
+        if isinstance(out, torch.Tensor):
+            if self._nodes.get(out) is None:  # else it was written in place
+                self._nodes[out] = self._described(node, out)
+        elif isinstance(out, (list, tuple)):
+            for place, each in enumerate(out):
+                if isinstance(each, torch.Tensor) and self._nodes.get(each) is None:
+                    item = self.graph.call_function(operator.getitem, (node, place))
+                    self._nodes[each] = self._described(item, each)
+        elif func in _ITEMS and type(out) is float:
+            return symbol(Number(self, node, out, False))
+        elif out is not None and node.all_input_nodes:
+            self.refuse(f"the step reads a value of a tensor (by {func})")
+        return out
+
+    def _refuse_call(self, func: Any, args: Sequence[Any]) -> None:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.refuse(
+                f"the step calls a collective of torch.distributed itself ({func}). Let DTensors "
+                "communicate: x.redistribute(...) or x.full_tensor()"
+            )
+        masks = func is not aten.index.Tensor or any(
+            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+            for each in args[1]
+        )
+        if torch.Tag.dynamic_output_shape in func.tags and masks:
+            self.refuse(f"the shape of what {func} gives depends on values")
+
+    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if not func._schema.is_mutable:
+            return
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._write(args[place] if place < len(args) else kwargs.get(argument.name))
+
+    def _write(self, value: Any) -> None:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor):
+                self.seen.written.add(memory_of(each))
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Record a call of a recordable function."""
+        if self._off:
+            return function(*args)
+        draws: bool = function.draws  # type: ignore[attr-defined]
+        if draws:
+            self._before_draw(next((a for a in args if isinstance(a, torch.Generator)), None))
+        for place in function.writes:  # type: ignore[attr-defined]
+            self._write(args[place])
+        nodes = tuple([self._argument(a) for a in args])
+        with self.paused():
+            made = function(*self.stand_ins.hints(tuple(args)))
+        node = self.graph.call_function(function, nodes)
+        node.meta["line"] = user_place()
+        if draws:
+            self._note_state(node, True)
+        return None if made is None else partial(self._wait, made, node, [])
+
+    def _wait(self, wait: Callable[[], None], node: fx.Node, done: list[bool]) -> None:
+        with self.paused():
+            wait()
+        if not done:
+            self.graph.call_function(finish, (node,)).meta["line"] = user_place()
+            done.append(True)
+
+    # --- random numbers ------------------------------------------------------------------------
+
+    def _note_state(self, node: fx.Node, draws: bool) -> None:
+        """Remember the state of the generator as it is after a node."""
+        self._state = self._random_state()
+        self._states.setdefault(self._state, (node, True))
+        self.seen.draws |= draws
+
+    def _random_state(self) -> bytes:
+        with self.paused():
+            return torch.get_rng_state().numpy().tobytes()
+
+    def _before_draw(self, generator: torch.Generator | None) -> None:
+        """Record that the state was set since the last draw, as activation checkpointing does."""
+        if generator is not None:
+            if all(generator is not each for each in self.seen.generators):
+                self.seen.generators.append(generator)
+            return
+        self.restore_state()
+
+    def restore_state(self) -> None:
+        """Record that somebody has set the generator's state, if it is not what draws have left."""
+        now = self._random_state()
+        if now == self._state:
+            return
+        node, _ = self._states.get(now, (None, True))
+        if node is None:
+            state = self._constant(torch.get_rng_state())
+        else:
+            with self.graph.inserting_after(node):
+                state = self.graph.call_function(torch.get_rng_state)
+        self.graph.call_function(set_random_state, (state,))
+        self._state = now
+        self.seen.draws = True
+
+
+def _begin() -> None:
+    """The first node: what is found out about the state before the step is put after it."""
+
+
+def _between(kind: type) -> Iterable[type]:
+    """The classes of a tensor that are not PyTorch's own."""
+    return [each for each in kind.__mro__ if each not in torch.Tensor.__mro__]
+
+
+def _is_meta(args: Sequence[Any], out: Any) -> bool:
+    """True for a call that asks for shapes only."""
+    first = out[0] if isinstance(out, (list, tuple)) and out else out
+    if isinstance(first, torch.Tensor):
+        return first.is_meta
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
+
+
+class _Functions(TorchFunctionMode):
+    """Gives PyTorch's functions stand-ins for symbols, and sees what reads values."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recorder, name = self._recorder, getattr(func, "__name__", "")
+        if recorder.is_paused or name.startswith("sym_"):
+            return func(*args, **kwargs)
+        if name in _READS:
+            recorder.refuse(f"the step reads values of a tensor (by {name})")
+        (given, named), numbers = recorder.stand_ins.put((tuple(args), kwargs))
+        for number in numbers:
+            recorder.used.discard(id(number))
+        made = func(*given, **named)
+        for number in numbers:
+            if id(number) not in recorder.used:
+                recorder.refuse(f"a number goes into {name}, which does not pass it on")
+        return made
+
+
+@contextmanager
+def recording(known: Known) -> Iterator[Recorder]:
+    """Record what this thread does."""
+    if recorder() is not None:
+        raise CaptureError(
+            "a captured step was called while another one is recorded. Call the function itself "
+            "inside a captured step, and capture the outermost one alone."
+        )
+    made = Recorder(known)
+
+    def heard(*event: Any) -> None:
+        if not made.is_paused:
+            made.seen.events.append(event)
+
+    listen(heard)
+    set_recorder(made)
+    try:
+        with ExitStack() as stack:
+            for each in (keep_forward_lines(), _Functions(made), made):
+                stack.enter_context(each)
+            yield made
+            made.restore_state()
+    finally:
+        set_recorder(None)
+        unlisten(heard)

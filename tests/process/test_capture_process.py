@@ -1,0 +1,101 @@
+"""Captured steps on real processes: the bits of the eager step, and ranks that stay in step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import Shard
+from shardwise.errors import CaptureError, CommunicationError
+
+from ..captured import MODELS, SCENARIOS, compare
+from .harness import ProcessPool
+from .torchrun import torchrun
+
+Pools = Callable[[int], ProcessPool]
+
+
+def run_scenarios(shape: tuple[int, int], names: list[str]) -> None:
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    for name in names:
+        compare({**SCENARIOS, **MODELS}[name], mesh)
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "names"),
+    [
+        (2, (1, 2), ["fused", "clipping", "counter mode, checkpoint", "gpt"]),
+        (2, (2, 1), ["data parallel", "accumulation", "fully sharded", "batch norm"]),
+        pytest.param(4, (2, 2), ["both axes", "gpt, fully sharded"], marks=pytest.mark.thorough),
+    ],
+)
+def test_a_captured_step_is_the_eager_one(
+    processes: Pools, world: int, shape: tuple[int, int], names: list[str]
+) -> None:
+    processes(world).run(run_scenarios, shape, names, timeout=120.0)
+
+
+def diverging(kind: str) -> str:
+    """On one rank: the error of a step that is not the same on all ranks."""
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    rank = mesh.get_local_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    sw.shard_module(model, mesh, {"0.weight": {"tp": Shard(1)}})
+
+    @sw.capture
+    def step(x: Any) -> Any:
+        with torch.no_grad():
+            y = model(x).sum().full_tensor()
+            return y * float(y) if kind == "value" and rank == 1 else y
+
+    try:
+        for number in range(8):
+            if kind == "draws" and number == 7 and rank == 1:
+                torch.rand(1)
+            step(sw.distribute_tensor(torch.ones(2, 4) * number, mesh))
+    except (CaptureError, CommunicationError) as error:
+        torch.manual_seed(0)
+        step.eager(sw.distribute_tensor(torch.ones(2, 4), mesh))
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_differ_are_told(processes: Pools) -> None:
+    first, second = processes(2).run(diverging, "value")
+    assert "on another rank" in first and "a Python number" in second
+    for text in processes(2).run(diverging, "draws"):
+        assert "have different random states" in text
+
+
+def losses(text: str) -> list[str]:
+    return sorted(re.findall(r"rank \d: 0x[0-9a-fp.+-]+", text))
+
+
+def test_the_script_of_a_step_runs_without_shardwise(tmp_path: Path) -> None:
+    prefix = tmp_path / "step"
+    want = losses(torchrun(Path(__file__).with_name("capture_script.py"), 2, str(prefix)))
+    written = prefix.with_suffix(".py")
+    source = written.read_text()
+    assert "import shardwise" not in source and len(source.splitlines()) < 400
+    compile(source, str(written), "exec")
+    hidden = tmp_path / "shardwise.py"
+    hidden.write_text("raise ImportError('the script must not need this')")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(written), str(prefix)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=settings, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == want and len(want) == 6
