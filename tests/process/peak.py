@@ -91,9 +91,10 @@ class _Watch(TorchDispatchMode):
 
 
 def _held_by(values: list[Any]) -> list[torch.Tensor]:
-    """The tensors among values; a DTensor holds its local tensors."""
+    """The tensors with memory among values; a DTensor holds its local tensors."""
     parts = [v._locals if isinstance(v, DTensor) else [v] for v in values]
-    return [each for part in parts for each in part if isinstance(each, torch.Tensor)]
+    found = [each for part in parts for each in part if isinstance(each, torch.Tensor)]
+    return [each for each in found if not each.is_meta]
 
 
 def _memory(value: torch.Tensor) -> int:
