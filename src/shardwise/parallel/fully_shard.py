@@ -14,10 +14,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, axes_in, joined, topology
 from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec
+from ..layout.spec import DTensorSpec, checked_placements
 from ..storage.wrapper import wrap
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
@@ -128,7 +128,9 @@ def fully_shard(
     """
     modules: list[Any] = module if isinstance(module, list) else [module]
     where = _checked(modules, mesh, reshard_after_forward, offload_policy)
-    ignored = {id(parameter) for parameter in ignored_params or ()}
+    need("fully_shard: mp_policy", mp_policy, MixedPrecisionPolicy | None, "a MixedPrecisionPolicy")
+    need("fully_shard: shard_placement_fn", shard_placement_fn, Callable | None, "a function")
+    ignored = ids_of("fully_shard", ignored_params)
     slots = [slot for part in modules for slot in _own_slots(part) if id(slot[2]) not in ignored]
     unique = list({id(parameter): parameter for _, _, parameter in slots}.values())
     whole = common_mesh("fully_shard", modules, where.mesh if mesh is None else mesh, ignored)
@@ -181,6 +183,16 @@ def _checked(modules: Sequence[Any], mesh: AnyMesh | None, reshard: Any, offload
 # --- parameters ----------------------------------------------------------------------------------
 
 
+def ids_of(what: str, ignored_params: Any) -> set[int]:
+    """The ids of the parameters that the caller `what` leaves as they are."""
+    what = f"{what}: ignored_params"
+    need(what, ignored_params, Iterable | None, "a list of parameters")
+    given = [] if ignored_params is None else list(ignored_params)
+    for parameter in given:
+        need(what, parameter, nn.Parameter, "a list of parameters")
+    return set(map(id, given))
+
+
 def _own_slots(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """The parameters below a module that no other unit has: who has them, name, parameter."""
     return [
@@ -221,7 +233,7 @@ def _layout(
     where: Topology,
     whole: Topology,
     choose: Callable[[nn.Parameter], Shard | None] | None,
-) -> list[Placement]:
+) -> Sequence[Placement]:
     """The placements of a sharded parameter on the mesh `whole`."""
     places = placements_on(parameter, whole)
     axes = axes_in(where, whole)
@@ -232,8 +244,9 @@ def _layout(
             "must replicate it. Give other axes, or name it in ignored_params."
         )
     chosen = None if choose is None else choose(parameter)
+    need("fully_shard: shard_placement_fn", chosen, Shard | None, "a Shard or None as result")
     places[axes[-1]] = _default_shard(parameter, whole, places) if chosen is None else chosen
-    return places
+    return checked_placements("fully_shard", whole, places, parameter.ndim)
 
 
 def placements_on(tensor: Any, whole: Topology) -> list[Placement]:
