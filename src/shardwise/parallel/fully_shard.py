@@ -143,11 +143,12 @@ def fully_shard(
     policy = mp_policy or MixedPrecisionPolicy()
     unit = Unit(unique, modules, where, policy, reshard_after_forward)
     for owner in {id(owner): owner for owner, _, _ in slots}.values():
-        names = [name for each, name, _ in slots if each is owner]
         owner.register_load_state_dict_pre_hook(keep_layouts)
-        _read_through(owner, names, unit)
+    for owner in {owner: None for part in modules for owner in part.modules()}:
+        _read_through(owner)
     for part in modules:
-        part.__class__ = type(type(part).__name__, (FSDPModule, type(part)), {})
+        kind = type(part)
+        part.__class__ = type(kind.__name__, (FSDPModule, kind), {"__module__": kind.__module__})
         part._unit = unit
         part.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
         part.register_forward_hook(unit.after_forward, always_call=True)
@@ -316,13 +317,14 @@ def _on_mesh(tensor: Any, whole: Topology) -> Any:
     return DTensor.from_local(local, mesh, places, run_check=True).detach()
 
 
-def _read_through(module: nn.Module, names: Sequence[str], unit: Unit) -> None:
-    """Let `module.weight` be the gathered parameter while the unit has it.
+def _read_through(module: nn.Module) -> None:
+    """Let `module.weight` be the gathered parameter while its unit has it, which may be that of
+    another module if both share it.
 
     `parameters()`, `state_dict()` and optimizers go on to see the sharded one.
     """
 
-    def reader(name: str) -> property:
+    def reader(name: str, unit: Unit) -> property:
         def get(self: nn.Module) -> Any:
             parameter = self._parameters.get(name)
             return unit.value(parameter) if parameter is not None else None
@@ -330,5 +332,9 @@ def _read_through(module: nn.Module, names: Sequence[str], unit: Unit) -> None:
         return property(get)
 
     kind = type(module)
-    body = {"__module__": kind.__module__, **{name: reader(name) for name in names}}
+    units = {n: getattr(p, "_fully_sharded", None) for n, p in module._parameters.items()}
+    readers = {n: reader(n, unit) for n, unit in units.items() if unit and not hasattr(kind, n)}
+    if not readers:
+        return
+    body = {"__module__": kind.__module__, **readers}
     module.__class__ = type(kind.__name__, (kind,), body)

@@ -81,5 +81,7 @@ def replicate(
     parts = convert_module("replicate", module, whole.mesh, lambda *_: None, ignored=ignored)
     for part in parts:
         part.register_load_state_dict_pre_hook(keep_layouts)
-    module.__class__ = type(type(module).__name__, (ReplicateModule, type(module)), {})
+    kind = type(module)
+    body = {"__module__": kind.__module__}
+    module.__class__ = type(kind.__name__, (ReplicateModule, kind), body)
     return module
