@@ -43,6 +43,46 @@ def test_a_backward_refuses_parameters_that_were_modified_after_the_forward() ->
         loss.backward()
 
 
+class Clamped(nn.Linear):
+    """A layer that writes into its weight, before it is used or after."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__(3, 5)
+        self.first = first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for writes in (self.first, not self.first):
+            if writes:
+                with torch.no_grad():
+                    self.weight.clamp_(-0.1, 0.1)
+            else:
+                made = super().forward(x)
+        return made
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_writes_of_a_forward_reach_the_shards(count: int) -> None:
+    mesh, x = virtual(count, names=("dp",)), torch.randn(4, 3)
+    given = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    model = Clamped(first=True)
+    made = fully_shard(copy.deepcopy(model), mesh)
+    model(x).square().sum().backward()
+    made(given).square().sum().backward()
+    torch.testing.assert_close(made.weight.full_tensor(), model.weight.detach())  # type: ignore
+    torch.testing.assert_close(made.weight.grad.full_tensor(), model.weight.grad)  # type: ignore
+    late = fully_shard(Clamped(first=False), mesh)(given).sum()
+    with pytest.raises(RuntimeError, match="was modified between a forward and its backward"):
+        late.backward()
+
+
+def test_an_embedding_with_a_largest_norm() -> None:
+    mesh, index = virtual(2, names=("dp",)), torch.arange(8)
+    model = nn.Embedding(10, 4, max_norm=1.0)
+    made = fully_shard(copy.deepcopy(model), mesh)
+    model(index), made(distribute_tensor(index, mesh, [Shard(0)]))
+    torch.testing.assert_close(made.weight.full_tensor(), model.weight.detach())  # type: ignore
+
+
 class Adapted(nn.Module):
     """A frozen matrix and a trained one of low rank."""
 

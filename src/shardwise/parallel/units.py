@@ -21,7 +21,7 @@ from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
 from ..redistribute import Ready
-from ..storage.operands import start_moves, state_stamp
+from ..storage.operands import start_moves, state_stamp, version_stamp
 from ..storage.wrapper import Cell, Locals, Wrapper, wrap
 from ..tensor.autograd import Redistribute
 from ..tensor.gradients import keeps_partial
@@ -69,7 +69,7 @@ class Unit:
     - `_whole` are the local tensors of the gathered parameters, and `_stamp` says of which values
       of the shards.
     - `_live` are DTensors of them with an autograd history, while a forward uses them. `_cells` are
-      their version cells, with the index of the parameter.
+      their version cells, with the index of the parameter, and `_fresh` their first stamps.
     - `_started` are gathers under way, with their stamp.
     - `_sequence` are the units in the order of this forward, and `_last` in that of the one before,
       if this unit is the outermost.
@@ -98,6 +98,7 @@ class Unit:
         self._stamp: list[object] = []
         self._live: Sequence[Any] | None = None
         self._cells: dict[Cell, int] = {}
+        self._fresh: list[object] = []
         self._started: tuple[list[object], list[Ready]] | None = None
         self._sequence: list[Unit] = []
         self._last: list[Unit] = []
@@ -154,6 +155,21 @@ class Unit:
         self._cells = {cell: index for index, (_, _, cell) in enumerate(made)}
         return [wrap(spec, local, cell) for spec, local, cell in made]
 
+    def _make_live(self) -> None:
+        self._live = Gather.apply(self, *self.parameters)
+        self._fresh = list(map(version_stamp, self._live))
+
+    def _write_back(self, index: int) -> None:
+        """Write into the shards what a forward wrote into a gathered parameter, as an embedding
+        with `max_norm` does."""
+        live = None if self._live is None else self._live[index]
+        if live is None or self._fresh[index] == version_stamp(live):
+            return
+        parameter = self.parameters[index]
+        with torch.no_grad():
+            parameter.copy_(live.detach())
+        self._fresh[index], self._stamp[index] = version_stamp(live), state_stamp(parameter)
+
     def _stamps(self) -> list[object]:
         return list(map(state_stamp, self.parameters))
 
@@ -168,7 +184,7 @@ class Unit:
         if index is None or not (_running.units or backward):
             return parameter
         if self._live is None:  # another unit uses it, or a checkpoint is computed again
-            self._live = Gather.apply(self, *self.parameters)
+            self._make_live()
             if backward:
                 when_backward_ends(self.drop)
             else:
@@ -186,7 +202,7 @@ class Unit:
         if self not in self._outermost._sequence[-1:]:
             self._outermost._sequence.append(self)
         if self._live is None:
-            self._live = Gather.apply(self, *self.parameters)
+            self._make_live()
         following = _neighbour(self, self._outermost._last, 1)
         if following is not None:
             following.start()
@@ -217,6 +233,8 @@ class Unit:
         return None if dtype is None else _cast(output, dtype)
 
     def _end_forward(self, outermost: bool) -> None:
+        for index in range(len(self.parameters)):
+            self._write_back(index)
         self._live = None
         keeps = outermost if self.reshard is None else not self.reshard
         if not keeps or not torch.is_grad_enabled():
@@ -237,6 +255,7 @@ class Unit:
                 return None
             offset = part.storage_offset() - whole.storage_offset()
             parts.append((part.shape, part.stride(), offset))
+        self._write_back(index)
         return _Saved(self, index, tensor._spec, parts)
 
     def unpacked(self, saved: _Saved) -> Any:
