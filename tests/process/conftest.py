@@ -10,7 +10,7 @@ collect_ignore = [
     "capture_script.py",
     "fault_script.py",
     "save_script.py",
-]  # programs of their own: sys.argv
+]  # read sys.argv
 _USUAL = 4
 
 
