@@ -149,9 +149,10 @@ class Unit:
         self._cells = {cell: index for index, (_, _, cell) in enumerate(made)}
         return [wrap(spec, local, cell) for spec, local, cell in made]
 
-    def _make_live(self) -> None:
-        self._live = Gather.apply(self, *self.parameters)
-        self._fresh = list(map(version_stamp, self._live))
+    def _make_live(self) -> Sequence[Any]:
+        live: Sequence[Any] = Gather.apply(self, *self.parameters)
+        self._live, self._fresh = live, list(map(version_stamp, live))
+        return live
 
     def _write_back(self, index: int) -> None:
         """Write into the shards what a forward wrote into a gathered parameter, as an embedding
@@ -177,13 +178,14 @@ class Unit:
         index, backward = self._index.get(id(parameter)), current_backward() >= 0
         if index is None or not (_running.units or backward):
             return parameter
-        if self._live is None:  # another unit uses it, or a checkpoint is computed again
-            self._make_live()
+        live = self._live
+        if live is None:  # another unit uses it, or a checkpoint is computed again
+            live = self._make_live()
             if backward:
                 at_end_of_backward(self.drop)
             else:
                 _running.units[0]._sequence.append(self)
-        return self._live[index]
+        return live[index]
 
     # --- forward -------------------------------------------------------------------------------
 
