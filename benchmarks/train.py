@@ -258,7 +258,7 @@ def begin(steps: dict[str, Step]) -> str:
             refusal = f"NotImplementedError: {error}".partition("\n")[0]
             del steps[name]
     for each in losses[1:]:
-        torch.testing.assert_close(losses[0], each, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(losses[0], each, rtol=1e-4, atol=1e-4)
     return refusal
 
 
