@@ -176,11 +176,11 @@ def context_parallel(model: GPT) -> GPT:
 
 def _attention(layers: Any, seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     both = gather_in(torch.cat([layers.keys(x), layers.values(x)], -1)).chunk(2, -1)
-    heads = [
+    queries, keys, values = (
         each.unflatten(-1, (-1, layers.of_head)).transpose(1, 2)
         for each in (layers.queries(x), *both)
-    ]
-    mixed = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen)
+    )
+    mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, seen)
     found: torch.Tensor = layers.out(mixed.transpose(1, 2).flatten(2))
     return found
 
