@@ -14,6 +14,7 @@ from .._torch import (
     current_backward,
     in_backward,
     outer_saved_tensor_hooks,
+    untraced,
     when_backward_ends,
 )
 from ..layout.mesh import Topology, axes_in
@@ -154,6 +155,7 @@ class Unit:
         self._whole = self._live = self._started = None
         self._cells = {}
 
+    @untraced
     def value(self, parameter: Any) -> Any:
         """The parameter as its module sees it: gathered while a forward or backward runs."""
         index, backward = self._index.get(id(parameter)), in_backward()
@@ -169,6 +171,7 @@ class Unit:
 
     # --- forward -------------------------------------------------------------------------------
 
+    @untraced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the parameters, and start to gather those of the unit that ran next before."""
         self._outermost = _running.units[0] if _running.units else self
@@ -191,6 +194,7 @@ class Unit:
             return None
         return _cast(args, dtype), _cast(kwargs, dtype)
 
+    @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Drop the gathered parameters, unless this unit keeps them for its backward."""
         if self._saving:  # else an error came before `before_forward`
