@@ -310,7 +310,8 @@ def _entered() -> AnyMesh:
     if found is None:
         raise MeshError(
             "a device mesh is needed, but none is given. Give one (device_mesh= or mesh=), or make "
-            "the call in `with mesh:`. Make a mesh with shardwise.init_device_mesh(device_type, shape)."
+            "the call in `with mesh:`. Make a mesh with "
+            "shardwise.init_device_mesh(device_type, shape)."
         )
     return found
 

@@ -125,9 +125,9 @@ class Dispatched:
     def _check(self, name: str, rows: Tensor) -> None:
         if not rows.ndim or rows.shape[0] != self.tokens.shape[0]:
             raise LayoutError(
-                f"{name}: got a tensor of shape {list(rows.shape)}, but {self.tokens.shape[0]} rows "
-                "were dispatched, one for each token and expert. Give `tokens` of the result of "
-                "dispatch_tokens, or what was computed from them."
+                f"{name}: got a tensor of shape {list(rows.shape)}, but {self.tokens.shape[0]} "
+                "rows were dispatched, one for each token and expert. Give `tokens` of the result "
+                "of dispatch_tokens, or what was computed from them."
             )
 
     def _served(self, parameter: Tensor) -> Tensor:

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import (
-    current_backward,
-    in_backward,
-    outer_saved_tensor_hooks,
-    untraced,
-    when_backward_ends,
-)
+from .._torch import at_end_of_backward, current_backward, outer_saved_tensor_hooks, untraced
 from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
@@ -158,13 +152,13 @@ class Unit:
     @untraced
     def value(self, parameter: Any) -> Any:
         """The parameter as its module sees it: gathered while a forward or backward runs."""
-        index, backward = self._index.get(id(parameter)), in_backward()
+        index, backward = self._index.get(id(parameter)), current_backward() >= 0
         if index is None or not (_running.units or backward):
             return parameter
         if self._live is None:  # another unit uses it, or a checkpoint is computed again
             self._live = Gather.apply(self, *self.parameters)
             if backward:
-                when_backward_ends(self.drop)
+                at_end_of_backward(self.drop)
             else:
                 _running.units[0]._sequence.append(self)
         return self._live[index]
@@ -253,7 +247,7 @@ class Unit:
         self.gather()
         if number == -1:  # autograd's graph is looked at, and no backward runs
             return
-        when_backward_ends(self.drop)  # if no parameter gets a gradient nobody else does
+        at_end_of_backward(self.drop)  # if no parameter gets a gradient nobody else does
         before = self._before()
         if before is not None:
             before.start()
@@ -268,7 +262,7 @@ class Unit:
         before = self._before()
         if before is not None and before._started is not None:
             before.gather()
-            when_backward_ends(before.drop)
+            at_end_of_backward(before.drop)
 
 
 def _in_dtype(parameter: Any, dtype: torch.dtype) -> Any:
