@@ -127,7 +127,21 @@ def test_a_python_counter_is_refused() -> None:
         return loss * calls[0]
 
     trainer.extra = extra
-    assert "became" in refusal(trainer)
+    text = refusal(trainer)
+    assert "became" in text and "another variable that the step changes" in text
+
+
+def test_a_sum_of_losses_is_refused_in_few_words() -> None:
+    trainer, total = Trainer(), [0.0]
+
+    def extra(loss: Any) -> Any:
+        total[0] += loss.item()
+        return loss
+
+    trainer.extra = extra
+    text = refusal(trainer)
+    assert "another variable that the step changes" in text and "unknown" not in text
+    assert len(text) < 600, text
 
 
 def test_a_counter_in_a_constant_tensor_is_refused() -> None:

@@ -38,6 +38,33 @@ def compiled(function: Any, **options: Any) -> Any:
 # --- values and gradients ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_fully_sharded_model_runs_between_graphs(whole: bool) -> None:
+    mesh = virtual(2, names=("dp",))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(2)]).double()
+    made: Any = copy.deepcopy(model)
+    for layer in made:
+        sw.fully_shard(layer, mesh)
+        if not whole:
+            layer.compile(backend="aot_eager")
+    run = compiled(sw.fully_shard(made, mesh)) if whole else sw.fully_shard(made, mesh)
+    for step in range(2):
+        batch = numbers(5, 6) + step
+        model(batch).square().mean().backward()
+        run(distribute_tensor(batch, mesh, [S0])).square().mean().backward()
+    for want, have in zip(model.parameters(), made.parameters(), strict=True):
+        assert have.placements == (S0,)
+        torch.testing.assert_close(have.grad.full_tensor(), want.grad)
+
+
+def test_a_fully_sharded_model_is_no_single_graph() -> None:
+    mesh = virtual(2, names=("dp",))
+    model = sw.fully_shard(torch.nn.Linear(6, 6).double(), mesh)
+    with pytest.raises(TorchDynamoException, match="it runs between the graphs"):
+        compiled(model, fullgraph=True)(distribute_tensor(numbers(4, 6), mesh, [S0]))
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name: str) -> None:
     check_compiled(name, virtual(3), ([S1], [S0]))

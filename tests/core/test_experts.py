@@ -258,6 +258,24 @@ def test_any_integers_name_experts() -> None:
         assert torch.equal(sent.tokens, want.tokens)
 
 
+@pytest.mark.parametrize("axes", [None, {"ep": Shard(0)}])
+def test_rows_that_were_not_dispatched(axes: Any) -> None:
+    index, given = Case().made()
+    experts, tokens = given["up"], given["tokens"]
+    if axes is not None:
+        experts = sw.distribute_tensor(experts, virtual(2, names=("ep",)), axes)
+    sent = sw.dispatch_tokens(tokens, index, given["weights"], experts)
+    for call in (sent.combine, lambda rows: sent.grouped_mm(rows, experts)):
+        with pytest.raises(sw.errors.LayoutError, match=f"{sent.tokens.shape[0]} rows were disp"):
+            call(tokens)
+
+
+def test_experts_that_are_no_tensor() -> None:
+    index, given = Case().made()
+    with pytest.raises(sw.errors.LayoutError, match="experts: a tensor is needed, but got Virtual"):
+        sw.dispatch_tokens(given["tokens"], index, None, virtual(2))  # type: ignore[arg-type]
+
+
 def test_tensors_of_two_meshes() -> None:
     index, given = Case().made()
     tokens = sw.distribute_tensor(given["tokens"], virtual(2, names=("ep",)), {"ep": Shard(0)})

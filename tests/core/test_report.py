@@ -236,6 +236,12 @@ def test_mistakes(script: Path, given: list[str], error: str, capsys: Any) -> No
     assert error in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_script_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", str(tmp_path / "gone.py")])
+    assert "there is no file" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_command(script: Path) -> None:
     """As a user starts it, in a process of its own."""
     command = [sys.executable, "-m", "shardwise", "explain", "--step", "step", str(script)]

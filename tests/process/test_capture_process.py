@@ -78,6 +78,32 @@ def test_ranks_that_differ_are_told(processes: Pools) -> None:
         assert "have different random states" in text
 
 
+def written() -> str:
+    """The script of a step with PyTorch's default AdamW, whose numbers are computed in Python."""
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Linear(4, 4)
+    sw.shard_module(model, mesh, {"weight": {"tp": Shard(0)}, "bias": {"tp": Shard(0)}})
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @sw.capture
+    def step(x: Any) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(6):
+        step(sw.distribute_tensor(torch.ones(2, 4) * number, mesh))
+    return step.code()
+
+
+def test_the_script_of_a_default_optimizer(processes: Pools) -> None:
+    first, second = processes(2).run(written)
+    assert first == second and "operator.neg(" in first
+    compile(first, "step", "exec")
+
+
 def losses(text: str) -> list[str]:
     return sorted(re.findall(r"rank \d: 0x[0-9a-fp.+-]+", text))
 

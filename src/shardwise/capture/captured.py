@@ -108,12 +108,13 @@ class Captured:
         Shardwise under torchrun. All ranks make the call, and get the same text."""
         return script(self._graph())
 
-    def save_inputs(self, prefix: str, batches: Sequence[Sequence[Any]]) -> None:
+    def save_inputs(self, prefix: str, batches: Sequence[Any]) -> None:
         """Write what the script of `code()` needs to go on from here: a file for each rank.
 
-        `batches` are the arguments of the next calls.
+        `batches` are the arguments of the next calls: a list for each call, or its only argument.
         """
-        save_inputs(self._graph(), prefix, batches)
+        listed = [each if isinstance(each, (list, tuple)) else [each] for each in batches]
+        save_inputs(self._graph(), prefix, listed)
 
     # --- eager calls ---------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from .recorder import Recorded, Recorder, recording
 from .state import State
 from .variables import Variable
 
+_LONGEST = 200
+"""How much of a row an error shows."""
+
 
 @dataclass
 class Output:
@@ -188,7 +191,9 @@ def difference(one: Recording, other: Recording) -> str | None:
         return "the step returns values of another structure"
     for a, b in zip(_rows(one), _rows(other), strict=False):
         if a[1] != b[1]:
-            return f"{_shown(a[1])} became {_shown(b[1])} in the next call, at {a[0]}"
+            where = "" if a[0].startswith("unknown") else f", at {a[0]}"
+            text = f"{_shown(a[1])} became {_shown(b[1])} in the next call{where}"
+            return f"{text}. A counter, or another variable that the step changes, can be the cause"
     sizes = [len(each.seen.graph.nodes) for each in (one, other)]
     if sizes[0] != sizes[1] or len(one.grads) != len(other.grads):
         return f"one call made {sizes[0]} operations and the next one {sizes[1]}"
@@ -224,5 +229,22 @@ def _rows(recording: Recording) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def _shown(row: tuple[Any, ...]) -> str:
-    text = " ".join(str(each) for each in row if each not in ((), "call_function"))
-    return text[:300]
+    """A row in a few words: an input, or a function with the arguments that are no results."""
+    if row[0] not in ("call_function", "output"):
+        return " ".join(row)[:_LONGEST]
+    if row[0] == "output":
+        return "the end of the step"
+    _, target, args, named = row
+    given = [_argument(each) for each in (*args, *[value for _, value in named])]
+    return f"{getattr(target, '__name__', target)}({', '.join(given)})"[:_LONGEST]
+
+
+def _argument(value: Any) -> str:
+    """An argument as `_rows` gives it: a float with its type, a result as its number."""
+    if isinstance(value, tuple):
+        if value[:1] == ("node",):
+            return "..."
+        if value[:1] == (float,):
+            return str(value[1])
+        return f"[{', '.join(map(_argument, value))}]"
+    return str(value)

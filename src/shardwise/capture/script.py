@@ -158,8 +158,8 @@ class Writer:
             return str(target.__name__).removeprefix("_")
         if target in (torch.get_rng_state, set_random_state):
             return "torch." + ("g" if target is torch.get_rng_state else "s") + "et_rng_state"
-        if getattr(target, "__module__", "") in ("math", "builtins"):
-            return f"{target.__module__}.{target.__name__}"
+        if getattr(target, "__module__", "") in ("math", "builtins", "_operator"):
+            return f"{target.__module__.removeprefix('_')}.{target.__name__}"
         raise CaptureError(
             f"code: {target.__name__} is a function of shardwise. Random numbers in counter mode "
             "cannot be written into a script; capture the step in exact mode."
@@ -309,7 +309,7 @@ PREFIX.RANK.pt, as `captured.save_inputs` writes it, has the tensors of a rank: 
 `options` of the optimizers, `random` numbers' state, and `batches`.
 """
 # ruff: noqa
-import builtins, math, sys
+import builtins, math, operator, sys
 
 import torch
 import torch.distributed as dist

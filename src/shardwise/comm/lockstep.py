@@ -199,8 +199,9 @@ def all_arrive(what: str, topology: Topology, call: str) -> None:
         f"{what}, so all ranks of mesh {topology} must make the same call, but rank {verdict} did "
         f"not come within {_ARRIVAL.total_seconds():g} seconds. This rank "
         f"{'came later' if late else 'is there'}, at {line}.\n"
-        "Make the call on every rank, or put a plain tensor on the mesh before: "
-        "distribute_tensor(tensor, mesh, [Replicate()]) on every rank. "
+        "Make the call on every rank, with a plain tensor of one shape, or put it on the mesh "
+        "before: distribute_tensor(tensor, mesh, [Replicate()]) on every rank. If each rank has "
+        "its own part of a batch, say so: DTensor.from_local(tensor, mesh, [Shard(0)]). "
         'With shardwise.plain_tensors("trust") plain tensors are not compared.'
     )
 

@@ -309,8 +309,9 @@ def _entered() -> AnyMesh:
     found: AnyMesh | None = meshes[-1] if meshes else entered_torch_mesh()
     if found is None:
         raise MeshError(
-            "a device mesh is needed, but none is given. Give device_mesh=, or make the call in "
-            "`with mesh:`. Make a mesh with shardwise.init_device_mesh(device_type, shape)."
+            "a device mesh is needed, but none is given. Give one (device_mesh= or mesh=), or make "
+            "the call in `with mesh:`. Make a mesh with "
+            "shardwise.init_device_mesh(device_type, shape)."
         )
     return found
 

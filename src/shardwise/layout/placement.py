@@ -186,7 +186,8 @@ def block_groups(
             raise LayoutError(
                 f"{list(places)} of a tensor of shape {list(shape)}: dim {dim} of size {size} "
                 f"cannot be seen as {' and as '.join(map(str, ends[1:]))} equal blocks of several "
-                "elements. A split must divide the size, and one split the next."
+                "elements. A split must divide the size, and one split the next. "
+                f"Shard({dim}), without a split, takes any size."
             )
         groups.append(tuple(b // a for a, b in pairwise([*ends, size])) or (size,))
     return places, tuple(groups) if len(groups) < sum(map(len, groups)) else None

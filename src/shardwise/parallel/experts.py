@@ -102,6 +102,7 @@ class Dispatched:
     @untraced
     def grouped_mm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Each row times the matrix of its expert, `weight[expert]`, plus `bias[expert]`."""
+        self._check("grouped_mm", rows)
         made = F.grouped_mm(rows.to(weight.dtype), self._served(weight), offs=self._ends)
         if bias is None:
             return made
@@ -116,11 +117,20 @@ class Dispatched:
     @untraced
     def combine(self, rows: Tensor) -> Tensor:
         """The sum of each token's rows, times their weights, where the token came from."""
+        self._check("combine", rows)
         if self.weights is not None:
             rows = rows * self.weights.view(-1, *[1] * (rows.ndim - 1))
         if self._rows is None:
             return sum_rows(self._count, self._index, rows)
         return Add.apply([self._rows], rows)[0]  # type: ignore[no-any-return]
+
+    def _check(self, name: str, rows: Tensor) -> None:
+        if not rows.ndim or rows.shape[0] != self.tokens.shape[0]:
+            raise LayoutError(
+                f"{name}: got a tensor of shape {list(rows.shape)}, but {self.tokens.shape[0]} "
+                "rows were dispatched, one for each token and expert. Give `tokens` of the result "
+                "of dispatch_tokens, or what was computed from them."
+            )
 
     def _served(self, parameter: Tensor) -> Tensor:
         """A parameter of all experts, as each rank serves them: replicas count one by one."""

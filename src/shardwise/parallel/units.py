@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import at_end_of_backward, current_backward, outer_saved_tensor_hooks, pytree
+from .._torch import (
+    at_end_of_backward,
+    current_backward,
+    outer_saved_tensor_hooks,
+    pytree,
+    untraced,
+)
 from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
@@ -173,6 +179,7 @@ class Unit:
         self._whole = self._live = self._started = None
         self._cells = {}
 
+    @untraced
     def value(self, parameter: Any) -> Any:
         """The parameter as its module sees it: gathered while a forward or backward runs."""
         index, backward = self._index.get(id(parameter)), current_backward() >= 0
@@ -189,6 +196,7 @@ class Unit:
 
     # --- forward -------------------------------------------------------------------------------
 
+    @untraced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the parameters, and start to gather those of the unit that ran next before."""
         self._outermost = _running.units[0] if _running.units else self
@@ -211,6 +219,7 @@ class Unit:
             return None
         return _cast(args, dtype), _cast(kwargs, dtype)
 
+    @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Drop the gathered parameters, unless this unit keeps them for its backward."""
         if self._saving:  # else an error came before `before_forward`

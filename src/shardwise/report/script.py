@@ -25,6 +25,8 @@ def explain_script(
     The first call of a step also plans and compares plain tensors, so that the second is the
     default.
     """
+    if not file.is_file():
+        raise LayoutError(f"explain: there is no file {str(file)!r}.")
     tree = ast.parse(file.read_bytes(), str(file))
     found: list[StepReport] = []
     calls = [0]
