@@ -124,7 +124,7 @@ class Captured:
     def _look(self, args: Any, kwargs: Any) -> Any:
         """Run eagerly, and find the modules and optimizers that the step uses."""
         if self._state is not None:
-            self._tell("a parameter or buffer is another tensor than before; it is recorded anew")
+            self._tell("a parameter, buffer or module is another one than before; it is recorded anew")
         self._cases.clear()
         self._state = None
         with observed() as found:
@@ -191,7 +191,7 @@ class Captured:
         first, case.first = case.first, None
         meshes = state.topologies(flat)
         reason = next(iter(made.seen.refusals), None)
-        again = first is None or first.branches != made.branches
+        again = first is None or not first.took_same_branches(made)
         if first is not None and (not again or case.calls >= WARM + _MOST_TRIES):
             reason = reason or difference(first, made)
         reason = all_agree(meshes, made, reason)

@@ -45,12 +45,13 @@ class Recording:
     written: list[int]
     """The inputs that the step writes into."""
 
-    @property
-    def branches(self) -> tuple[Any, ...]:
-        """What may differ between two calls that need two graphs: branches that hyperparameters
-        lead to, and numbers in variables."""
-        own = [each.value for each in self.variables if not isinstance(each.value, torch.Tensor)]
-        return (*[truth for _, truth in self.seen.guards], *own)
+    def took_same_branches(self, other: Recording) -> bool:
+        """False if two calls need two graphs: hyperparameters led to other branches, or a number in
+        a variable is another one."""
+        one, two = ({each.name: each.value for each in r.variables} for r in (self, other))
+        numbers = [n for n in one.keys() & two.keys() if not isinstance(one[n], torch.Tensor)]
+        truths = [[truth for _, truth in each.seen.guards] for each in (self, other)]
+        return truths[0] == truths[1] and all(one[name] == two[name] for name in numbers)
 
 
 def record(
@@ -174,7 +175,7 @@ def _refuse_changes(
         names = ", ".join(type(optimizer).__name__ for optimizer in state.optimizers)
         recorder.refuse(f"{names} replaces its state in a step, or keeps numbers outside tensors")
     if not state.is_current():
-        recorder.refuse("the step replaces a parameter or a buffer of a module")
+        recorder.refuse("the step replaces a parameter, a buffer or a module of a module")
     if flags != [module.training for module in state.modules]:
         recorder.refuse("the step changes the training flag of a module")
 
