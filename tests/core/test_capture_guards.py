@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from .test_capture_refusals import Trainer, both
+import shardwise as sw
+from shardwise import Replicate
+from shardwise.errors import CaptureError
+
+from .test_capture_refusals import MESH, Trainer, batch, both, in_step, refusal
 
 AT = 7
 """The number of the call before which something changes; the one before it is replayed."""
@@ -97,3 +103,105 @@ def test_a_list_that_grows_makes_no_other_graph() -> None:
             trainer.extra = lambda loss: (seen.append(1.0), loss)[1]
 
     assert both(change).stats()["graphs"] == 1
+
+
+def with_module_hook(trainer: Trainer) -> None:
+    trainer.model[1].register_forward_hook(lambda module, given, made: made * 2)
+
+
+def with_optimizer_hook(trainer: Trainer) -> None:
+    def double(*_: Any) -> None:
+        for parameter in trainer.model.parameters():
+            parameter.grad.mul_(2)
+
+    trainer.optimizer.register_step_pre_hook(double)
+
+
+def with_other_module(trainer: Trainer) -> None:
+    trainer.model[1] = nn.Tanh()
+
+
+@pytest.mark.filterwarnings("ignore:capture")
+@pytest.mark.parametrize("change", [with_module_hook, with_optimizer_hook, with_other_module])
+def test_a_hook_or_module_that_comes_later_is_used(change: Callable[[Trainer], None]) -> None:
+    both(lambda trainer, number: number == AT and change(trainer))
+
+
+def test_arguments_that_were_one_tensor_may_be_two() -> None:
+    step = sw.capture(lambda x, y: (x * 2 + y).sum())
+    for number in range(12):
+        x = in_step(batch(number))
+        y = x if number < AT else in_step(batch(number + 20))
+        assert torch.equal(step(x, y).full_tensor(), (x * 2 + y).sum().full_tensor()), number
+    assert step.stats()["graphs"] == 2
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def test_other_memory_of_a_parameter_is_refused() -> None:
+    trainer = Trainer()
+    weight: Any = trainer.model[0].weight
+
+    def extra(loss: Any) -> Any:
+        weight.data = weight.data * 0.5
+        return loss
+
+    trainer.extra = extra
+    assert "gives 0.weight other memory" in refusal(trainer)
+
+
+def test_a_number_that_pytorch_computes_from_a_float_is_refused() -> None:
+    trainer = Trainer()
+    trainer.extra = lambda loss: loss ** trainer.optimizer.param_groups[0]["lr"]
+    assert "aten.pow" in refusal(trainer)  # the exponent of the gradient is the float - 1
+
+
+def test_the_gradient_of_a_variable_is_refused() -> None:
+    trainer = Trainer()
+    scale = sw.distribute_tensor(torch.ones(()), MESH, [Replicate()]).requires_grad_()
+
+    def extra(loss: Any) -> Any:
+        scale.grad = None
+        return loss * scale
+
+    trainer.extra = extra
+    assert "a gradient of the variable 'scale'" in refusal(trainer)
+
+
+def test_numbers_that_python_draws_are_refused() -> None:
+    trainer = Trainer()
+    trainer.extra = lambda loss: loss if random.random() < 2 else -loss
+    assert "Python's or numpy's generator" in refusal(trainer)
+
+
+def test_an_argument_whose_attributes_may_change_is_refused() -> None:
+    class Options:
+        scale = 1.0
+
+    step = sw.capture(lambda x, options: (x * options.scale).sum())
+    step(in_step(batch(0)), Options())
+    with pytest.raises(CaptureError, match="of type Options cannot be told from others"):
+        step(in_step(batch(0)), Options())
+
+
+def test_an_argument_that_is_a_buffer_is_refused() -> None:
+    norm = nn.BatchNorm1d(6)
+    sw.shard_module(norm, MESH, {})
+    step = sw.capture(lambda x, mean: (norm(x) * mean).sum())
+    with pytest.raises(CaptureError, match="argument 1 is a parameter or buffer"):
+        for number in range(6):
+            step(in_step(batch(number)), norm.running_mean)
+
+
+def test_a_view_that_is_given_another_shape_leaves_its_base() -> None:
+    def step(x: Tensor) -> Tensor:
+        view = x.detach()
+        view.unsqueeze_(0)
+        return view.sum(0) * x
+
+    captured = sw.capture(step)
+    for number in range(8):
+        x = batch(number)
+        assert torch.equal(captured(x), x * x) and x.shape == (4, 6)
+    assert captured.stats()["replayed"]

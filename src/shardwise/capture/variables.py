@@ -152,3 +152,16 @@ def _is_users(found: Any) -> bool:
     space = isinstance(found, types.ModuleType)
     module = getattr(found, "__name__" if space else "__module__", None) or ""
     return module.partition(".")[0] not in ("builtins", "torch", "shardwise")
+
+
+def is_told_by_value(value: Any) -> bool:
+    """True if an argument that is no tensor is equal to another one only if it means the same: not
+    an object of a user's class whose attributes may change."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    own: Any = type(value).__hash__
+    by_identity = own is object.__hash__ and hasattr(value, "__dict__")
+    watched = (nn.Module, Optimizer, *_FUNCTIONS, *_SPACES)
+    return not by_identity or isinstance(value, watched) or not _is_users(type(value))
