@@ -121,9 +121,16 @@ def with_other_module(trainer: Trainer) -> None:
     trainer.model[1] = nn.Tanh()
 
 
+def without_state(trainer: Trainer) -> None:
+    trainer.optimizer.state.clear()
+
+
+CHANGES = [with_module_hook, with_optimizer_hook, with_other_module, without_state]
+
+
 @pytest.mark.filterwarnings("ignore:capture")
-@pytest.mark.parametrize("change", [with_module_hook, with_optimizer_hook, with_other_module])
-def test_a_hook_or_module_that_comes_later_is_used(change: Callable[[Trainer], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_modules_and_state_are_those_of_the_call(change: Callable[[Trainer], None]) -> None:
     both(lambda trainer, number: number == AT and change(trainer))
 
 

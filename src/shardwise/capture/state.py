@@ -76,6 +76,7 @@ class State:
             tuple([tensor.requires_grad for tensor in tensors]),
             tuple([_hook_count(tensor) for tensor in tensors]),
             tuple(chain.from_iterable(self._hooks)),
+            tuple([len(optimizer.state) for optimizer in self.optimizers]),
             tuple([_group_key(group) for o in self.optimizers for group in o.param_groups]),
         )
 
