@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache, wraps
@@ -699,6 +699,17 @@ def hooks_of(tensor: Any) -> Hooks:
 def set_hooks(tensor: Any, hooks: Hooks) -> None:
     """Give a tensor these dicts of hooks. A hook registered anew would lose its handle."""
     tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
+
+
+def hooks_of_modules(modules: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
+    """The dicts of the hooks of modules and optimizers; their keys are never used again."""
+    found = []
+    for module in modules:
+        found += [module._forward_hooks, module._forward_pre_hooks]
+        found += [module._backward_hooks, module._backward_pre_hooks]
+    for optimizer in optimizers:
+        found += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    return found
 
 
 def outer_saved_tensor_hooks() -> tuple[Any, Any] | None:

@@ -20,7 +20,8 @@ from .graph import Graph
 from .passes import DEFAULT, Pass
 from .record import Recording, difference, record
 from .script import save_inputs, script
-from .state import State, observed
+from .state import State, local_tensors, observed
+from .variables import is_told_by_value
 
 WARM = 2
 """How many calls with arguments of one kind run eagerly before one is recorded."""
@@ -73,7 +74,7 @@ class Captured:
         if current().lockstep or current().plain == "check_always":
             return self._run_eagerly(args, kwargs)
         flat, tree = pytree.tree_flatten((args, kwargs))
-        key = (tree, *[self._kind(value) for value in flat], state.key())
+        key = (tree, *[self._kind(value) for value in flat], _shared(flat), state.key())
         case = self._cases.get(key)
         if case is None:
             case = self._new_case(key)
@@ -125,7 +126,9 @@ class Captured:
     def _look(self, args: Any, kwargs: Any) -> Any:
         """Run eagerly, and find the modules and optimizers that the step uses."""
         if self._state is not None:
-            self._tell("a parameter or buffer is another tensor than before; it is recorded anew")
+            self._tell(
+                "a parameter, buffer or module is another one than before; it is recorded anew"
+            )
         self._cases.clear()
         self._state = None
         with observed() as found:
@@ -163,13 +166,11 @@ class Captured:
             return value._spec
         if type(value) is float:
             return float
-        try:
-            hash(value)
-        except TypeError:
+        if not is_told_by_value(value):
             raise CaptureError(
                 f"{self._name}: an argument of type {type(value).__name__} cannot be told from "
                 "others. Pass tensors, numbers, strings, and lists, tuples or dicts of these."
-            ) from None
+            )
         return type(value), value
 
     # --- recording -----------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class Captured:
         first, case.first = case.first, None
         meshes = state.topologies(flat)
         reason = next(iter(made.seen.refusals), None)
-        again = first is None or first.branches != made.branches
+        again = first is None or not first.took_same_branches(made)
         if first is not None and (not again or case.calls >= WARM + _MOST_TRIES):
             reason = reason or difference(first, made)
         reason = all_agree(meshes, made, reason)
@@ -235,6 +236,15 @@ class Captured:
             case.graphs.remove(graph)
             self._refuse(case, reason)
         return _detached(result)
+
+
+def _shared(flat: Sequence[Any]) -> tuple[int, ...]:
+    """For arguments that share local tensors: the place of each one's first use; () for others."""
+    parts = [id(part) for value in flat for part in local_tensors(value)]
+    if len(set(parts)) == len(parts):
+        return ()
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(part, place) for place, part in enumerate(parts)])
 
 
 def _detached(result: Any) -> Any:

@@ -7,6 +7,7 @@ recorder finds the stand-in among the arguments of the operator that takes it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -155,17 +156,27 @@ def symbol(number: Number) -> Any:
     return torch.SymFloat(number)
 
 
+_recordings = itertools.count()
+_SALTS = 64
+
+
 class StandIns:
-    """The stand-ins of a recording, by their value."""
+    """The stand-ins of a recording, by their value.
+
+    Two recordings have different ones. A number that PyTorch computes from a stand-in, such as the
+    exponent in the gradient of a power, thus differs between them, and the step is refused.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[float, Number] = {}
+        self._salt = next(_recordings) % _SALTS
 
     def give(self, number: Number) -> float:
         """The float that goes into PyTorch instead of a number: of the same sign and size."""
         if number.stand_in is None:
             base = float(number.hint) or 1e-20
-            step = 1 + (len(self._numbers) * 7919 + 104729) * 2.0**-50
+            place = len(self._numbers) * _SALTS + self._salt
+            step = 1 + (place * 127 + 104729) * 2.0**-50
             number.stand_in = base * step
             if not math.isfinite(base) or self._numbers.get(number.stand_in, number) is not number:
                 number.ledger.refuse(f"the number {number.hint} cannot be told from others")

@@ -34,8 +34,11 @@ def drop_dead(graph: fx.Graph) -> None:
 
 def fold_views(graph: fx.Graph) -> None:
     """Drop views that show all of a tensor as it is, and transpositions of transpositions."""
+    changing = _changing_views(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        if root_of(node) in changing:
             continue
         base: Any = node.args[0]
         found: Any = None
@@ -55,6 +58,15 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, ate
 
 def _layout(node: Any) -> Any:
     return node.meta.get("val")
+
+
+def _changing_views(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of whose views one is given another shape in place: each must stay itself."""
+    return {
+        root_of(node)
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
+    }
 
 
 def is_view(node: fx.Node) -> bool:
@@ -109,12 +121,14 @@ def drop_duplicates(graph: fx.Graph) -> None:
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
     # Results that a user gets must not share memory.
     kept = written_roots(graph) | set(map(root_of, end.all_input_nodes))
+    changing = _changing_views(graph)
     found: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if (
             node.op != "call_function"
             or has_effects(node)
             or not isinstance(node.target, OpOverload)
+            or root_of(node) in changing
         ):
             continue
         if not (is_view(node) or (_is_small(node) and not _touches(node, kept))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
 from .numbers import Number
 from .recorder import Recorded, Recorder, recording
-from .state import State
+from .state import State, local_tensors
 from .variables import Variable
 
 _LONGEST = 200
@@ -48,12 +50,13 @@ class Recording:
     written: list[int]
     """The inputs that the step writes into."""
 
-    @property
-    def branches(self) -> tuple[Any, ...]:
-        """What may differ between two calls that need two graphs: branches that hyperparameters
-        lead to, and numbers in variables."""
-        own = [each.value for each in self.variables if not isinstance(each.value, torch.Tensor)]
-        return (*[truth for _, truth in self.seen.guards], *own)
+    def took_same_branches(self, other: Recording) -> bool:
+        """False if two calls need two graphs: hyperparameters led to other branches, or a number in
+        a variable is another one."""
+        one, two = ({each.name: each.value for each in r.variables} for r in (self, other))
+        numbers = [n for n in one.keys() & two.keys() if not isinstance(one[n], torch.Tensor)]
+        truths = [[truth for _, truth in each.seen.guards] for each in (self, other)]
+        return truths[0] == truths[1] and all(one[name] == two[name] for name in numbers)
 
 
 def record(
@@ -63,8 +66,7 @@ def record(
     variables = state.variables()
     known = state.known(flat, variables)
     before = [tensor.grad if tensor.is_leaf else None for tensor in state.tensors]
-    kept = state.optimizer_state()
-    flags = [module.training for module in state.modules]
+    others = _Others(state, flat, variables)
     with recording(known) as recorder, _symbolic_options(recorder, state):
         given = [_given(recorder, place, value) for place, value in enumerate(flat)]
         args, kwargs = pytree.tree_unflatten(given, tree)
@@ -77,7 +79,8 @@ def record(
             for place, tensor in enumerate(state.tensors)
             if tensor.is_leaf and tensor.grad is not before[place]
         ]
-    _refuse_changes(recorder, state, kept, flags)
+    others.refuse_changes(recorder)
+    _refuse_shared(recorder, flat, state)
     seen = recorder.seen
     texts = "\n".join([each.expression for each in seen.inputs])
     variables = [
@@ -165,21 +168,76 @@ def _symbols(recorder: Recorder, text: str, name: str, value: Any) -> Any:
     return value
 
 
-def _refuse_changes(
-    recorder: Recorder, state: State, kept: Sequence[Any], flags: Sequence[bool]
-) -> None:
-    """Refuse a step that changes what a replay would leave as it is."""
-    now = state.optimizer_state()
-    if len(now) != len(kept) or any(
-        a[2] is not b[2] and (isinstance(a[2], torch.Tensor) or a[2] != b[2])
-        for a, b in zip(now, kept, strict=True)
-    ):
-        names = ", ".join(type(optimizer).__name__ for optimizer in state.optimizers)
-        recorder.refuse(f"{names} replaces its state in a step, or keeps numbers outside tensors")
-    if not state.is_current():
-        recorder.refuse("the step replaces a parameter or a buffer of a module")
-    if flags != [module.training for module in state.modules]:
-        recorder.refuse("the step changes the training flag of a module")
+class _Others:
+    """What a replay leaves as it is, before a step: a step that changes it is refused."""
+
+    def __init__(self, state: State, flat: Sequence[Any], variables: Sequence[Variable]) -> None:
+        self._state = state
+        self._kept = state.optimizer_state()
+        self._flags = [module.training for module in state.modules]
+        self._memory = [(*each, _memory(each[1])) for each in state.held(flat, variables)]
+        own = set(map(id, state.tensors))
+        leaves = [each for each in variables if isinstance(each.value, torch.Tensor)]
+        leaves = [each for each in leaves if each.value.is_leaf and id(each.value) not in own]
+        self._grads = [(each, each.value.grad) for each in leaves]
+        self._drawn = _python_random()
+
+    def refuse_changes(self, recorder: Recorder) -> None:
+        """Compare with what is there after the step."""
+        self._refuse_other_state(recorder)
+        for label, tensor, memory in self._memory:
+            if _memory(tensor) != memory:
+                recorder.refuse(
+                    f"the step gives {label} other memory, as `x.data = ...` does, and a replay "
+                    "would not. Write into it: x.copy_(...)"
+                )
+        for each, grad in self._grads:
+            if each.value.grad is not grad:
+                recorder.refuse(
+                    f"the step leaves a gradient of the variable {each.name!r}, and a replay would "
+                    "not. Make it a parameter of a module or of an optimizer that the step uses"
+                )
+        if _python_random() != self._drawn:
+            recorder.refuse(
+                "the step draws from Python's or numpy's generator, and a replay would not. Draw "
+                "with PyTorch, or pass the number as an argument"
+            )
+
+    def _refuse_other_state(self, recorder: Recorder) -> None:
+        state, now = self._state, self._state.optimizer_state()
+        if len(now) != len(self._kept) or any(
+            a[2] is not b[2] and (isinstance(a[2], torch.Tensor) or a[2] != b[2])
+            for a, b in zip(now, self._kept, strict=True)
+        ):
+            names = ", ".join(type(optimizer).__name__ for optimizer in state.optimizers)
+            recorder.refuse(
+                f"{names} replaces its state in a step, or keeps numbers outside tensors"
+            )
+        if not state.is_current():
+            recorder.refuse("the step replaces a parameter, a buffer or a module of a module")
+        if self._flags != [module.training for module in state.modules]:
+            recorder.refuse("the step changes the training flag of a module")
+
+
+def _memory(tensor: Any) -> list[int]:
+    return [memory_of(part) for part in local_tensors(tensor)]
+
+
+def _refuse_shared(recorder: Recorder, flat: Sequence[Any], state: State) -> None:
+    """Refuse an argument that is a parameter or buffer: the graph would not know which is meant."""
+    own = {id(part) for tensor in state.tensors for part in local_tensors(tensor)}
+    for place, value in enumerate(flat):
+        if any(id(part) in own for part in local_tensors(value)):
+            recorder.refuse(
+                f"argument {place} is a parameter or buffer of a module. Pass x.clone(), or let "
+                "the step use the module"
+            )
+
+
+def _python_random() -> tuple[Any, ...]:
+    """The states of the generators that are not PyTorch's."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
 
 
 # --- comparing -----------------------------------------------------------------------------------

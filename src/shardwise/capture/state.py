@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._torch import hooks_of
+from .._torch import hooks_of, hooks_of_modules
 from ..config import Settings, current
 from ..layout.mesh import Topology
 from ..storage.wrapper import Wrapper
@@ -37,14 +38,17 @@ class State:
         every = [part for module in modules for part in module.modules()]
         self.modules = list({id(part): part for part in every}.values())
         self.optimizers = list({id(each): each for each in optimizers}.values())
-        self.now = self._tensors_now()
-        self.tensors = list({id(t): t for t in self.now if t is not None}.values())
+        self.now = self._parts_now()
+        tensors = [part for part in self.now if isinstance(part, torch.Tensor)]
+        self.tensors = list({id(t): t for t in tensors}.values())
         self.labels = _labels(self.modules, self.tensors)
+        self._hooks = hooks_of_modules(self.modules, self.optimizers)
 
-    def _tensors_now(self) -> list[Any]:
-        """All parameters and buffers."""
+    def _parts_now(self) -> list[Any]:
+        """All parameters, buffers and modules in modules."""
         found: list[Any] = []
         for module in self.modules:
+            found += module._modules.values()
             found += module._parameters.values()
             found += module._buffers.values()
         for optimizer in self.optimizers:
@@ -53,8 +57,8 @@ class State:
         return found
 
     def is_current(self) -> bool:
-        """True if no parameter or buffer is another tensor than before."""
-        now = self._tensors_now()
+        """True if no parameter, buffer or module is another one than before."""
+        now = self._parts_now()
         return len(now) == len(self.now) and all(map(is_, now, self.now))
 
     def key(self) -> tuple[Any, ...]:
@@ -71,6 +75,8 @@ class State:
             tuple([layout_of(tensor.grad) for tensor in tensors if tensor.is_leaf]),
             tuple([tensor.requires_grad for tensor in tensors]),
             tuple([_hook_count(tensor) for tensor in tensors]),
+            tuple(chain.from_iterable(self._hooks)),
+            tuple([len(optimizer.state) for optimizer in self.optimizers]),
             tuple([_group_key(group) for o in self.optimizers for group in o.param_groups]),
         )
 
@@ -122,11 +128,30 @@ class State:
             for name, value in values.items()
         ]
 
+    def held(
+        self, arguments: Sequence[Any], variables: Sequence[Variable]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """All tensors that live before a step, with words for them."""
+        found = [(f"argument {place}", value) for place, value in enumerate(arguments)]
+        for label, tensor in zip(self.labels, self.tensors, strict=True):
+            grad = tensor.grad if tensor.is_leaf else None
+            found += [(label, tensor), (f"the gradient of {label}", grad)]
+        found += [(f"{name} of an optimizer", value) for _, name, value in self.optimizer_state()]
+        found += [(f"the variable {each.name}", each.value) for each in variables]
+        return [(label, value) for label, value in found if isinstance(value, torch.Tensor)]
+
     def topologies(self, arguments: Sequence[Any]) -> list[Topology]:
         """The meshes of all tensors."""
         every = [*arguments, *self.tensors]
         found = [t._spec.topology for t in every if isinstance(t, Wrapper)]
         return list({id(mesh): mesh for mesh in found}.values())
+
+
+def local_tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors in memory of a value; none if it is no tensor."""
+    if isinstance(value, Wrapper):
+        return value._locals
+    return (value,) if isinstance(value, torch.Tensor) else ()
 
 
 def layout_of(value: Any) -> Any:
