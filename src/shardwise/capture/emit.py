@@ -35,6 +35,17 @@ class Missed(Exception):
     """A tensor has another layout than the graph was recorded with."""
 
 
+def infix(target: Any, left: str, right: str) -> str:
+    """An operation of two numbers as Python.
+
+    >>> infix(operator.pow, "-2.0", "step")
+    '(-2.0) ** step'
+    """
+    return (
+        f"({left}) {INFIX[target]} {right}" if left[0] == "-" else f"{left} {INFIX[target]} {right}"
+    )
+
+
 class Emitter:
     """Writes Python for nodes. Objects that have no literal are names in `names`."""
 
@@ -77,7 +88,7 @@ class Emitter:
         """A node as a statement."""
         target, args = node.target, node.args
         if target in INFIX:
-            value = f"{self.text(args[0])} {INFIX[target]} {self.text(args[1])}"
+            value = infix(target, self.text(args[0]), self.text(args[1]))
         elif target is operator.getitem:
             value = f"{self.text(args[0])}[{args[1]!r}]"
         elif target is finish:

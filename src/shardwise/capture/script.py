@@ -19,7 +19,7 @@ from ..comm import engine_of
 from ..errors import CaptureError
 from ..storage.wrapper import Wrapper
 from .agree import COLLECTIVES
-from .emit import INFIX
+from .emit import INFIX, infix
 from .graph import Graph
 from .passes import has_effects, is_view
 from .recorder import finish, set_random_state
@@ -112,8 +112,7 @@ class Writer:
     def _write(self, node: fx.Node) -> None:
         target: Any = node.target
         if target in INFIX:
-            left, right = map(self.text, node.args)
-            self._texts[node] = f"({left} {INFIX[target]} {right})"
+            self._texts[node] = f"({infix(target, *map(self.text, node.args))})"
         elif target is operator.getitem:
             self._texts[node] = f"{self.text(node.args[0])}[{node.args[1]}]"
         elif target is finish:
