@@ -6,6 +6,7 @@ Everything here is over all processes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _part(x: torch.Tensor) -> torch.Tensor:
+def part(x: torch.Tensor) -> torch.Tensor:
     return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
 
@@ -101,7 +102,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 copy_in, reduce_out = _pair(_same, _summed), _pair(_summed, _same)
 gather_in, scatter_out = _pair(_gathered, _scattered), _pair(_scattered, _gathered)
-cut_in, gather_out = _pair(_part, _gathered), _pair(_gathered, _part)
+cut_in, gather_out = _pair(part, _gathered), _pair(_gathered, part)
 
 
 # --- tensor parallel -----------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def _columns(layer: nn.Linear) -> None:
 
 
 def _rows(layer: nn.Linear, out: Callable[..., Any]) -> None:
-    layer.weight.data = _part(layer.weight.data)
+    layer.weight.data = part(layer.weight.data)
     bias = layer.bias
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -147,6 +148,41 @@ def reduce_replicated(model: Any) -> None:
     rows = [layer for block in model.blocks for layer in (block.attention.out, block.mlp.down)]
     parameters = [p for norm in used for p in norm.parameters()] + [layer.bias for layer in rows]
     _reduce_together([parameter.grad for parameter in parameters])
+
+
+# --- context parallel ----------------------------------------------------------------------------
+
+
+def with_places(model: GPT, places: torch.Tensor) -> GPT:
+    """The positions of a part of the sequence, which a plain tensor does not know."""
+    embed = model.embed
+    embed.forward = lambda tokens: embed.words(tokens) + embed.places(places)  # type: ignore[method-assign]
+    return model
+
+
+def context_parallel(model: GPT) -> GPT:
+    """Consecutive parts of the sequence; keys and values are gathered in every block.
+
+    All ranks do the work of whole rows of scores and mask some, so it is shared evenly.
+    """
+    places = torch.arange(model.embed.places.num_embeddings)
+    mine = places.chunk(dist.get_world_size())[dist.get_rank()]
+    seen = mine[:, None] >= places
+    for block in model.blocks:
+        attention: Any = block.attention
+        attention.forward = partial(_attention, attention, seen)
+    return with_places(model, mine)
+
+
+def _attention(layers: Any, seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    both = gather_in(torch.cat([layers.keys(x), layers.values(x)], -1)).chunk(2, -1)
+    queries, keys, values = (
+        each.unflatten(-1, (-1, layers.of_head)).transpose(1, 2)
+        for each in (layers.queries(x), *both)
+    )
+    mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, seen)
+    found: torch.Tensor = layers.out(mixed.transpose(1, 2).flatten(2))
+    return found
 
 
 # --- data parallel -------------------------------------------------------------------------------

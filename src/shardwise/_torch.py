@@ -712,19 +712,6 @@ def hooks_of_modules(modules: Iterable[Any], optimizers: Iterable[Any]) -> list[
     return found
 
 
-# --- backward passes -----------------------------------------------------------------------------
-
-
-def in_backward() -> bool:
-    """True in a thread in which autograd runs a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call `function` when the backward that runs in this thread is done."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
 def outer_saved_tensor_hooks() -> tuple[Any, Any] | None:
     """The hooks of `torch.autograd.graph.saved_tensors_hooks` that are in force."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -348,6 +348,9 @@ def test_arguments_that_cannot_be_taken_are_named() -> None:
         step({1})
     with pytest.raises(CaptureError, match="a function is needed"):
         sw.capture(3)
+    for wrong in (0, [0]):
+        with pytest.raises(CaptureError, match="passes: a list of functions"):
+            sw.capture(trainer.step, passes=wrong)  # type: ignore[arg-type]
 
 
 # --- results -------------------------------------------------------------------------------------

@@ -121,6 +121,10 @@ def test_errors() -> None:
             *(one, {"buffers": [nn.Parameter(x)], "buffer_seq_dims": [1]}),
             *(LayoutError, "requires a gradient"),
         ),
+        (one, {"buffers": x, "buffer_seq_dims": [1]}, LayoutError, "a list of tensors is needed"),
+        (one, {"buffers": ["x"], "buffer_seq_dims": [1]}, LayoutError, "a list of tensors is"),
+        (one, {"buffers": [x], "buffer_seq_dims": 1}, LayoutError, "a list of dims is needed"),
+        (one, {"no_restore_buffers": torch.relu}, LayoutError, "a set of tensors is needed"),
     ]
     for where, given, kind, text in wrong:
         with pytest.raises(kind, match=text), context_parallel(where, **given):

@@ -233,7 +233,9 @@ def test_second_derivatives() -> None:
         ({"weights": torch.ones(24, 1)}, "integers expert_index .tokens, chosen experts."),
         ({"tokens": torch.ones(2, 12, 8)}, "Flatten other dims of tokens first"),
         ({"index": torch.zeros(24, 2)}, "integers expert_index .tokens, chosen experts."),
-        ({"capacity": 0}, "capacity must be an int of at least 1"),
+        ({"index": torch.zeros(24, 2) > 0}, "integers expert_index .tokens, chosen experts."),
+        ({"tokens": [1.0]}, "tokens: a tensor is needed"),
+        *(({"capacity": wrong}, "an int of at least 1") for wrong in (0, 1.5, "2", True)),
     ],
 )
 def test_errors(change: dict[str, Any], message: str) -> None:
@@ -246,6 +248,14 @@ def test_errors(change: dict[str, Any], message: str) -> None:
             sw.dispatch_tokens(
                 use["tokens"], use["index"], use["weights"], weight, capacity=use["capacity"]
             )
+
+
+def test_any_integers_name_experts() -> None:
+    index, given = Case().made()
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        sent = sw.dispatch_tokens(given["tokens"], index.to(dtype), None, given["up"])
+        want = sw.dispatch_tokens(given["tokens"], index, None, given["up"])
+        assert torch.equal(sent.tokens, want.tokens)
 
 
 def test_tensors_of_two_meshes() -> None:

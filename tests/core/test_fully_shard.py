@@ -318,6 +318,19 @@ def test_errors_say_what_to_do() -> None:
         fully_shard(nn.Linear(2, 2), mesh=mesh["a"], reshard_after_forward=2)
     with pytest.raises(LayoutError, match="cannot be copied"):
         copy.deepcopy(fully_shard(nn.Linear(2, 2), mesh=mesh["a"]))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ignored_params": torch.relu}, "ignored_params: a list of parameters is needed"),
+        ({"ignored_params": nn.Parameter(torch.ones(2))}, "a list of parameters is needed"),
+        ({"mp_policy": torch.bfloat16}, "mp_policy: a MixedPrecisionPolicy is needed"),
+        ({"shard_placement_fn": Shard(0)}, "shard_placement_fn: a function is needed"),
+        ({"shard_placement_fn": lambda p: 0}, "a Shard or None as result is needed"),
+        ({"shard_placement_fn": lambda p: Shard(1)}, r"S\(1\) of a tensor of 1 dims"),
+    ]
+    for given, text in wrong:
+        layer = nn.Linear(2, 2)
+        with pytest.raises(LayoutError, match=text):
+            fully_shard(layer, mesh=mesh["a"], **given)
+        assert type(layer.weight) is nn.Parameter
 
 
 def test_ignored_parameters_and_chosen_dims() -> None:

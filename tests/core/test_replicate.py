@@ -75,6 +75,9 @@ def test_ignored_parameters_and_errors() -> None:
     placed = sw.shard_module(nn.Linear(2, 2), mesh, {"*": {"dp": Shard(0)}})
     with pytest.raises(LayoutError, match="must replicate it"):
         replicate(placed, mesh)
+    for wrong in (torch.relu, layer.weight, nn.Sequential(layer), ["weight"]):
+        with pytest.raises(LayoutError, match="ignored_params: a list of parameters is needed"):
+            replicate(nn.Linear(2, 2), mesh, ignored_params=wrong)
 
 
 def test_buffers_are_replicated() -> None:

@@ -6,7 +6,11 @@ import pytest
 
 from .harness import ProcessPool
 
-collect_ignore = ["fault_script.py", "save_script.py"]  # programs of their own: sys.argv
+collect_ignore = [
+    "capture_script.py",
+    "fault_script.py",
+    "save_script.py",
+]  # read sys.argv
 _USUAL = 4
 
 

@@ -290,4 +290,8 @@ def capture(
     if step is None:
         return functools.partial(capture, passes=passes, verify=verify)
     need("capture", step, Callable, "a function", CaptureError)
+    words = "a list of functions of shardwise.capture.passes"
+    need("capture: passes", passes, Sequence | None, words, CaptureError)
+    for each in passes or ():
+        need("capture: passes", each, Callable, words, CaptureError)
     return Captured(step, passes, verify)

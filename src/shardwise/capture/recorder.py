@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import keep_forward_lines, memory_of
+from .._torch import DispatchMode, keep_forward_lines, memory_of, untraced
 from ..comm.events import listen, unlisten
 from ..comm.recording import recorder, set_recorder
 from ..errors import CaptureError
@@ -72,7 +71,7 @@ def set_random_state(state: torch.Tensor) -> None:
     torch.set_rng_state(state)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Records into `seen`. `known` says where inputs come from, by the id of a tensor."""
 
     def __init__(self, known: Known) -> None:
@@ -181,6 +180,7 @@ class Recorder(TorchDispatchMode):
 
     # --- calls ---------------------------------------------------------------------------------
 
+    @untraced
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

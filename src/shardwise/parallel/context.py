@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._torch import swap_contents
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.make_mesh import is_virtual
 from ..layout.mesh import AnyMesh, topology, whole_mesh
 from ..layout.placement import Placement, Replicate, Shard
@@ -51,8 +51,9 @@ def context_parallel(
     >>> type(tokens)
     <class 'torch.Tensor'>
     """
-    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
-    kept = list(no_restore_buffers or ())
+    given = _listed("buffers", buffers, torch.Tensor, "a list of tensors")
+    dims = _listed("buffer_seq_dims", buffer_seq_dims, int, "a list of dims")
+    kept = _listed("no_restore_buffers", no_restore_buffers, torch.Tensor, "a set of tensors")
     _check(mesh, given, dims, kept)
     sharded = [_sharded(buffer, mesh, dim) for buffer, dim in zip(given, dims, strict=True)]
     pairs = list(zip(given, sharded, strict=True))
@@ -64,6 +65,15 @@ def context_parallel(
         for buffer, other in pairs:
             if not any(buffer is each for each in kept):
                 swap_contents(buffer, other)
+
+
+def _listed(name: str, given: Any, kind: type, words: str) -> list[Any]:
+    """An argument with several values of one class as a list."""
+    what = f"context_parallel: {name}"
+    need(what, given, Sequence | AbstractSet | None, words)
+    for each in given or ():
+        need(what, each, kind, words)
+    return list(given or ())
 
 
 def _check(

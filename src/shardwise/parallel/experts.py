@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from .._torch import untraced
 from ..config import communication
-from ..errors import LayoutError, MeshError, OutOfRangeError
+from ..errors import LayoutError, MeshError, OutOfRangeError, need
 from ..layout.geometry import Cuts, all_coords, chunk_cuts, flat_index, intervals
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..storage.ragged import gather_plain
 from ..storage.wrapper import Wrapper, wrap
 from .rows import OP, Add, Pick, Rows, sum_rows
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @untraced
@@ -228,7 +230,7 @@ def _on_mesh(value: Any, mesh: Topology) -> Any:
 
 def _replicated(expert_index: Tensor, count: int, mesh: Topology | None) -> Tensor:
     """The chosen experts of all tokens, one after the other, on every rank."""
-    ids = expert_index.detach().reshape(-1).clamp(-1, count)
+    ids = expert_index.detach().reshape(-1).to(torch.int64).clamp(-1, count)
     if mesh is not None:
         ids = _on_mesh(ids, mesh)
         small = torch.int16 if count < 2**15 else torch.int32
@@ -258,13 +260,15 @@ def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -
     given = {"tokens": tokens, "expert_index": index, "weights": weights, "experts": experts}
     if weights is None:
         del given["weights"]
+    for name, value in given.items():
+        need(f"dispatch_tokens: {name}", value, Tensor, "a tensor")
     texts = [f"{name} {getattr(x, 'dtype', '')}{list(x.shape)}" for name, x in given.items()]
     if (
         tokens.ndim != 2
         or index.ndim not in (1, 2)
         or tokens.shape[0] != index.shape[0]
         or (weights is not None and weights.shape != index.shape)
-        or index.is_floating_point()
+        or index.dtype not in _INTEGERS
         or not experts.ndim
     ):
         raise LayoutError(
@@ -272,9 +276,9 @@ def _check(tokens: Any, index: Any, weights: Any, experts: Any, capacity: Any) -
             "expert_index [tokens, chosen experts], weights of the same shape or None, and a "
             "parameter whose dim 0 counts the experts. Flatten other dims of tokens first."
         )
-    if capacity is not None and (isinstance(capacity, bool) or capacity < 1):
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
         raise LayoutError(
-            f"dispatch_tokens: capacity must be an int of at least 1, but got {capacity}."
+            f"dispatch_tokens: capacity must be an int of at least 1, but got {capacity!r}."
         )
     meshes = {name: x._spec.topology for name, x in given.items() if isinstance(x, Wrapper)}
     if len(set(meshes.values())) > 1:

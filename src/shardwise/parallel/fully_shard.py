@@ -14,10 +14,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, axes_in, joined, topology
 from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec
+from ..layout.spec import DTensorSpec, checked_placements
 from ..storage.wrapper import wrap
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
@@ -128,7 +128,9 @@ def fully_shard(
     """
     modules: list[Any] = module if isinstance(module, list) else [module]
     where = _checked(modules, mesh, reshard_after_forward, offload_policy)
-    ignored = {id(parameter) for parameter in ignored_params or ()}
+    need("fully_shard: mp_policy", mp_policy, MixedPrecisionPolicy | None, "a MixedPrecisionPolicy")
+    need("fully_shard: shard_placement_fn", shard_placement_fn, Callable | None, "a function")
+    ignored = ids_of("fully_shard", ignored_params)
     slots = [slot for part in modules for slot in _own_slots(part) if id(slot[2]) not in ignored]
     unique = list({id(parameter): parameter for _, _, parameter in slots}.values())
     whole = common_mesh("fully_shard", modules, where.mesh if mesh is None else mesh, ignored)
@@ -141,11 +143,12 @@ def fully_shard(
     policy = mp_policy or MixedPrecisionPolicy()
     unit = Unit(unique, modules, where, policy, reshard_after_forward)
     for owner in {id(owner): owner for owner, _, _ in slots}.values():
-        names = [name for each, name, _ in slots if each is owner]
         owner.register_load_state_dict_pre_hook(keep_layouts)
-        _read_through(owner, names, unit)
+    for owner in {owner: None for part in modules for owner in part.modules()}:
+        _read_through(owner)
     for part in modules:
-        part.__class__ = type(type(part).__name__, (FSDPModule, type(part)), {})
+        kind = type(part)
+        part.__class__ = type(kind.__name__, (FSDPModule, kind), {"__module__": kind.__module__})
         part._unit = unit
         part.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
         part.register_forward_hook(unit.after_forward, always_call=True)
@@ -179,6 +182,16 @@ def _checked(modules: Sequence[Any], mesh: AnyMesh | None, reshard: Any, offload
 
 
 # --- parameters ----------------------------------------------------------------------------------
+
+
+def ids_of(what: str, ignored_params: Any) -> set[int]:
+    """The ids of the parameters that the caller `what` leaves as they are."""
+    what = f"{what}: ignored_params"
+    need(what, ignored_params, Iterable | None, "a list of parameters")
+    given = [] if ignored_params is None else list(ignored_params)
+    for parameter in given:
+        need(what, parameter, nn.Parameter, "a list of parameters")
+    return set(map(id, given))
 
 
 def _own_slots(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
@@ -221,7 +234,7 @@ def _layout(
     where: Topology,
     whole: Topology,
     choose: Callable[[nn.Parameter], Shard | None] | None,
-) -> list[Placement]:
+) -> Sequence[Placement]:
     """The placements of a sharded parameter on the mesh `whole`."""
     places = placements_on(parameter, whole)
     axes = axes_in(where, whole)
@@ -232,8 +245,9 @@ def _layout(
             "must replicate it. Give other axes, or name it in ignored_params."
         )
     chosen = None if choose is None else choose(parameter)
+    need("fully_shard: shard_placement_fn", chosen, Shard | None, "a Shard or None as result")
     places[axes[-1]] = _default_shard(parameter, whole, places) if chosen is None else chosen
-    return places
+    return checked_placements("fully_shard", whole, places, parameter.ndim)
 
 
 def placements_on(tensor: Any, whole: Topology) -> list[Placement]:
@@ -303,13 +317,14 @@ def _on_mesh(tensor: Any, whole: Topology) -> Any:
     return DTensor.from_local(local, mesh, places, run_check=True).detach()
 
 
-def _read_through(module: nn.Module, names: Sequence[str], unit: Unit) -> None:
-    """Let `module.weight` be the gathered parameter while the unit has it.
+def _read_through(module: nn.Module) -> None:
+    """Let `module.weight` be the gathered parameter while its unit has it, which may be that of
+    another module if both share it.
 
     `parameters()`, `state_dict()` and optimizers go on to see the sharded one.
     """
 
-    def reader(name: str) -> property:
+    def reader(name: str, unit: Unit) -> property:
         def get(self: nn.Module) -> Any:
             parameter = self._parameters.get(name)
             return unit.value(parameter) if parameter is not None else None
@@ -317,5 +332,9 @@ def _read_through(module: nn.Module, names: Sequence[str], unit: Unit) -> None:
         return property(get)
 
     kind = type(module)
-    body = {"__module__": kind.__module__, **{name: reader(name) for name in names}}
+    units = {n: getattr(p, "_fully_sharded", None) for n, p in module._parameters.items()}
+    readers = {n: reader(n, unit) for n, unit in units.items() if unit and not hasattr(kind, n)}
+    if not readers:
+        return
+    body = {"__module__": kind.__module__, **readers}
     module.__class__ = type(kind.__name__, (kind,), body)

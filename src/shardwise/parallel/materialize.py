@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import LayoutError, need
-from ..storage.operands import version_stamp
-from ..storage.wrapper import share_cell
+from ..storage.operands import state_stamp
 from ..tensor.dtensor import DTensor
 from .in_place import set_device
 from .names import common_names
@@ -53,7 +52,7 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
     untouched = {}
     for name, tensor in empty.items():
         set_device(tensor, tensor._spec.topology.device_type)
-        untouched[name] = _state(tensor)
+        untouched[name] = state_stamp(tensor)
     missing: list[str] = []
     try:
         with torch.no_grad():
@@ -85,14 +84,9 @@ def _on_meta(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, tensor) for name, tensor in _tensors(part) if tensor.is_meta)
 
 
-def _state(tensor: Any) -> tuple[object, object]:
-    """A value that changes when a tensor is written or gets other memory."""
-    return share_cell(tensor), version_stamp(tensor)
-
-
 def _is_empty(now: Any, tensor: Any, untouched: object) -> bool:
     """True if a module still has a tensor that nobody has written."""
-    return now is tensor and tensor.numel() > 0 and _state(tensor) == untouched
+    return now is tensor and tensor.numel() > 0 and state_stamp(tensor) == untouched
 
 
 class _Initialiser:

@@ -11,7 +11,7 @@ from ..errors import LayoutError
 from ..layout.mesh import AnyMesh, axes_in, topology
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
-from .fully_shard import FSDPModule, common_mesh, placements_on, put_on
+from .fully_shard import FSDPModule, common_mesh, ids_of, placements_on, put_on
 from .in_place import convert_module
 from .module import keep_layouts
 
@@ -64,7 +64,7 @@ def replicate(
         raise LayoutError(
             "replicate: a part of this module is replicated or fully sharded already. Call it once."
         )
-    ignored = {id(parameter) for parameter in ignored_params or ()}
+    ignored = ids_of("replicate", ignored_params)
     where = topology(mesh)
     whole = common_mesh("replicate", [module], where.mesh if mesh is None else mesh, ignored)
     own = [t for t in [*module.parameters(), *module.buffers()] if isinstance(t, DTensor)]
@@ -81,5 +81,7 @@ def replicate(
     parts = convert_module("replicate", module, whole.mesh, lambda *_: None, ignored=ignored)
     for part in parts:
         part.register_load_state_dict_pre_hook(keep_layouts)
-    module.__class__ = type(type(module).__name__, (ReplicateModule, type(module)), {})
+    kind = type(module)
+    body = {"__module__": kind.__module__}
+    module.__class__ = type(kind.__name__, (ReplicateModule, kind), body)
     return module

@@ -10,17 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import (
-    current_backward,
-    in_backward,
-    outer_saved_tensor_hooks,
-    when_backward_ends,
-)
+from .._torch import at_end_of_backward, current_backward, outer_saved_tensor_hooks, pytree
 from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
 from ..redistribute import Ready
-from ..storage.operands import start_moves, version_stamp
+from ..storage.operands import start_moves, state_stamp, version_stamp
 from ..storage.wrapper import Cell, Locals, Wrapper, wrap
 from ..tensor.autograd import Redistribute
 from ..tensor.gradients import keeps_partial
@@ -52,12 +47,14 @@ _running = _Running()
 
 
 class _Saved:
-    """What autograd saves of a gathered parameter or a view of it: which one, and where in it."""
+    """What autograd saves of a gathered parameter or a view of it: which one, where in it, and the
+    stamp of its values."""
 
-    __slots__ = ("index", "parts", "spec", "unit")
+    __slots__ = ("index", "parts", "spec", "stamp", "unit")
 
     def __init__(self, unit: Unit, index: int, spec: DTensorSpec, parts: list[Any]) -> None:
         self.unit, self.index, self.spec, self.parts = unit, index, spec, parts
+        self.stamp = unit._stamp[index]
 
 
 class Unit:
@@ -66,7 +63,7 @@ class Unit:
     - `_whole` are the local tensors of the gathered parameters, and `_stamp` says of which values
       of the shards.
     - `_live` are DTensors of them with an autograd history, while a forward uses them. `_cells` are
-      their version cells, with the index of the parameter.
+      their version cells, with the index of the parameter, and `_fresh` their first stamps.
     - `_started` are gathers under way, with their stamp.
     - `_sequence` are the units in the order of this forward, and `_last` in that of the one before,
       if this unit is the outermost.
@@ -88,12 +85,15 @@ class Unit:
         self._modules = frozenset(map(id, modules))
         self._to_run: set[int] = set()
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        self._targets = [self._gathered_spec(parameter, where) for parameter in parameters]
+        self._where = where
+        self._specs: list[DTensorSpec] = []
+        self._targets: list[DTensorSpec] = []
         self._whole: list[Locals] | None = None
-        self._stamp: object = None
+        self._stamp: list[object] = []
         self._live: Sequence[Any] | None = None
         self._cells: dict[Cell, int] = {}
-        self._started: tuple[object, list[Ready]] | None = None
+        self._fresh: list[object] = []
+        self._started: tuple[list[object], list[Ready]] | None = None
         self._sequence: list[Unit] = []
         self._last: list[Unit] = []
         self._outermost = self
@@ -102,9 +102,8 @@ class Unit:
         for parameter in parameters:
             parameter._fully_sharded = self
 
-    def _gathered_spec(self, parameter: Any, where: Topology) -> DTensorSpec:
-        spec: DTensorSpec = parameter._spec
-        axes = axes_in(where, spec.topology) or ()
+    def _gathered_spec(self, spec: DTensorSpec) -> DTensorSpec:
+        axes = axes_in(self._where, spec.topology) or ()
         places = [Replicate() if a in axes else p for a, p in enumerate(spec.placements)]
         made = spec.with_placements(places)
         dtype = self.policy.param_dtype
@@ -118,6 +117,9 @@ class Unit:
         """Start to gather the parameters, so that it overlaps with what follows."""
         if self._whole is not None or self._started is not None:
             return
+        specs = [parameter._spec for parameter in self.parameters]
+        if self._specs != specs:  # the first time, and after `module.to(dtype)`
+            self._specs, self._targets = specs, list(map(self._gathered_spec, specs))
         pairs = zip(self.parameters, self._targets, strict=True)
         cast = [(_in_dtype(p, spec.dtype), spec) for p, spec in pairs]
         moving = [(p, spec) for p, spec in cast if p._spec is not spec]
@@ -141,13 +143,30 @@ class Unit:
 
     def live(self) -> list[Any]:
         """DTensors of the gathered parameters, for autograd to give a history."""
-        pairs = zip(self._targets, self.gather(), strict=True)
+        gathered = self.gather()
+        pairs = zip(self._targets, gathered, strict=True)
         made = [(spec, local, Cell(local, spec.meta.shape)) for spec, local in pairs]
         self._cells = {cell: index for index, (_, _, cell) in enumerate(made)}
         return [wrap(spec, local, cell) for spec, local, cell in made]
 
-    def _stamps(self) -> object:
-        return [version_stamp(parameter) for parameter in self.parameters]
+    def _make_live(self) -> Sequence[Any]:
+        live: Sequence[Any] = Gather.apply(self, *self.parameters)
+        self._live, self._fresh = live, list(map(version_stamp, live))
+        return live
+
+    def _write_back(self, index: int) -> None:
+        """Write into the shards what a forward wrote into a gathered parameter, as an embedding
+        with `max_norm` does."""
+        live = None if self._live is None else self._live[index]
+        if live is None or self._fresh[index] == version_stamp(live):
+            return
+        parameter = self.parameters[index]
+        with torch.no_grad():
+            parameter.copy_(live.detach())
+        self._fresh[index], self._stamp[index] = version_stamp(live), state_stamp(parameter)
+
+    def _stamps(self) -> list[object]:
+        return list(map(state_stamp, self.parameters))
 
     def drop(self) -> None:
         """Forget the gathered parameters: only shards stay."""
@@ -156,16 +175,17 @@ class Unit:
 
     def value(self, parameter: Any) -> Any:
         """The parameter as its module sees it: gathered while a forward or backward runs."""
-        index, backward = self._index.get(id(parameter)), in_backward()
+        index, backward = self._index.get(id(parameter)), current_backward() >= 0
         if index is None or not (_running.units or backward):
             return parameter
-        if self._live is None:  # another unit uses it, or a checkpoint is computed again
-            self._live = Gather.apply(self, *self.parameters)
+        live = self._live
+        if live is None:  # another unit uses it, or a checkpoint is computed again
+            live = self._make_live()
             if backward:
-                when_backward_ends(self.drop)
+                at_end_of_backward(self.drop)
             else:
                 _running.units[0]._sequence.append(self)
-        return self._live[index]
+        return live[index]
 
     # --- forward -------------------------------------------------------------------------------
 
@@ -178,7 +198,7 @@ class Unit:
         if self not in self._outermost._sequence[-1:]:
             self._outermost._sequence.append(self)
         if self._live is None:
-            self._live = Gather.apply(self, *self.parameters)
+            self._make_live()
         following = _neighbour(self, self._outermost._last, 1)
         if following is not None:
             following.start()
@@ -203,11 +223,14 @@ class Unit:
             if outermost:  # prefetched and not used, or used by another unit
                 for unit in {*self._sequence, *self._last} - {self}:
                     unit._to_run.clear()
-                    unit._live = unit._started = None
+                    unit._started = None
+                    unit._end_forward(False)
         dtype = self.policy.output_dtype
         return None if dtype is None else _cast(output, dtype)
 
     def _end_forward(self, outermost: bool) -> None:
+        for index in range(len(self.parameters)):
+            self._write_back(index)
         self._live = None
         keeps = outermost if self.reshard is None else not self.reshard
         if not keeps or not torch.is_grad_enabled():
@@ -228,10 +251,17 @@ class Unit:
                 return None
             offset = part.storage_offset() - whole.storage_offset()
             parts.append((part.shape, part.stride(), offset))
+        self._write_back(index)
         return _Saved(self, index, tensor._spec, parts)
 
     def unpacked(self, saved: _Saved) -> Any:
         """The tensor that was saved, of parameters that are gathered again."""
+        if state_stamp(self.parameters[saved.index]) != saved.stamp:
+            raise RuntimeError(
+                f"fully_shard: a parameter, {self.parameters[saved.index]._spec}, was modified "
+                "between a forward and its backward, which needs the old values. Run the backward "
+                "first."
+            )
         number = current_backward()
         if self._whole is None or number == -1 or self._seen != number:
             self._gather_again(number)
@@ -249,7 +279,7 @@ class Unit:
         self.gather()
         if number == -1:  # autograd's graph is looked at, and no backward runs
             return
-        when_backward_ends(self.drop)  # if no parameter gets a gradient nobody else does
+        at_end_of_backward(self.drop)  # if no parameter gets a gradient nobody else does
         before = self._before()
         if before is not None:
             before.start()
@@ -264,7 +294,7 @@ class Unit:
         before = self._before()
         if before is not None and before._started is not None:
             before.gather()
-            when_backward_ends(before.drop)
+            at_end_of_backward(before.drop)
 
 
 def _in_dtype(parameter: Any, dtype: torch.dtype) -> Any:
@@ -310,7 +340,12 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, *parameters: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.unit = unit
-        return tuple(unit.live())
+        live = unit.live()
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(
+            *[t for t, needs in zip(live, needed, strict=True) if not needs]
+        )
+        return tuple(live)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -345,10 +380,6 @@ def _stays_partial(parameter: Any, grad: Any) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """The floating point tensors in a value in another dtype."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_cast(each, dtype) for each in value)
-    return value
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
+    )

@@ -19,7 +19,7 @@ from ..redistribute import (
     steps_between,
 )
 from . import policy
-from .wrapper import Locals, Wrapper
+from .wrapper import Locals, Wrapper, share_cell
 
 Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
@@ -40,6 +40,11 @@ def version_stamp(tensor: Any) -> object:
         return object()
     also = 0 if cell.parts is parts else _versions(cell.parts)
     return cell.writes + _versions(parts) + also
+
+
+def state_stamp(tensor: Any) -> object:
+    """A value that changes when a tensor is written or gets other memory."""
+    return share_cell(tensor), version_stamp(tensor)
 
 
 def _versions(parts: Locals) -> int:
