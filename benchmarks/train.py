@@ -46,8 +46,8 @@ WHERE = [
     "model by hand compute on plain tensors; PyTorch's styles do so between linear layers. What",
     "sharding adds is Python too: for each parameter a view to pack it, one to unpack it, a",
     "DTensor of the gathered value, and the hook that brings its gradient into its layout.",
-    "Context parallel: no rank of Shardwise's holds the keys whole, they pass in a ring or heads are",
-    "exchanged. By hand each rank gathers keys and values: fewer calls, more memory.",
+    "Context parallel: no rank of Shardwise's holds the keys whole, they pass in a ring or heads",
+    "are exchanged. By hand each rank gathers keys and values: fewer calls, more memory.",
 ]
 PLAN: Any = {
     **{f"*.attention.{name}.*": {"tp": sw.Shard(0)} for name in ("queries", "keys", "values")},
