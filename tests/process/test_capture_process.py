@@ -7,15 +7,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.capture import agree
 from shardwise.errors import CaptureError, CommunicationError
 
 from ..captured import MODELS, SCENARIOS, compare
@@ -76,6 +80,35 @@ def test_ranks_that_differ_are_told(processes: Pools) -> None:
     assert "on another rank" in first and "a Python number" in second
     for text in processes(2).run(diverging, "draws"):
         assert "have different random states" in text
+
+
+def recording_alone() -> str:
+    """What the second rank is told when it gives arguments that the first one does not."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    model = sw.shard_module(nn.Linear(4, 4), mesh, {})
+    patience = patch.object(agree, "_PATIENCE", timedelta(seconds=0.5))
+
+    @sw.capture
+    def step(x: Any, name: str) -> Any:
+        return model(x) if name else x
+
+    x = sw.distribute_tensor(torch.ones(2, 4), mesh)
+    with patience, torch.no_grad():
+        for _ in range(8):
+            step(x, "a")
+        try:
+            for _ in range(4):
+                step(x, "b" if dist.get_rank() else "a")
+        except CommunicationError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_rank_that_records_alone_is_told(processes: Pools) -> None:
+    first, second = processes(2).run(recording_alone)
+    assert first == "no error"
+    assert "records a graph" in second and "rank 0 did not come within 0.5 seconds" in second
+    assert "Pass arguments of the same kinds on every rank" in second
 
 
 def written() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import fx
 
 from ..comm import engine_of
 from ..comm import group as collectives
+from ..comm.lockstep import all_arrive
 from ..comm.process import same_among_members
 from ..layout.mesh import Topology
 from .record import Recording
@@ -21,6 +23,27 @@ COLLECTIVES: frozenset[Any] = frozenset(
     for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 )
 """The functions that start a collective, as they are in graphs."""
+
+
+_PATIENCE = timedelta(seconds=30)
+
+
+def all_record(name: str, meshes: Sequence[Topology], call: str) -> None:
+    """Return when all ranks are about to record `call`, or to verify it; raise if some are not.
+
+    A rank that replays does not compare anything with the others.
+    """
+    for mesh in meshes:
+        if not mesh.virtual and mesh.coordinate is not None:
+            what = f"{name}: this call records a graph or compares one with the eager step"
+            all_arrive(
+                what,
+                mesh,
+                call,
+                "Pass arguments of the same kinds on every rank, and let no variable that the "
+                "step reads differ by rank.",
+                _PATIENCE,
+            )
 
 
 def all_agree(

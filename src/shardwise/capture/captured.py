@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from ..comm.recording import recorder
 from ..config import current
 from ..errors import CaptureError, need
 from ..storage.wrapper import Wrapper
-from .agree import all_agree
+from .agree import all_agree, all_record
 from .emit import Missed
 from .graph import Graph
 from .passes import DEFAULT, Pass
@@ -46,11 +47,14 @@ class _Case:
 class Captured:
     """A step that is recorded and replayed. Call it as the function that it was made of."""
 
+    _made = itertools.count()
+
     def __init__(
         self, step: Callable[..., Any], passes: Sequence[Pass] | None, verify: bool
     ) -> None:
         functools.update_wrapper(self, step)
         self.eager = step
+        self._number = next(self._made)
         self._passes = DEFAULT if passes is None else tuple(passes)
         self._verify = verify
         self._state: State | None = None
@@ -91,6 +95,11 @@ class Captured:
     @property
     def _name(self) -> str:
         return f"capture({getattr(self.eager, '__name__', 'step')})"
+
+    def _call(self) -> str:
+        """This call, told apart from all others of captured steps in the same way on every rank."""
+        calls = sum([self._counts[kind] for kind in ("eager", "recorded", "replayed")])
+        return f"{self._number} {self._name} {calls}"
 
     # --- the program ---------------------------------------------------------------------------
 
@@ -188,10 +197,11 @@ class Captured:
                 "more; this call runs eagerly. Pad batches to few shapes"
             )
             return self._run_eagerly(*args)
+        meshes = state.topologies(flat)
+        all_record(self._name, meshes, self._call())
         self._counts["recorded"] += 1
         result, made = record(self.eager, flat, tree, state)
         first, case.first = case.first, None
-        meshes = state.topologies(flat)
         reason = next(iter(made.seen.refusals), None)
         again = first is None or not first.took_same_branches(made)
         if first is not None and (not again or case.calls >= WARM + _MOST_TRIES):
@@ -228,6 +238,7 @@ class Captured:
 
     def _verified(self, case: _Case, graph: Graph, flat: Sequence[Any], tree: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(flat, tree)
+        all_record(self._name, graph.meshes, self._call())
         result, reason = graph.verify(flat, lambda: self.eager(*args, **kwargs))
         reason = all_agree(graph.meshes, None, reason)
         self._counts["eager"] += 1

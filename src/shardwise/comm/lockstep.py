@@ -173,11 +173,13 @@ def _raise_difference(texts: dict[int, str]) -> NoReturn:
 # --- plain tensors -------------------------------------------------------------------------------
 
 
-def all_arrive(what: str, topology: Topology, call: str) -> None:
+def all_arrive(
+    what: str, topology: Topology, call: str, advice: str, patience: timedelta = _ARRIVAL
+) -> None:
     """Return when all ranks of a mesh are at the same `call`; raise if some do not come in time.
 
     `call` is equal on all ranks and not used again. The store keeps one verdict for all ranks: one
-    that comes too late raises too.
+    that comes too late raises too. The error ends with `advice`.
     """
     topology.refuse_destroyed()
     if is_alone():
@@ -188,7 +190,7 @@ def all_arrive(what: str, topology: Topology, call: str) -> None:
     store.set(f"{name}/{world.rank}", line)
     if store.add(name, 1) == len(topology.ranks):
         store.compare_set(f"{name}/end", "", "all")
-    if not _wait_for(store, [f"{name}/end"], _ARRIVAL):
+    if not _wait_for(store, [f"{name}/end"], patience):
         absent = [rank for rank in topology.ranks if not store.check([f"{name}/{rank}"])]
         store.compare_set(f"{name}/end", "", ", ".join(map(str, absent)) or str(world.rank))
     verdict = store.get(f"{name}/end").decode()
@@ -197,12 +199,8 @@ def all_arrive(what: str, topology: Topology, call: str) -> None:
     late = str(world.rank) in verdict.split(", ")
     raise CommunicationError(
         f"{what}, so all ranks of mesh {topology} must make the same call, but rank {verdict} did "
-        f"not come within {_ARRIVAL.total_seconds():g} seconds. This rank "
-        f"{'came later' if late else 'is there'}, at {line}.\n"
-        "Make the call on every rank, with a plain tensor of one shape, or put it on the mesh "
-        "before: distribute_tensor(tensor, mesh, [Replicate()]) on every rank. If each rank has "
-        "its own part of a batch, say so: DTensor.from_local(tensor, mesh, [Shard(0)]). "
-        'With shardwise.plain_tensors("trust") plain tensors are not compared.'
+        f"not come within {patience.total_seconds():g} seconds. This rank "
+        f"{'came later' if late else 'is there'}, at {line}.\n{advice}"
     )
 
 

@@ -159,6 +159,14 @@ def _forget_checked(_: World) -> None:
     _checked.clear()
 
 
+_ADVICE = (
+    "Make the call on every rank, with a plain tensor of one shape, or put it on the mesh "
+    "before: distribute_tensor(tensor, mesh, [Replicate()]) on every rank. If each rank has "
+    "its own part of a batch, say so: DTensor.from_local(tensor, mesh, [Shard(0)]). "
+    'With shardwise.plain_tensors("trust") plain tensors are not compared.'
+)
+
+
 @unrecorded
 def check_plain(
     op: OpOverload,
@@ -186,7 +194,7 @@ def check_plain(
     mesh = found[0]._spec.topology
     if mesh.coordinate is not None:
         what = f"{op}: a plain tensor among DTensors is compared over the ranks"
-        all_arrive(what, mesh, f"{call.hex()} {times}")
+        all_arrive(what, mesh, f"{call.hex()} {times}", _ADVICE)
     for operand in found:
         check_equal(op, mesh, operand._locals[0])
     _checked[call] = times + 1
