@@ -247,6 +247,7 @@ class Unit:
 
     # --- what autograd saves -------------------------------------------------------------------
 
+    @untraced
     def packed(self, tensor: torch.Tensor) -> _Saved | None:
         """What to save in place of a gathered parameter, or a view of one; None for others."""
         if not isinstance(tensor, Wrapper) or tensor._cell is None or tensor._of is not None:
@@ -263,6 +264,7 @@ class Unit:
         self._write_back(index)
         return _Saved(self, index, tensor._spec, parts)
 
+    @untraced
     def unpacked(self, saved: _Saved) -> Any:
         """The tensor that was saved, of parameters that are gathered again."""
         if state_stamp(self.parameters[saved.index]) != saved.stamp:
