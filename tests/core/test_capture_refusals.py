@@ -410,3 +410,18 @@ def test_equal_results_do_not_share_memory() -> None:
         one.logical_not_()
         assert torch.equal(other.full_tensor(), x.full_tensor() > 0)
     assert step.stats()["replayed"] == 2
+
+
+def test_a_captured_step_explains_one_call_as_the_eager_one_does() -> None:
+    captured, eager = Trainer(), Trainer()
+    step = sw.capture(captured.step)
+    for number in range(8):
+        step(in_step(batch(number)))
+        eager.step(in_step(batch(number)))
+    want = sw.explain(eager.step, in_step(batch(8)))
+    for have in (step.explain(in_step(batch(8))), sw.explain(step, in_step(batch(8)))):
+        assert isinstance(have, sw.StepReport) and have.collectives
+        rows = [[(one.kind, one.bytes) for one in each.collectives] for each in (want, have)]
+        assert rows[0] == rows[1]
+        assert have.memory().peak == want.memory().peak
+    assert step.stats()["replayed"] > 0

@@ -14,6 +14,7 @@ from .._torch import pytree
 from ..comm.recording import recorder
 from ..config import current
 from ..errors import CaptureError, need
+from ..report import StepReport, explain_step
 from ..storage.wrapper import Wrapper
 from .agree import all_agree, all_record
 from .emit import Missed
@@ -117,6 +118,11 @@ class Captured:
         """The step as a script in plain PyTorch and `torch.distributed`, which runs without
         Shardwise under torchrun. All ranks make the call, and get the same text."""
         return script(self._graph())
+
+    def explain(self, *args: Any, **kwargs: Any) -> StepReport:
+        """What a call of the step communicates and holds in memory. It runs eagerly, on all ranks:
+        a replay makes the same collectives, but knows no lines and modules."""
+        return explain_step(self.eager, *args, **kwargs)
 
     def save_inputs(self, prefix: str, batches: Sequence[Any]) -> None:
         """Write what the script of `code()` needs to go on from here: a file for each rank.

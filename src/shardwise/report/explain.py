@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             "explain: a function and its arguments are needed, but got a "
             f"{type(function).__name__}. Write for example explain(torch.matmul, x, w)."
         )
+    if isinstance(getattr(type(function), "explain", None), FunctionType):
+        return function.explain(*args, **kwargs)  # type: ignore[attr-defined]  # a captured step
     if _is_pytorchs(function):
         return explain_call(function, *args, **kwargs)
     return explain_step(function, *args, **kwargs)
