@@ -120,7 +120,7 @@ class Captured:
         return script(self._graph())
 
     def explain(self, *args: Any, **kwargs: Any) -> StepReport:
-        """What a call of the step communicates and holds in memory. It runs eagerly, on all ranks:
+        """The report of one call: its communication and memory. It runs eagerly, on all ranks:
         a replay makes the same collectives, but knows no lines and modules."""
         return explain_step(self.eager, *args, **kwargs)
 
@@ -265,7 +265,7 @@ def _shared(flat: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _detached(result: Any) -> Any:
-    """What a step returns, without its history: a replay has none."""
+    """The result of a step, without its autograd history: a replay has none."""
     return pytree.tree_map(
         lambda each: each.detach() if isinstance(each, torch.Tensor) and each.grad_fn else each,
         result,

@@ -152,7 +152,7 @@ setattr(Number, "str", Number._graph_repr)  # noqa: B010  # the name would hide 
 
 
 def symbol(number: Number) -> Any:
-    """What the program gets for a number."""
+    """The value that the program gets for a number."""
     return torch.SymFloat(number)
 
 

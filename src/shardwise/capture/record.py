@@ -169,7 +169,7 @@ def _symbols(recorder: Recorder, text: str, name: str, value: Any) -> Any:
 
 
 class _Others:
-    """What a replay leaves as it is, before a step: a step that changes it is refused."""
+    """The state that a replay does not change, before a step: a step that changes it is refused."""
 
     def __init__(self, state: State, flat: Sequence[Any], variables: Sequence[Variable]) -> None:
         self._state = state

@@ -47,7 +47,7 @@ class Input:
 
 @dataclass
 class Recorded:
-    """What a recording has seen. `events` are the collectives that listeners are told, `written`
+    """The contents of a recording. `events` are the collectives that listeners are told, `written`
     the numbers of the storages that the step writes into."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -212,7 +212,7 @@ class Recorder(DispatchMode):
         return self._result(func, node, out)
 
     def _result(self, func: Any, node: fx.Node, out: Any) -> Any:
-        """What a call returns, with its node; a float that is read becomes a symbol."""
+        """The result of a call, with its node; a float that is read becomes a symbol."""
         if isinstance(out, torch.Tensor):
             if self._nodes.get(out) is None:  # else it was written in place
                 self._nodes[out] = self._described(node, out)

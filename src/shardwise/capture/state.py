@@ -62,7 +62,7 @@ class State:
         return len(now) == len(self.now) and all(map(is_, now, self.now))
 
     def key(self) -> tuple[Any, ...]:
-        """What a graph depends on beside the arguments: layouts, flags, settings, hooks."""
+        """The key of a graph beside the arguments: layouts, flags, settings, hooks."""
         tensors = self.tensors
         return (
             _settings(current()),

@@ -151,7 +151,7 @@ class Ring:
         return start_together(steps, fine, [(spec.fine or spec).stride for spec in specs])
 
     def take(self, ready: Sequence[Ready]) -> list[Locals]:
-        """What was sent, once it is here."""
+        """The received tensor, once it is here."""
         blocks = self.specs["key"].groups
         arrived = [get() for get in ready]
         return [tuple(t.flatten(2, 3) for t in parts) if blocks else parts for parts in arrived]

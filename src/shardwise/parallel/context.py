@@ -20,7 +20,7 @@ from ..storage.plain import check_equal
 from ..tensor.dtensor import DTensor, distribute_tensor
 
 _BLOCKS = 8
-"""Of each block of a sequence every rank has a part: causal work is then within an eighth even."""
+"""Every rank has a part of each block of a sequence: causal work is then even within an eighth."""
 
 
 @contextmanager
