@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from shardwise import CommDebugMode, Partial, Replicate, Shard, communication
 from shardwise.errors import CommunicationError
+from shardwise.forms import ring_attention
 from shardwise.forms.ring_attention import _visible, held_intervals
 
 from ..compare import Layout, assert_same, numbers, spread, virtual
@@ -44,6 +45,16 @@ def operands(queries: int, keys: int, **options: Any) -> list[torch.Tensor]:
 def test_values(name: str, layout: str, length: int) -> None:
     shape, where = LAYOUTS[layout]
     assert_same(FUNCTIONS[name], operands(length, length), where, virtual(*shape))
+
+
+@pytest.mark.parametrize("length", [18, 21])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_of_blocks_in_pieces(
+    name: str, layout: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_attention, "PIECE", 32)
+    test_values(name, layout, length)
 
 
 @pytest.mark.parametrize("lengths", [(18, 7), (5, 18), (2, 18), (18, 2)], ids=str)
@@ -112,6 +123,15 @@ def test_heads_are_exchanged_where_that_is_cheaper_or_shares_work_evenly() -> No
     assert moved(4, 4, SEQ, False)[0] == 3
     assert moved(8, 8, Shard(2, split=8), True, size=256)[0] == there_and_back
     assert moved(32, 4, Shard(2, split=8), True, size=256)[0] == 3  # few keys for many queries
+
+
+@pytest.mark.parametrize(("place", "pieces"), [(SEQ, 8), (Shard(2, split=2), 2)])
+def test_large_blocks_go_round_in_pieces(
+    place: Shard, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_attention, "PIECE", 128)
+    block = 2 * 64 // 4 * 4 * 8
+    assert moved(1, 1, place, False) == (3 * pieces, 3 * block)
 
 
 def test_the_policy_on_communication_knows_of_the_blocks() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import CommDebugMode, Shard, context_parallel, init_device_mesh
 from shardwise.errors import PlainTensorError
+from shardwise.forms import ring_attention
 
 from ..compare import assert_same
 from ..core.test_context_parallel import MESHES, equals_one_device
@@ -21,17 +25,21 @@ from .peak import Peak
 
 Pools = Callable[[int], ProcessPool]
 RANKS = 4
+EXAMPLE = Path(__file__).parents[2] / "examples" / "long_context.py"
 
 
-def values(name: str) -> None:
-    for shape, where in LAYOUTS.values():
-        if torch.Size(shape).numel() == RANKS:
-            assert_same(FUNCTIONS[name], operands(18, 18), where, init_device_mesh("cpu", shape))
+def values(name: str, piece: int) -> None:
+    with patch.object(ring_attention, "PIECE", piece):
+        for shape, where in LAYOUTS.values():
+            if torch.Size(shape).numel() == RANKS:
+                mesh = init_device_mesh("cpu", shape)
+                assert_same(FUNCTIONS[name], operands(18, 18), where, mesh)
 
 
+@pytest.mark.parametrize("piece", [32, ring_attention.PIECE])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values(name: str, processes: Pools) -> None:
-    processes(RANKS).run(values, name)
+def test_values(name: str, piece: int, processes: Pools) -> None:
+    processes(RANKS).run(values, name, piece)
 
 
 def memory(length: int, heads: int, split: int) -> dict[str, Any]:
@@ -60,6 +68,26 @@ def test_no_rank_holds_all_keys(heads: int, processes: Pools) -> None:
     for found in processes(RANKS).run(memory, 2048, heads, 8):
         assert found["rounds"] == (RANKS - 1 if heads % RANKS else 2)
         assert found["forward"][0] < RANKS and found["backward"][0] < RANKS
+
+
+def peak_of_a_step(length: int, ranks: int) -> int:
+    """The bytes that forward and backward of the example's model hold at most on this rank."""
+    model, text = runpy.run_path(str(EXAMPLE))["Model"](length), torch.arange(length + 1)[None] % 32
+    ends = [text[:, :-1], text[:, 1:]]
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        sw.shard_module(model, mesh, {"places": {"cp": Shard(0, split=8)}})
+        ends = [sw.distribute_tensor(end, mesh, {"cp": Shard(1, split=8)}) for end in ends]
+    with patch.object(ring_attention, "PIECE", 1 << 14), Peak() as peak:  # eight in a block
+        F.cross_entropy(model(ends[0]).flatten(0, 1), ends[1].flatten()).backward()
+    return peak.most
+
+
+def test_a_rank_holds_a_quarter(processes: Pools) -> None:
+    """Of activations and gradients; the weights are small, and replicated."""
+    alone = peak_of_a_step(4096, 1)
+    for found in processes(RANKS).run(peak_of_a_step, 4096, RANKS):
+        assert found < 0.255 * alone
 
 
 def in_context(name: str) -> None:
