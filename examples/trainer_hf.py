@@ -20,21 +20,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import shardwise as sw
 from shardwise import Shard
 
-BATCH, LENGTH, VOCABULARY, STEPS = 8, 24, 128, 10
-CONFIG = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2
-)
+BATCH, LENGTH, WORDS, STEPS = 8, 24, 128, 10
+CONFIG = LlamaConfig(vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 STARTS = torch.arange(0, 7 * BATCH * STEPS, 7).view(-1, 1)
-TEXTS = [{"input_ids": row} for row in (STARTS + torch.arange(LENGTH)) % VOCABULARY]
+TEXTS = [{"input_ids": row} for row in (STARTS + torch.arange(LENGTH)) % WORDS]
 
 
-def train(
-    model: LlamaForCausalLM, lay_out: Callable[[Tensor], Tensor] = lambda x: x
-) -> list[float]:
+def train(model: LlamaForCausalLM, place: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
     """The single-device program."""
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        tokens = lay_out(torch.stack([row["input_ids"] for row in rows]))
+        tokens = place(torch.stack([row["input_ids"] for row in rows]))
         return {"input_ids": tokens, "labels": tokens}
 
     settings = TrainingArguments(
@@ -67,10 +63,13 @@ def main() -> None:
             print(f"{step:4}  {a:10.4f}  {b:11.4f}")
     torch.testing.assert_close(meshed, single, rtol=1e-3, atol=1e-4)
     for folder in sys.argv[1:2]:
-        sw.save_safetensors(model, folder)
-        CONFIG.save_pretrained(folder)
-        again = LlamaForCausalLM.from_pretrained(folder).state_dict()
-        torch.testing.assert_close(dict(again), sw.full_state_dict(model), rtol=0, atol=0)
+        sw.save_safetensors(model, f"{folder}/parts")  # without gathering
+        CONFIG.save_pretrained(f"{folder}/parts")
+        whole, first = sw.full_state_dict(model), sw.is_first_rank()
+        model.save_pretrained(f"{folder}/whole", state_dict=dict(whole), is_main_process=first)
+        for name in ("parts", "whole") if first else ():
+            again = LlamaForCausalLM.from_pretrained(f"{folder}/{name}").state_dict()
+            torch.testing.assert_close(dict(again), whole, rtol=0, atol=0)
     if dist.is_initialized():
         dist.destroy_process_group()
 

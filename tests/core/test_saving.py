@@ -54,7 +54,7 @@ def test_local_tensors_of_other_places_are_refused(wrong: str) -> None:
         slots = slots[::-1]
     else:
         local = local[::-1]
-    with pytest.raises(LayoutError, match="full_tensor" if wrong == "slots" else "shapes"):
+    with pytest.raises(LayoutError, match="full_state_dict" if wrong == "slots" else "shapes"):
         restore(spec, slots, local, *rest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def test_what_is_assigned_takes_the_layout(processes: Pools) -> None:
 
 def write(folder: str) -> None:
     x = distribute_tensor(numbers(7, 3), init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
+    warnings.filterwarnings("ignore", "torch.save and pickle write the part")
     torch.save({"x": x}, f"{folder}/{dist.get_rank()}.pt")
     some = DeviceMesh("cpu", [3, 1])
     torch.save(distribute_tensor(numbers(4), some, [Shard(0)]), f"{folder}/{dist.get_rank()}.some")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,13 @@ from .harness import ProcessPool
 Pools = Callable[[int], ProcessPool]
 
 
+def quietly() -> None:
+    """It is known here that a file has the part of a rank; see test_state_dict_process."""
+    warnings.filterwarnings("ignore", "torch.save and pickle write the part")
+
+
 def one_file_for_all(file: str, place: Any) -> str:
+    quietly()
     x = distribute_tensor(numbers(4, 3), init_device_mesh("cpu", (2,)), [place])
     if dist.get_rank() == 0:
         torch.save({"x": x}, file)
@@ -44,10 +51,11 @@ def test_a_file_of_one_rank_is_not_the_tensor_of_another(
     if place is Replicate():
         assert second == ""
     else:
-        assert "saved at mesh coordinate (0,)" in second and "x.full_tensor()" in second
+        assert "saved at mesh coordinate (0,)" in second and "full_state_dict" in second
 
 
 def sub_meshes(folder: str) -> None:
+    quietly()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     x = distribute_tensor(numbers(4, 3), mesh["tp"], [Shard(0)])
     file = f"{folder}/{dist.get_rank()}.pt"

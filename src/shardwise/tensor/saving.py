@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from ..errors import LayoutError
 from ..layout.mesh import Coord
 from ..layout.placement import Partial, Replicate, Shard
 from ..layout.spec import DTensorSpec, rebuild_spec
+from ..layout.user_line import user_place
 from ..storage.wrapper import Wrapper, wrap
 
 _OWN = [
@@ -46,7 +49,23 @@ def _not_own(state: dict[str, Any]) -> dict[str, Any]:
 def saved(tensor: Wrapper) -> tuple[Any, ...]:
     """The pickle of a tensor: a function that restores it, and its arguments."""
     spec, state = tensor._spec, plain_attributes(tensor)
+    if spec.slot_axes and not spec.topology.virtual:
+        _warn_of_parts()
     return _restore, (spec, spec.slots, tensor._locals, tensor.requires_grad, state)
+
+
+@cache
+def _warn_of_parts() -> None:
+    """Warn once in a process: one file of the first rank would not have the whole tensor."""
+    file, line = user_place()
+    warnings.warn_explicit(
+        "torch.save and pickle write the part of a sharded DTensor that this rank holds. Every "
+        "rank must save a file of its own; for one file with whole tensors save "
+        "shardwise.full_state_dict(state), which all ranks call. This is said once.",
+        UserWarning,
+        file,
+        line,
+    )
 
 
 def _restore(
@@ -87,7 +106,7 @@ def _here(
         raise LayoutError(
             f"a DTensor {spec} was saved at {place} and is loaded at {spec.slots[0]}, which holds "
             "another part of it. Save on every rank to a file of its own and load that one; or "
-            "save x.full_tensor(), and use distribute_tensor after loading."
+            "save shardwise.full_state_dict(state), made on all ranks, which has whole tensors."
         )
     shapes = [tuple(part.shape) for part in local]
     if shapes != [spec.local_shape(coord) for coord in spec.slots]:
