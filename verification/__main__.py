@@ -73,6 +73,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
         )
     rounded = sum(row["rounded"] for row in checked)
     lines.append(f"{rounded} calls differ by rounding that is plain PyTorch's own")
+    others = sum(row["of_subclass"] for row in checked)
+    lines.append(f"{others} gradients are those of PyTorch's formula for subclasses of tensors")
     fallback = sum("fallback" in row["tiers"] for row in checked)
     share = 100 * fallback / max(len(checked), 1)
     lines.append(f"replicate fallback when dim 0 is sharded: {share:.1f} % of entries")
