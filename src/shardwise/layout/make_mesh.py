@@ -242,8 +242,7 @@ def described_mesh(
         raise MeshError(
             f"a tensor was saved on a mesh of processes ({text}), which does not exist in this "
             "process. Make it with shardwise.init_device_mesh before the file is loaded, in as "
-            "many processes; for another mesh save full_tensor() and use distribute_tensor after "
-            "loading it."
+            "many processes; or save shardwise.full_state_dict(state), which has whole tensors."
         )
     _wait_for_all(text)
     mesh = TorchDeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=names)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._torch import disabled_torch_function, is_tracing, make_wrapper
+from .._torch import is_tracing, make_wrapper
 from ..layout.spec import DTensorSpec
 
 Locals = tuple[torch.Tensor, ...]
@@ -47,8 +47,6 @@ class Wrapper(torch.Tensor):
     _of: Any = None
     public: ClassVar[type[Wrapper]]
     watch_func_leaves: ClassVar[Callable[[], bool]]
-
-    __torch_function__ = disabled_torch_function
 
 
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from hashlib import sha256
 from secrets import token_hex
 from typing import Any
@@ -28,20 +29,7 @@ class CompileProtocol:
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The names of the local tensors, and the layout. Guards call this on each rank in its own
         order, so it must not communicate."""
-        return [f"_local{index}" for index in range(len(self._spec.slots))], self._spec
-
-    def __getattr__(self, name: str) -> Any:
-        """The local tensors by their names in `__tensor_flatten__`."""
-        index = name.removeprefix("_local")
-        if index is name or not index.isdecimal():
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        root: Any = root_of(self)
-        with mode_of_fakes(root):
-            part = self._locals[int(index)]
-        if type(part) is torch.Tensor:
-            _cells[memory_of(part)] = cell = share_cell(root)
-            cell.writes += 1  # a compiled program may write into it, where nobody counts
-        return part
+        return _names_of_parts(len(self._spec.slots)), self._spec
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> Any:
@@ -76,3 +64,26 @@ class CompileProtocol:
         where = mesh.device_type, mesh.shape, mesh.ranks, mesh.coordinate, id(mesh)
         text = repr((_PROCESS, where, self._spec, self._spec.stride, self.cuts, parts))
         return sha256(f"{text}{self.requires_grad}".encode()).hexdigest()
+
+
+@cache
+def _names_of_parts(count: int) -> list[str]:
+    """The names of local tensors, which DTensors have as properties from now on.
+
+    A `__getattr__` would need none, and make every other attribute of a DTensor slower.
+    """
+    names = [f"_local{index}" for index in range(count)]
+    for index, name in enumerate(names):
+        if not hasattr(CompileProtocol, name):
+            setattr(CompileProtocol, name, property(partial(_part, index)))
+    return names
+
+
+def _part(index: int, tensor: Any) -> Any:
+    root: Any = root_of(tensor)
+    with mode_of_fakes(root):
+        part = tensor._locals[index]
+    if type(part) is torch.Tensor:
+        _cells[memory_of(part)] = cell = share_cell(root)
+        cell.writes += 1  # a compiled program may write into it, where nobody counts
+    return part

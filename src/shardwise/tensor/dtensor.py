@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._torch import take_lists, untraced
+from .._torch import disabled_torch_function, take_lists, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError, need
@@ -56,6 +56,8 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     """
 
     __torch_dispatch__: Any = classmethod(dispatch)
+    # PyTorch looks this up for each argument, and finds it soonest here.
+    __torch_function__ = disabled_torch_function
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise TypeError(
@@ -164,11 +166,11 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     share_memory_ = _without_memory("share_memory_", "")
     __dlpack__ = _without_memory("__dlpack__", "")
-    # Hugging Face's save_pretrained asks for it.
+    # The safetensors library and Hugging Face's save_pretrained ask for it.
     storage = _without_memory(
         "storage",
-        " To save a model: shardwise.save_safetensors(model, folder), or give save_pretrained "
-        "state_dict=shardwise.full_state_dict(model).",
+        " Files of models: shardwise.save_safetensors(model, folder) and load_safetensors, or "
+        "model.save_pretrained(folder, state_dict=shardwise.full_state_dict(model)).",
     )
     apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 
