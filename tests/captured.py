@@ -172,7 +172,9 @@ def parts(value: Any) -> list[Tensor]:
     return list(value._locals) if isinstance(value, sw.DTensor) else [value]
 
 
-def trained(scenario: Scenario, mesh: Any, captured: bool) -> tuple[list[Tensor], Any]:
+def trained(
+    scenario: Scenario, mesh: Any, captured: bool, **options: Any
+) -> tuple[list[Tensor], Any]:
     """Losses, parameters, buffers, gradients, optimizer state and the next random number after
     `STEPS` steps, captured or not, and `AFTER` eager ones; and the captured step."""
     torch.manual_seed(0)
@@ -184,7 +186,7 @@ def trained(scenario: Scenario, mesh: Any, captured: bool) -> tuple[list[Tensor]
     optimizer = scenario.optimizer(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     eager = step_of(scenario.step, model, optimizer)
-    step = sw.capture(eager) if captured else eager
+    step = sw.capture(eager, **options) if captured else eager
     left: list[Tensor] = []
     for number, pair in enumerate(batches(model, STEPS + AFTER)):
         x, y = (
@@ -202,10 +204,12 @@ def trained(scenario: Scenario, mesh: Any, captured: bool) -> tuple[list[Tensor]
     return [*left, torch.rand(1)], step
 
 
-def compare(scenario: Scenario, mesh: Any) -> None:
+def compare(scenario: Scenario, mesh: Any, passes: Any = None) -> Any:
+    """The captured step, which has left the same bits as the eager one."""
     want, _ = trained(scenario, mesh, False)
-    have, step = trained(scenario, mesh, True)
+    have, step = trained(scenario, mesh, True, passes=passes)
     assert step.stats()["replayed"] >= STEPS - 6, step.stats()
     assert len(have) == len(want)
     for one, other in zip(have, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    return step

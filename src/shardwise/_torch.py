@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing.reductions
 import torch.utils._pytree
 from torch._library.opaque_object import register_opaque_type
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
@@ -24,6 +25,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 pytree = torch.utils._pytree
 """Values in lists, tuples and dicts one by one, also in classes that users have registered."""
+
+StorageWeakRef = torch.multiprocessing.reductions.StorageWeakRef
+"""A weak reference to a storage: its address is not given to another one meanwhile."""
 
 OpOverload = torch._ops.OpOverload
 """The class of operators that `__torch_dispatch__` gets."""
@@ -474,6 +478,22 @@ def below_autograd() -> AbstractContextManager[Any]:
     return found
 
 
+def inductor(module: Any, layouts: Sequence[Any]) -> Callable[..., Any]:
+    """A graph of operators without effects, compiled for inputs of these shapes, strides, dtypes
+    and devices, on which it may rely."""
+    import torch._inductor
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(), torch.no_grad():
+        given: list[Any] = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype, device in layouts
+        ]
+    with torch.no_grad():
+        found: Callable[..., Any] = torch._inductor.compile(module, given)
+    return found
+
+
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Sets whether gradients are enabled, without a context."""
 
@@ -649,7 +669,8 @@ def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number for the storage of a tensor, valid as long as the storage lives.
+    """A number for the storage of a tensor, valid as long as the storage, or a `StorageWeakRef` to
+    it, lives.
 
     Storages without memory, such as those of meta tensors, differ too.
     """

@@ -1,6 +1,6 @@
 """Captures the step of a tensor-parallel GPT, writes it as a script, and prints its next losses.
 
-torchrun --nproc-per-node 2 capture_script.py PREFIX
+torchrun --nproc-per-node 2 capture_script.py PREFIX LAYERS
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.training import GPT_PLAN
 
 mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 torch.manual_seed(0)
-model = transformer.GPT(layers=2)
+model = transformer.GPT(layers=int(sys.argv[2]))
 sw.shard_module(model, mesh, GPT_PLAN)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 draw = torch.Generator().manual_seed(1)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -141,20 +142,55 @@ def losses(text: str) -> list[str]:
     return sorted(re.findall(r"rank \d: 0x[0-9a-fp.+-]+", text))
 
 
-def test_the_script_of_a_step_runs_without_shardwise(tmp_path: Path) -> None:
-    prefix = tmp_path / "step"
-    want = losses(torchrun(Path(__file__).with_name("capture_script.py"), 2, str(prefix)))
+def with_constants() -> tuple[str, list[float]]:
+    """The script of a step with two constants, and what the state has of them."""
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    @sw.capture
+    def step(x: Any) -> Any:
+        return x * torch.tensor(2.0) + torch.tensor(3.0)
+
+    for number in range(6):
+        step(sw.distribute_tensor(torch.ones(4) * number, mesh))
+    with tempfile.TemporaryDirectory() as folder:
+        step.save_inputs(f"{folder}/step", [sw.distribute_tensor(torch.ones(4), mesh)])
+        saved = torch.load(f"{folder}/step.{dist.get_rank()}.pt")["state"]
+    return step.code(), [value.item() for value in saved.values()]
+
+
+def test_constants_of_a_script_have_names_of_their_own(processes: Pools) -> None:
+    for source, values in processes(2).run(with_constants):
+        assert values == [2.0, 3.0]
+        assert "s['a constant']" in source and "s['a constant_2']" in source
+
+
+def run_script(layers: int, folder: Path) -> str:
+    """The script of a GPT, which is clean and gives the losses of the captured step."""
+    prefix = folder / f"step{layers}"
+    writer = Path(__file__).with_name("capture_script.py")
+    want = losses(torchrun(writer, 2, str(prefix), str(layers)))
     written = prefix.with_suffix(".py")
-    source = written.read_text()
-    assert "import shardwise" not in source and len(source.splitlines()) < 400
-    compile(source, str(written), "exec")
-    hidden = tmp_path / "shardwise.py"
-    hidden.write_text("raise ImportError('the script must not need this')")
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", str(written)]
+    found = subprocess.run(lint, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(written), str(prefix)]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=settings, check=False
     )
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == want and len(want) == 6
+    return written.read_text()
+
+
+def test_the_script_of_a_step_runs_without_shardwise(tmp_path: Path) -> None:
+    hidden = tmp_path / "shardwise.py"
+    hidden.write_text("raise ImportError('the script must not need this')")
+    two, four = (run_script(layers, tmp_path) for layers in (2, 4))
+    for source in (two, four):
+        assert "import shardwise" not in source
+        assert "def blocks(" in source and "def backward_blocks(" in source
+        assert max(map(len, source.splitlines())) <= 100
+    lengths = [len(source.splitlines()) for source in (two, four)]
+    assert lengths[0] < 400 and lengths[1] - lengths[0] < 2 * 15, lengths

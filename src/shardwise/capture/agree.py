@@ -59,24 +59,45 @@ def all_agree(
             reason = "it cannot be captured on another rank, whose error says why"
     if reason is not None or recording is None:
         return reason
-    rows = [_row(node) for node in recording.seen.graph.nodes if node.target in COLLECTIVES]
+    if not have_same_order(meshes, recording.seen.graph):
+        return "the ranks do not make the same collectives in the same order"
+    return None
+
+
+def number_collectives(graph: fx.Graph) -> None:
+    """Give each collective its number among those of its ranks, to be known by after passes."""
+    counts: dict[tuple[int, ...], int] = {}
+    for node in graph.nodes:
+        if node.target in COLLECTIVES:
+            ranks = _ranks(node)
+            node.meta["calls"] = (counts.setdefault(ranks, 0),)
+            counts[ranks] += 1
+
+
+def have_same_order(meshes: Sequence[Topology], graph: fx.Graph) -> bool:
+    """True on all ranks if the members of each group make the same collectives in the same order,
+    else False on all."""
+    rows = [(_ranks(node), _row(node)) for node in graph.nodes if node.target in COLLECTIVES]
 
     def digest_of(ranks: tuple[int, ...]) -> int:
         own = [row for members, row in rows if members == ranks]
         return int.from_bytes(sha256(repr(own).encode()).digest()[:7], "little")
 
-    for mesh in meshes:
-        if not mesh.virtual and not same_among_members(mesh, digest_of):
-            return "the ranks do not make the same collectives in the same order"
-    return None
+    own = [mesh.virtual or same_among_members(mesh, digest_of) for mesh in meshes]
+    alike = [engine_of(mesh).check_equal(mesh, int(all(own))) for mesh in meshes]
+    return all(own) and all(alike)
 
 
-def _row(node: fx.Node) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """The ranks of a collective, and what must be the same on all of them."""
+def _ranks(node: fx.Node) -> tuple[int, ...]:
     group: Any = node.args[0]
-    ranks = tuple(getattr(group, "ranks", None) or dist.get_process_group_ranks(group))
+    return tuple(getattr(group, "ranks", None) or dist.get_process_group_ranks(group))
+
+
+def _row(node: fx.Node) -> tuple[Any, ...]:
+    """What must be the same on all ranks of a collective."""
     target: Any = node.target
     shape, _, dtype = node.args[1].meta["val"]  # type: ignore[union-attr]
     even = target.__name__ in ("all_reduce", "broadcast")
     size = torch.Size(shape).numel() if even else None
-    return ranks, (target.__name__, str(dtype), size, [str(a) for a in node.args[3:] if even])
+    ops = [str(each) for each in node.args[2:] if even]
+    return target.__name__, str(dtype), size, ops, node.meta.get("calls")

@@ -51,13 +51,17 @@ class Captured:
     _made = itertools.count()
 
     def __init__(
-        self, step: Callable[..., Any], passes: Sequence[Pass] | None, verify: bool
+        self,
+        step: Callable[..., Any],
+        passes: Sequence[Pass] | None,
+        verify: bool,
+        backend: str | None,
     ) -> None:
         functools.update_wrapper(self, step)
         self.eager = step
         self._number = next(self._made)
         self._passes = DEFAULT if passes is None else tuple(passes)
-        self._verify = verify
+        self._verify, self._backend = verify, backend
         self._state: State | None = None
         self._cases: dict[Any, _Case] = {}
         self._told: set[str] = set()
@@ -234,6 +238,8 @@ class Captured:
     def _replay(self, case: _Case, graph: Graph, flat: Sequence[Any], tree: Any) -> Any:
         try:
             if graph.is_verified or not self._verify:
+                if self._backend and not graph.is_compiled:
+                    self._compile(case, graph, flat)
                 result = graph.run(flat)
                 self._counts["replayed"] += 1
                 return result
@@ -241,6 +247,13 @@ class Captured:
         except Missed:  # found out before anything was done
             case.graphs.remove(graph)
             return self._record(case, flat, tree)
+
+    def _compile(self, case: _Case, graph: Graph, flat: Sequence[Any]) -> None:
+        all_record(self._name, graph.meshes, self._call())
+        reason = all_agree(graph.meshes, None, graph.compile(flat, self._verify))
+        if reason is not None:
+            self._refuse(case, reason)
+            raise CaptureError(case.refused)
 
     def _verified(self, case: _Case, graph: Graph, flat: Sequence[Any], tree: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(flat, tree)
@@ -277,6 +290,7 @@ def capture(
     *,
     passes: Sequence[Pass] | None = None,
     verify: bool = True,
+    backend: str | None = None,
 ) -> Any:
     """Record a training step and replay it without DTensors.
 
@@ -286,7 +300,9 @@ def capture(
     are written in place, learning rates are read anew. Other shapes, layouts or training flags
     record another graph. A step that reads values to decide what to do is refused with its line.
 
-    `passes` are the functions of `shardwise.capture.passes` that change the graph.
+    `passes` are the functions of `shardwise.capture.passes` that change the graph. With
+    `backend="inductor"` the operators between collectives, writes and draws are compiled: results
+    are equal to rounding, not to the bit.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -306,10 +322,12 @@ def capture(
     {'eager': 4, 'recorded': 2, 'replayed': 2, 'graphs': 1}
     """
     if step is None:
-        return functools.partial(capture, passes=passes, verify=verify)
+        return functools.partial(capture, passes=passes, verify=verify, backend=backend)
     need("capture", step, Callable, "a function", CaptureError)
     words = "a list of functions of shardwise.capture.passes"
     need("capture: passes", passes, Sequence | None, words, CaptureError)
     for each in passes or ():
         need("capture: passes", each, Callable, words, CaptureError)
-    return Captured(step, passes, verify)
+    if backend not in (None, "inductor"):
+        raise CaptureError(f"capture: backend is None or 'inductor', not {backend!r}.")
+    return Captured(step, passes, verify, backend)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from .._torch import OpOverload, local_function, set_grad_enabled
 from ..storage.wrapper import wrap
+from .inductor import Stretch
 from .record import Output, Recording
 from .recorder import Input, finish
 
@@ -100,9 +101,14 @@ class Emitter:
         return f"{node.name} = {value}" if node.users else value
 
 
-def emit(recording: Recording, graph: fx.Graph, names: dict[str, Any]) -> tuple[str, Any]:
+def emit(
+    recording: Recording,
+    graph: fx.Graph,
+    names: dict[str, Any],
+    stretches: Mapping[fx.Node, tuple[str, Stretch]],
+) -> tuple[str, Any]:
     """The source of a replay, and the function: it takes the leaves of the arguments, and returns
-    the results and the new gradients."""
+    the results and the new gradients. `stretches` are functions for nodes, each with its name."""
     emitter = Emitter(
         {**names, "wrap": wrap, "Missed": Missed, "set_grad_enabled": set_grad_enabled}
     )
@@ -114,9 +120,18 @@ def emit(recording: Recording, graph: fx.Graph, names: dict[str, Any]) -> tuple[
             if node.meta.get("grad", enabled) is not enabled:
                 enabled = node.meta["grad"]
                 lines.append(f"set_grad_enabled({enabled})")
-            lines.append(emitter.statement(node))
-            if dying.get(node):
-                lines.append(" = ".join([each.name for each in dying[node]]) + " = None")
+            if node not in stretches:
+                lines.append(emitter.statement(node))
+                dead = dying.get(node)
+            elif node is stretches[node][1].nodes[0]:
+                name, stretch = stretches[node]
+                lines.append(_call(name, stretch))
+                used = [each for own in stretch.nodes for each in dying.get(own, ())]
+                dead = [each for each in used if each in stretch.inputs]
+            else:
+                continue
+            if dead:
+                lines.append(" = ".join([each.name for each in dead]) + " = None")
     nodes = next(node for node in reversed(graph.nodes) if node.op == "output").args[0][0]
     every = [*recording.outputs, *[grad for _, grad in recording.grads]]
     made = [_output(each, own, emitter) for each, own in zip(every, nodes, strict=True)]
@@ -124,6 +139,12 @@ def emit(recording: Recording, graph: fx.Graph, names: dict[str, Any]) -> tuple[
     lines.append(f"return [{', '.join(made[:split])}], [{', '.join(made[split:])}]")
     source, function = _compiled("replay", "flat", lines, emitter.names)
     return source, function
+
+
+def _call(name: str, stretch: Stretch) -> str:
+    given = ", ".join([each.name for each in stretch.inputs])
+    made = "".join([f"{each.name}, " for each in stretch.outputs])
+    return f"{made}= {name}({given})"
 
 
 def emit_guards(recording: Recording, names: dict[str, Any]) -> Callable[[Sequence[Any]], bool]:

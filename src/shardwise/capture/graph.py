@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.graph import increment_version
 
 from .._torch import below_autograd, pytree
@@ -14,13 +17,17 @@ from ..comm.dtypes import as_bytes
 from ..comm.events import is_heard
 from ..comm.events import record as tell
 from ..comm.failures import report
+from ..errors import CaptureError
 from ..layout.mesh import Topology
 from ..random.agree import compare_states
 from ..storage.operands import mark_written
 from ..storage.wrapper import Wrapper
+from .agree import have_same_order, number_collectives
 from .emit import Missed, emit, emit_guards, emit_list
+from .inductor import stretches
 from .passes import Pass
 from .record import Recording
+from .recorder import Recorded
 from .state import State
 
 
@@ -36,16 +43,12 @@ class Graph:
     ) -> None:
         self.recording, self.state, self.meshes = recording, state, meshes
         self.is_verified = False
-        seen = recording.seen
         held = {each.name: each.value for each in recording.variables}
-        names = {**state.names(), "constants": seen.constants, "variables": held}
+        names = {**state.names(), "constants": recording.seen.constants, "variables": held}
+        self._names, self.is_compiled = names, False
         self._guard = emit_guards(recording, names)
-        end = next(node for node in reversed(seen.graph.nodes) if node.op == "output")
-        end.args = ((end.args[0][0], []),)
-        for each in passes:
-            each(seen.graph)
-        seen.graph.lint()
-        self.source, self._function = emit(recording, seen.graph, names)
+        seen = recording.seen = _changed(recording.seen, passes, meshes)
+        self.source, self._function = emit(recording, seen.graph, names, {})
         written = [seen.inputs[place] for place in recording.written]
         self._written = emit_list([each.expression for each in written], names)
         self._labels = [each.label for each in written]
@@ -53,14 +56,14 @@ class Graph:
         unique = dict.fromkeys(owner for owner, part, _ in owners if part)
         self._owners = emit_list(list(unique), names)
         state_inputs = [each for each in seen.inputs if is_state(each.expression)]
-        self._state_labels = [each.label for each in state_inputs]
+        self.names = _unique({each.node: each.label for each in state_inputs})
         self._state = emit_list([each.expression for each in state_inputs], names)
         for found in seen.inputs:
             found.value = None  # tensors are found anew; the recorded ones may go
 
     def inputs(self, flat: Sequence[Any]) -> dict[str, torch.Tensor]:
         """The local tensors that the step reads beside its arguments, by name."""
-        return dict(zip(self._state_labels, self._state(flat), strict=True))
+        return dict(zip(self.names.values(), self._state(flat), strict=True))
 
     def changed(self) -> str | None:
         """The name of a variable that has another value than in the recorded call."""
@@ -110,18 +113,8 @@ class Graph:
     def verify(self, flat: Sequence[Any], eager: Callable[[], Any]) -> tuple[Any, str | None]:
         """Replay the step, take back what it wrote, and run it eagerly: what the eager step returns
         and, in words, in what the two differ."""
-        generators = [torch.default_generator, *self.recording.seen.generators]
-        states = [generator.get_state() for generator in generators]
-        written = self._written(flat)
-        before = [tensor.clone() for tensor in written]
-        made, grads = self._run(flat)
-        replayed = [tensor.clone() for tensor in written]
-        drawn = [generator.get_state() for generator in generators]
-        with torch.no_grad():
-            for tensor, value in zip(written, before, strict=True):
-                tensor.copy_(value)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        generators = self._generators()
+        made, grads, replayed, drawn = self._rehearse(flat)
         result = eager()
         pairs = list(zip(self._labels, self._written(flat), replayed, strict=True))
         returned = pytree.tree_leaves(result)
@@ -135,6 +128,83 @@ class Graph:
         bad = [label for label, one, other in pairs if not _same_bits(one, other)]
         text = f"the first replay and the eager step differ in {bad[0]}" if bad else None
         return result, text
+
+    def _generators(self) -> list[torch.Generator]:
+        return [torch.default_generator, *self.recording.seen.generators]
+
+    def _rehearse(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+        """Replay the step and take back what it wrote and drew: results, new gradients, what it
+        wrote, and the random states that it left."""
+        generators = self._generators()
+        states = [generator.get_state() for generator in generators]
+        written = self._written(flat)
+        before = [tensor.clone() for tensor in written]
+        made, grads = self._run(flat)
+        replayed = [tensor.clone() for tensor in written]
+        drawn = [generator.get_state() for generator in generators]
+        with torch.no_grad():
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        return made, grads, replayed, drawn
+
+    # --- inductor ------------------------------------------------------------------------------
+
+    def compile(self, flat: Sequence[Any], verify: bool) -> str | None:
+        """Let inductor compile the local parts, and compare each with PyTorch's own kernels in a
+        replay that is taken back. Returns why it cannot be, in words."""
+        graph = self.recording.seen.graph
+        self.is_compiled = True
+        try:
+            found = stretches(graph)
+        except CaptureError as error:
+            return str(error)
+        if not found:
+            return "backend='inductor' finds nothing to compile between collectives and writes"
+        names = {node: f"local_{at}" for at, each in enumerate(found) for node in each.nodes}
+        calls = {node: (names[node], each) for each in found for node in each.nodes}
+        differences: list[str] = []
+        if verify:
+            own = {names[each.nodes[0]]: each.compared(differences) for each in found}
+            self._function = emit(self.recording, graph, {**self._names, **own}, calls)[1]
+            self._rehearse(flat)
+        own = {names[each.nodes[0]]: each.run for each in found}
+        self.source, self._function = emit(self.recording, graph, {**self._names, **own}, calls)
+        return differences[0] if differences else None
+
+
+def _unique(labels: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    """Names for the inputs of a graph, made of labels of which some are alike."""
+    counts: Counter[str] = Counter()
+    names = {}
+    for node, label in labels.items():
+        counts[label] += 1
+        names[node] = label if counts[label] == 1 else f"{label}_{counts[label]}"
+    return names
+
+
+def _changed(seen: Recorded, passes: Sequence[Pass], meshes: Sequence[Topology]) -> Recorded:
+    """A recording after the passes. A pass is left out if the ranks would not make the same
+    collectives in the same order after it: their graphs differ, so it may treat them differently.
+    """
+    end = next(node for node in reversed(seen.graph.nodes) if node.op == "output")
+    end.args = ((end.args[0][0], []),)  # without the guards
+    number_collectives(seen.graph)
+    for each in passes:
+        made = _copied(seen)
+        each(made.graph)
+        made.graph.lint()
+        seen = made if have_same_order(meshes, made.graph) else seen
+    return seen
+
+
+def _copied(seen: Recorded) -> Recorded:
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(seen.graph, nodes))
+    inputs = [replace(each, node=nodes[each.node]) for each in seen.inputs]
+    return replace(seen, graph=graph, inputs=inputs)
 
 
 def is_state(expression: str) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import DispatchMode, keep_forward_lines, memory_of, untraced
+from .._torch import DispatchMode, StorageWeakRef, keep_forward_lines, memory_of, untraced
 from ..comm.events import listen, unlisten
 from ..comm.recording import recorder, set_recorder
 from ..errors import CaptureError
@@ -83,6 +83,7 @@ class Recorder(DispatchMode):
         self._known = known
         self._by_memory = {memory_of(each[0]): each for each in reversed(known.values())}
         self._nodes = WeakTensorKeyDictionary()
+        self._storages: dict[int, tuple[int, Any]] = {}
         self._root = self.graph.call_function(_begin)
         self._off = 0
         self._states: dict[bytes, tuple[fx.Node, bool]] = {}
@@ -161,8 +162,19 @@ class Recorder(DispatchMode):
         held = self._placeholder(f"constants[{place}]", "a constant", self.seen.constants[-1])
         return self._described(self.graph.call_function(aten.clone.default, (held,)), tensor)
 
+    def _memory(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The number of a tensor's storage, and its bytes."""
+        storage = tensor.untyped_storage()
+        # A weak reference keeps the address from being given to another storage.
+        found = self._storages.setdefault(
+            memory_of(tensor), (len(self._storages), StorageWeakRef(storage))
+        )
+        return found[0], storage.nbytes()
+
     def _described(self, node: fx.Node, tensor: torch.Tensor) -> fx.Node:
         node.meta.setdefault("val", (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
+        node.meta.setdefault("device", tensor.device)
+        node.meta.setdefault("memory", self._memory(tensor))
         node.meta.setdefault("line", user_place())
         return node
 

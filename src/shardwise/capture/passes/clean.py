@@ -1,20 +1,17 @@
-"""Passes: functions from graph to graph. A replay gives the same bits before and after each."""
+"""Passes that drop operations: views, repeated ones, and those that nobody uses."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from .._torch import OpOverload, is_composite
+from ..._torch import OpOverload, is_composite
 
 aten = torch.ops.aten
-Pass = Callable[[fx.Graph], None]
-"""Changes a graph in place."""
 
 
 def has_effects(node: fx.Node) -> bool:
@@ -149,6 +146,3 @@ def _is_small(node: fx.Node) -> bool:
 
 def _touches(node: fx.Node, written: set[fx.Node]) -> bool:
     return any(root_of(each) in written for each in (node, *node.all_input_nodes))
-
-
-DEFAULT: tuple[Pass, ...] = (fold_views, drop_duplicates, drop_dead)

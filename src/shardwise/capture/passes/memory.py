@@ -1,0 +1,153 @@
+"""The memory that operations of a graph read and write, and how much of it lives at each.
+
+The recorder gives each storage a number: nodes with the same number show the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._torch import OpOverload
+from ..recorder import finish
+
+aten = torch.ops.aten
+EMPTY = frozenset(
+    (
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    )
+)
+"""Operators that give memory without values."""
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """The number of the storage that a node shows; None if its result is no tensor."""
+    found: tuple[int, int] | None = node.meta.get("memory")
+    return None if found is None else found[0]
+
+
+def shows(node: fx.Node) -> bool:
+    """True if a node gives memory of its inputs, or of parts of them, and reads no values."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        return getattr(target, "__name__", "") == "getitem"
+    if target._schema.is_mutable:
+        return False
+    if memory_of(node) is None:  # a list of tensors
+        return any(each.alias_info is not None for each in target._schema.returns)
+    return memory_of(node) in _numbers(node.all_input_nodes)
+
+
+def changes_views(graph: fx.Graph) -> bool:
+    """True if a tensor is given another shape in place: views of it are not what they were."""
+    return any(
+        isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
+        for node in graph.nodes
+    )
+
+
+def _numbers(nodes: Iterable[fx.Node]) -> set[int]:
+    return {number for node in nodes if (number := memory_of(node)) is not None}
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node writes into."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        return _nodes_in([node.args[place] for place in getattr(target, "writes", ())])
+    found = []
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            found += _nodes_in(given)
+    return found
+
+
+class Effects:
+    """What one or more operations need and change: nodes, and memory that is read or written."""
+
+    __slots__ = ("nodes", "reads", "uses", "writes")
+
+    def __init__(self, node: fx.Node | None = None) -> None:
+        self.nodes: set[fx.Node] = set()
+        self.uses: set[fx.Node] = set()
+        self.reads: set[int] = set()
+        self.writes: set[int] = set()
+        if node is None:
+            return
+        self.nodes, self.uses = {node}, set(node.all_input_nodes)
+        # A collective is at work until it is waited for.
+        what: Any = node.args[0] if node.target is finish else node
+        if not shows(what):
+            self.writes = _numbers(_written(what))
+            self.reads = _numbers(what.all_input_nodes)
+
+    def add(self, other: Effects) -> None:
+        """Let these be the effects of `other`, too."""
+        self.nodes |= other.nodes
+        self.uses |= other.uses
+        self.reads |= other.reads
+        self.writes |= other.writes
+
+    def must_keep_order(self, other: Effects) -> bool:
+        """True if what comes first of the two must stay so."""
+        return not (
+            self.uses.isdisjoint(other.nodes)
+            and self.nodes.isdisjoint(other.uses)
+            and self.writes.isdisjoint(other.reads)
+            and self.reads.isdisjoint(other.writes)
+        )
+
+
+def effects_of(graph: fx.Graph) -> dict[fx.Node, Effects]:
+    """The effects of each node."""
+    return {node: Effects(node) for node in graph.nodes}
+
+
+class Lifetimes:
+    """From when to when the memory that a graph makes lives. Inputs are not counted."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.born: dict[int, int] = {}
+        self.dies: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self._count = len(nodes)
+        outside = _numbers(node for node in nodes if node.op == "placeholder")
+        for place, node in enumerate(nodes):
+            what: Any = node.args[0] if node.target is finish else node
+            for each in (node, *what.all_input_nodes):
+                number = memory_of(each)
+                if number is not None and number not in outside:
+                    self.sizes[number] = each.meta["memory"][1]
+                    self.born.setdefault(number, place)
+                    self.dies[number] = place
+
+    def live(self) -> list[int]:
+        """The bytes that live while each node runs."""
+        change = [0] * (self._count + 1)
+        for number, size in self.sizes.items():
+            change[self.born[number]] += size
+            change[self.dies[number] + 1] -= size
+        found, total = [], 0
+        for each in change[:-1]:
+            total += each
+            found.append(total)
+        return found
+
+
+def peak(graph: fx.Graph) -> int:
+    """The most bytes of results that live at a time when a graph runs."""
+    return max(Lifetimes(list(graph.nodes)).live(), default=0)

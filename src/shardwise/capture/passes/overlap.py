@@ -1,0 +1,139 @@
+"""Passes that let collectives run while the program computes.
+
+Both move operations only as far as memory allows: what lives at one time never exceeds what the
+recorded order had at its peak.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..agree import COLLECTIVES
+from ..recorder import finish
+from .memory import EMPTY, Effects, Lifetimes, changes_views, effects_of, shows
+
+aten = torch.ops.aten
+_COPIES = frozenset(
+    (
+        *EMPTY,
+        operator.getitem,
+        aten.cat.default,
+        aten.cat.out,
+        aten.clone.default,
+        aten.copy_.default,
+        aten._foreach_copy_.default,
+        aten._foreach_add_.List,
+        aten._to_copy.default,
+        aten.div_.Scalar,
+        aten.div.Scalar,
+    )
+)
+"""What brings tensors into a collective's buffer, and results out of it."""
+
+
+def _goes_along(node: fx.Node) -> bool:
+    """True if a node may be moved together with a collective."""
+    return node.target in _COPIES or shows(node)
+
+
+def delay_waits(graph: fx.Graph) -> None:
+    """Wait for a collective just before its result is used, or its input written."""
+    if changes_views(graph):
+        return
+    _delay_empty(graph)
+    effects = effects_of(graph)
+    for wait in [node for node in reversed(graph.nodes) if node.target is finish]:
+        nodes = list(graph.nodes)
+        at = nodes.index(wait)
+        landing = Effects(wait)
+        place = at
+        for place in range(at + 1, len(nodes)):
+            node = nodes[place]
+            if node.op == "output":
+                break
+            if landing.must_keep_order(effects[node]):
+                if not _goes_along(node):
+                    break
+                landing.add(effects[node])
+        end = _latest(nodes, landing, at, place)
+        for node in nodes[at:end]:
+            if node in landing.nodes:
+                _move(node, nodes[end])
+
+
+def _latest(nodes: Sequence[fx.Node], landing: Effects, start: int, stop: int) -> int:
+    """The last place up to `stop` to which a landing can be moved."""
+    lives = Lifetimes(nodes)
+    live = lives.live()
+    most, numbers = max(live), landing.reads | landing.writes
+    more = sum([lives.sizes[n] for n in numbers if n in lives.sizes and lives.dies[n] < stop])
+    for place in range(start + 1, stop):
+        if live[place] + more > most and nodes[place] not in landing.nodes:
+            return place
+    return stop
+
+
+def _move(node: fx.Node, before: fx.Node) -> None:
+    if node is not before:
+        before.prepend(node)
+        node.meta.pop("grad", None)  # copies and waits are the same in all modes
+
+
+def _delay_empty(graph: fx.Graph) -> None:
+    """Make empty tensors, and views, just before they are used."""
+    for node in reversed(list(graph.nodes)):
+        alone = node.target in EMPTY and not node.all_input_nodes
+        if node.users and node.op == "call_function" and (alone or shows(node)):
+            _move(node, min(node.users))
+
+
+def hoist_gathers(graph: fx.Graph) -> None:
+    """Start to gather a parameter as soon as the one before it has arrived, so that it overlaps
+    with what uses that one."""
+    if changes_views(graph):
+        return
+    effects = effects_of(graph)
+    before: fx.Node | None = None
+    for start in [node for node in graph.nodes if _is_gather(node)]:
+        nodes = list(graph.nodes)
+        at = nodes.index(start)
+        packing = Effects(start)
+        for place in range(at - 1, -1, -1):
+            node = nodes[place]
+            if node.op == "call_function" and packing.must_keep_order(effects[node]):
+                if not _goes_along(node):
+                    break
+                packing.add(effects[node])
+        else:  # it depends on nothing but inputs
+            if before is not None:
+                first = _earliest(nodes, packing, at, nodes.index(before) + 1)
+                moving = [node for node in nodes[first : at + 1] if node in packing.nodes]
+                others = [node for node in nodes[first:at] if node not in packing.nodes]
+                for node in moving if others else ():
+                    if node > others[0]:
+                        _move(node, others[0])
+            before = next((user for user in start.users if user.target is finish), before)
+
+
+def _is_gather(node: fx.Node) -> bool:
+    """True for a collective that may be a gather, among ranks that have a process group."""
+    target: Any = node.target
+    named = target in COLLECTIVES and target.__name__ in ("all_gather", "all_to_all")
+    return named and node.args[0].process_group is not None  # type: ignore[union-attr]
+
+
+def _earliest(nodes: Sequence[fx.Node], packing: Effects, at: int, stop: int) -> int:
+    """The first place from `stop` on at which a gather can be started."""
+    lives = Lifetimes(nodes)
+    live = lives.live()
+    most, numbers = max(live), packing.reads | packing.writes
+    more = sum([lives.sizes[n] for n in numbers if n in lives.sizes])
+    for place in range(at - 1, stop - 1, -1):
+        if live[place] + more > most and nodes[place] not in packing.nodes:
+            return place + 1
+    return min(stop, at)
