@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from math import inf
 from typing import Any
 
 import torch
 
 from ..dispatch.cache import kept, plan_bytes
-from ..dispatch.fallback import laid_out
 from ..dispatch.infer import infer
-from ..dispatch.lists import Wrapping, by_mesh, register_list_form, wrap_each, wrappings
+from ..dispatch.lists import by_mesh, register_list_form, wrap_each, wrappings
+from ..layout.mesh import Topology
 from ..layout.placement import Partial, Replicate
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import redistribute_locals
 from ..storage.operands import all_in_layout
 from ..storage.plain import full_local
 
-Locally = Callable[[torch.dtype, list[torch.Tensor]], Sequence[torch.Tensor]]
+Locally = Callable[[list[torch.Tensor], Any, torch.dtype], Any]
 
 
 class _Reduction:
@@ -29,15 +29,23 @@ class _Reduction:
     tensor counts once: on the first coordinate of the axes that do not shard it.
     """
 
-    __slots__ = ("_counted", "_device", "_moves", "_pending", "results", "same")
+    __slots__ = ("_counted", "_device", "_local", "_moves", "_pending", "_root", "_same", "results")
 
-    def __init__(self, tensors: Sequence[Any], kind: str, results: Sequence[TensorMeta]) -> None:
+    def __init__(
+        self, tensors: Sequence[Any], ord: Any, root: bool, results: Sequence[TensorMeta]
+    ) -> None:
         specs = [tensor._spec.reduced for tensor in tensors]
         mesh = specs[0].topology
         axes = sorted({axis for spec in specs for axis in spec.slot_axes})
-        places = [Partial(kind) if axis in axes else Replicate() for axis in range(mesh.ndim)]
+        largest = root and ord == inf
+        kind = Partial("max" if largest else "sum")
+        places = [kind if axis in axes else Replicate() for axis in range(mesh.ndim)]
         # Powers are added up in a dtype in which they do not overflow.
         wide = reduce(torch.promote_types, [meta.dtype for meta in results], torch.float32)
+        is_complex = any(spec.dtype.is_complex for spec in specs)
+        powers = _complex_power_sums if is_complex else torch._foreach_powsum
+        self._local: Locally = _largest if largest else powers
+        self._root = ord if root and not largest else 1
         self._moves = any(tensor._spec.sums for tensor in tensors)
         self._device = tensors[0].device
         self._pending = DTensorSpec(mesh, places, TensorMeta((len(specs),), (1,), wide))
@@ -52,10 +60,10 @@ class _Reduction:
         whole = default_placements(mesh)
         specs = [DTensorSpec._intern(mesh, whole, meta, None) for meta in results]
         self.results = wrappings(specs, self._device)
-        self.same = all(meta.dtype is wide for meta in results)
+        self._same = all(meta.dtype is wide for meta in results)
 
-    def run(self, tensors: Sequence[Any], local: Locally) -> torch.Tensor:
-        """The numbers that `local` computes of the tensors, reduced."""
+    def run(self, tensors: Sequence[Any], ord: Any) -> Sequence[torch.Tensor]:
+        """The numbers of the tensors."""
         if self._moves:
             whole = all_in_layout([(t, t._spec.reduced, False) for t in tensors])
         else:
@@ -64,37 +72,24 @@ class _Reduction:
         parts: list[Any] = []
         for slots in self._counted:
             here = [whole[i][slot] for i, slot in slots.items()]
-            part = torch.stack([*local(pending.dtype, here)]) if here else None
+            part = torch.stack(self._local(here, ord, pending.dtype)) if here else None
             if len(here) < len(tensors):
                 every = torch.zeros(len(tensors), dtype=pending.dtype, device=self._device)
                 if part is not None:
                     every[[*slots]] = part
                 part = every
             parts.append(part)
-        return redistribute_locals(pending, pending.reduced, tuple(parts))[0]
+        values = redistribute_locals(pending, pending.reduced, tuple(parts))[0]
+        if self._root != 1:
+            values = values.sqrt() if self._root == 2 else values.pow(1.0 / self._root)
+        made = values.unbind()
+        if self._same:
+            return made
+        pairs = zip(self.results, made, strict=True)
+        return [value.to(spec.dtype) for (spec, _), value in pairs]
 
 
 _plans: dict[tuple[Any, ...], _Reduction] = {}
-
-
-def _powers(
-    op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool
-) -> tuple[Sequence[Wrapping], Sequence[torch.Tensor]]:
-    """Sums of powers of each tensor of one mesh, or their roots, and how to wrap these numbers."""
-    largest = ord == inf and root
-    key = (op, ord, dtype, *[tensor._spec for tensor in tensors])
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _Reduction(tensors, "max" if largest else "sum", _metas(op, tensors, ord, dtype))
-        kept.put(_plans, key, plan, plan_bytes(tensors))
-    values = plan.run(tensors, partial(_largest if largest else _power_sums, ord))
-    if root and not largest and ord != 1:
-        values = values.sqrt() if ord == 2 else values.pow(1.0 / ord)
-    made = values.unbind()
-    if not plan.same:
-        pairs = zip(plan.results, made, strict=True)
-        made = tuple([value.to(spec.dtype) for (spec, _), value in pairs])
-    return plan.results, made
 
 
 def _metas(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any) -> Sequence[TensorMeta]:
@@ -107,33 +102,41 @@ def _metas(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any) -> Sequence[Te
 
 
 def _each(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> list[Any]:
-    """A number for each tensor of a list; tensors may be plain or on several meshes.
+    """The sum of powers of each tensor of a list, or its root. Every rank knows the numbers."""
+    key = (op, ord, dtype, *[getattr(tensor, "_spec", None) for tensor in tensors])
+    plan = _plans.get(key)
+    if plan is None:
+        meshes = by_mesh(tensors)
+        if len(meshes) > 1:
+            return _on_each(meshes, op, tensors, ord, dtype)
+        plan = _Reduction(tensors, ord, root, _metas(op, tensors, ord, dtype))
+        kept.put(_plans, key, plan, plan_bytes(tensors))
+    return wrap_each(plan.results, plan.run(tensors, ord))
 
-    Every rank knows the numbers. They are plain if there are several meshes, so that the caller can
-    stack them.
-    """
-    meshes = by_mesh(tensors)
-    if len(meshes) == 1:
-        return wrap_each(*_powers(op, tensors, ord, dtype, root))
+
+def _on_each(
+    meshes: dict[Topology | None, list[int]], op: Any, tensors: Sequence[Any], ord: Any, dtype: Any
+) -> list[Any]:
+    """The same for tensors on several meshes, or plain ones among them. If there are several
+    meshes, the numbers are plain, so that the caller can stack them."""
     results: list[Any] = [None] * len(tensors)
     for mesh, places in meshes.items():
-        chosen = [tensors[i] for i in places]
-        given = op, chosen, ord, dtype
-        made: Any = op(*given[1:]) if mesh is None else _powers(*given, root)[1]
-        if mesh is not None and len(meshes.keys() - {None}) == 1:
-            made = [laid_out(value, mesh) for value in made]
+        made = op([tensors[i] for i in places], ord, dtype)
+        if mesh is not None and len(meshes.keys() - {None}) > 1:
+            made = [number._locals[0] for number in made]
         for i, value in zip(places, made, strict=True):
             results[i] = value
     return results
 
 
-def _power_sums(ord: Any, dtype: torch.dtype, here: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _complex_power_sums(
+    here: list[torch.Tensor], ord: Any, dtype: torch.dtype
+) -> Sequence[torch.Tensor]:
     # PyTorch's kernel drops the imaginary part of a tensor of one complex number.
-    real = [part.abs() if part.is_complex() else part for part in here]
-    return torch._foreach_powsum(real, ord, dtype)
+    return torch._foreach_powsum([part.abs() for part in here], ord, dtype)
 
 
-def _largest(ord: Any, dtype: torch.dtype, here: list[torch.Tensor]) -> list[torch.Tensor]:
+def _largest(here: list[torch.Tensor], ord: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """The largest absolute value; 0 for an empty tensor."""
     norm = torch.linalg.vector_norm
     return [norm(t, ord).to(dtype) if t.numel() else t.new_zeros((), dtype=dtype) for t in here]
