@@ -285,6 +285,16 @@ def test_flags_and_settings_make_another_graph() -> None:
     assert both(change, 22).stats()["graphs"] == 3
 
 
+def test_autocast_of_another_device_makes_another_graph() -> None:
+    def change(trainer: Trainer, number: int) -> None:
+        torch.set_autocast_enabled("cuda", number > 7)
+
+    try:
+        assert both(change).stats()["graphs"] == 2
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 def test_a_shape_that_changes_each_call_runs_eagerly_and_says_so() -> None:
     eager, captured = Trainer(), Trainer()
     step = sw.capture(captured.step)
@@ -419,9 +429,11 @@ def test_a_captured_step_explains_one_call_as_the_eager_one_does() -> None:
         step(in_step(batch(number)))
         eager.step(in_step(batch(number)))
     want = sw.explain(eager.step, in_step(batch(8)))
-    for have in (step.explain(in_step(batch(8))), sw.explain(step, in_step(batch(8)))):
+    around = sw.explain(lambda x: step(x), in_step(batch(8)))
+    for have in (step.explain(in_step(batch(8))), sw.explain(step, in_step(batch(8))), around):
         assert isinstance(have, sw.StepReport) and have.collectives
         rows = [[(one.kind, one.bytes) for one in each.collectives] for each in (want, have)]
         assert rows[0] == rows[1]
         assert have.memory().peak == want.memory().peak
+        assert all(one.end > one.begin for one in have.collectives)
     assert step.stats()["replayed"] > 0

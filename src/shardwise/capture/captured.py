@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._torch import pytree
+from ..comm.events import is_reported
 from ..comm.recording import recorder
 from ..config import current
 from ..errors import CaptureError, need
@@ -80,7 +81,8 @@ class Captured:
         state = self._state
         if state is None or not state.is_current():
             return self._look(args, kwargs)
-        if current().lockstep or current().plain == "check_always":
+        # A report is of lines, modules and memory, which a replay does not know.
+        if current().lockstep or current().plain == "check_always" or is_reported():
             return self._run_eagerly(args, kwargs)
         flat, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, *[self._kind(value) for value in flat], _shared(flat), state.key())

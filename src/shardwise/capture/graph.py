@@ -28,7 +28,7 @@ from .inductor import stretches
 from .passes import Pass
 from .record import Recording
 from .recorder import Recorded
-from .state import State
+from .state import State, autocasts
 
 
 class Graph:
@@ -97,8 +97,8 @@ class Graph:
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
                 stack.enter_context(below_autograd())
-                if torch.is_autocast_enabled("cpu"):  # casts are part of the graph
-                    stack.enter_context(torch.autocast("cpu", enabled=False))
+                for device, _ in autocasts():  # casts are part of the graph
+                    stack.enter_context(torch.autocast(device, enabled=False))
                 made, grads = self._function(flat)
                 return made, grads
         except Missed:
