@@ -112,6 +112,35 @@ def test_a_value_that_is_read_is_refused_with_its_line(name: str) -> None:
     assert "cannot be captured" in text and "test_capture_refusals.py" in text
 
 
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return grad * int(grad.detach())
+
+
+def test_a_value_that_is_read_in_a_backward_is_refused_with_its_line() -> None:
+    trainer = Trainer()
+    trainer.extra = lambda loss: Rounded.apply(loss)
+    line = Rounded.backward.__code__.co_firstlineno + 2
+    assert f"test_capture_refusals.py:{line} (in the backward of rounded)" in refusal(trainer)
+
+
+def test_operators_of_a_backward_have_the_line_of_the_forward() -> None:
+    trainer = Trainer()
+    trainer.extra = lambda loss: F.softplus(loss)
+    step = sw.capture(trainer.step)
+    for number in range(6):
+        step(in_step(batch(number)))
+    nodes = step._graph().recording.seen.graph.nodes
+    lines = {str(node.target): node.meta["line"] for node in nodes if "line" in node.meta}
+    want = __file__, trainer.extra.__code__.co_firstlineno
+    assert lines["aten.softplus.default"] == lines["aten.softplus_backward.default"] == want
+
+
 def test_an_item_that_stays_a_number_is_read_in_each_replay() -> None:
     def change(trainer: Trainer, number: int) -> None:
         if number == 0:

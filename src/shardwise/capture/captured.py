@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -212,7 +214,8 @@ class Captured:
         meshes = state.topologies(flat)
         all_record(self._name, meshes, self._call())
         self._counts["recorded"] += 1
-        result, made = record(self.eager, flat, tree, state)
+        with _no_garbage_collection():
+            result, made = record(self.eager, flat, tree, state)
         first, case.first = case.first, None
         reason = next(iter(made.seen.refusals), None)
         again = first is None or not first.took_same_branches(made)
@@ -225,7 +228,9 @@ class Captured:
             case.first = made  # to be compared with the next call
             case.calls += 1
         else:
-            case.graphs.append(Graph(made, state, meshes, self._passes))
+            assert first is not None
+            with _no_garbage_collection():
+                case.graphs.append(Graph(made, first, state, meshes, self._passes))
             self._counts["graphs"] += 1
         return _detached(result)
 
@@ -268,6 +273,19 @@ class Captured:
             case.graphs.remove(graph)
             self._refuse(case, reason)
         return _detached(result)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep Python's garbage collector off: a graph has so many new objects that it would look
+    through all objects of the program."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _shared(flat: Sequence[Any]) -> tuple[int, ...]:
