@@ -196,6 +196,19 @@ def test_optimizers_that_branch_by_their_state_are_refused(optimizer: Any) -> No
     assert "a branch by a value that a tensor holds" in refusal(Trainer(optimizer))
 
 
+def test_a_grad_scaler_is_refused_by_name() -> None:
+    trainer, scaler = Trainer(), torch.amp.GradScaler("cpu")
+    trainer.extra = lambda loss: scaler.scale(loss)
+    assert "the variable 'scaler' is a GradScaler" in refusal(trainer)
+    none = torch.amp.GradScaler("cpu", enabled=False)
+
+    def change(each: Trainer, number: int) -> None:
+        if number == 0:
+            each.extra = lambda loss: none.scale(loss)
+
+    assert both(change).stats()["replayed"] > 0
+
+
 # --- tensors from outside ------------------------------------------------------------------------
 
 
