@@ -6,7 +6,7 @@
     python examples/train_gpt.py --mesh cp=2,tp=2 --cp
     torchrun --nproc-per-node 4 examples/train_gpt.py               # four processes
 
-The model learns the text of this file, letter by letter. Nothing in the model or in `train` knows
+The model learns the text of this file, letter by letter. Nothing in the model or in the step knows
 of the mesh: `PLAN` says where parameters live, and `main` how the batch is laid out.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from tqdm import tqdm
 import shardwise as sw
 from shardwise import Shard
 
+LayOut = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor, Tensor], Tensor]
+Say = Callable[[str], None]
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))
 WIDTH, HEADS, LAYERS, LENGTH, BATCH = 64, 8, 4, 48, 16
 
@@ -67,24 +71,39 @@ class GPT(nn.Module):
         return scores
 
 
-def train(
-    model: nn.Module, steps: int, title: str, lay_out: Callable[[Tensor], Tensor] = lambda x: x
-) -> list[float]:
-    """The single-device program: the losses of some steps."""
-    torch.manual_seed(1)
+def make_step(model: nn.Module) -> Step:
+    """The single-device program."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in tqdm(range(steps), title, disable=None if sw.is_first_rank() else True):
-        starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
-        batch = TEXT[starts + torch.arange(LENGTH + 1)]
-        inputs, targets = lay_out(batch[:, :-1]), lay_out(batch[:, 1:])
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Letters of the text, and those that follow them."""
+    starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH, 1))
+    letters = TEXT[starts + torch.arange(LENGTH + 1)]
+    return letters[:, :-1], letters[:, 1:]
+
+
+def train(step: Step, steps: int, title: str, lay_out: LayOut) -> tuple[list[float], float]:
+    """The losses of some steps, and the least time of one in milliseconds."""
+    torch.manual_seed(1)
+    losses, times = [], []
+    for _ in tqdm(range(steps), title, disable=None if sw.is_first_rank() else True):
+        inputs, targets = map(lay_out, batch())
+        start = perf_counter()
+        loss = step(inputs, targets)
+        times.append(1000 * (perf_counter() - start))
         losses.append(loss.item())
-    return losses
+    return losses, min(times)
 
 
 def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
@@ -94,21 +113,16 @@ def fully_shard(model: GPT, mesh: sw.DeviceMesh) -> GPT:
     return sw.fully_shard(model, mesh["dp"])
 
 
-def show_memory(
-    mesh: sw.DeviceMesh, plan: dict[str, dict[str, Shard]], say: Callable[[str], None]
-) -> None:
+def show_memory(mesh: sw.DeviceMesh, plan: dict[str, dict[str, Shard]], say: Say) -> None:
     """What the first rank holds of parameters, gradients and the two moments of AdamW."""
-    models = {
-        "replicated": sw.replicate(GPT(), mesh),
-        "sharded": sw.shard_module(GPT(), mesh, plan),
-    }
+    sharded = sw.shard_module(GPT(), mesh, plan)
+    models = {"replicated": sw.replicate(GPT(), mesh), "sharded": sharded}
     if "dp" in (mesh.mesh_dim_names or ()):
         models["fully sharded"] = fully_shard(sw.shard_module(GPT(), mesh, plan), mesh)
     say("\nmemory of a rank for parameters, gradients and AdamW:")
     for name, model in models.items():
-        parameters = [each for each in model.parameters() if isinstance(each, sw.DTensor)]
         with torch.no_grad():
-            local = [parameter.to_local() for parameter in parameters]
+            local = [p.to_local() for p in model.parameters() if isinstance(p, sw.DTensor)]
         held = 4 * sum(getattr(part, "parts", [part])[0].nbytes for part in local)
         say(f"{name:>14}  {held / 1024:7.0f} KiB")
 
@@ -136,27 +150,31 @@ def main() -> None:
         fully_shard(model, mesh)
     show_memory(mesh, PLAN if "tp" in axes else {}, say)
     layout = {"dp": Shard(0)} if "dp" in axes else {}
-    if given.sequence_parallel:
-        layout["tp"] = Shard(1)
-    if given.cp:
-        layout["cp"] = Shard(1, split=8)  # early and late letters: causal work is shared evenly
+    layout |= {"tp": Shard(1)} if given.sequence_parallel else {}
+    layout |= {"cp": Shard(1, split=8)} if given.cp else {}  # each rank has early and late letters
 
     def lay_out(batch: Tensor) -> Tensor:
         return sw.distribute_tensor(batch, mesh, layout)
 
-    single = train(alone, given.steps, "one device")
-    meshed = train(model, given.steps, "on the mesh", lay_out)
+    plain, eager = make_step(alone), make_step(model)
+    single, whole = train(plain, given.steps, "one device", lambda x: x)
+    meshed, wrapped = train(eager, given.steps, "on the mesh", lay_out)
     say(f"\n{'step':>4}  {'one device':>10}  {'on the mesh':>11}")
     for step in sorted({*range(0, given.steps, 10), given.steps - 1}):
         say(f"{step:4}  {single[step]:10.4f}  {meshed[step]:11.4f}")
     with sw.CommDebugMode() as comm:
-        train(model, 1, "one more step", lay_out)
+        train(eager, 1, "one more step", lay_out)
     say(f"\ncommunication of a step:\n{comm}\n\nand by module:")
-    table = comm.generate_comm_debug_tracing_table(noise_level=0).splitlines()
-    say("\n".join(line for line in table if not re.search(r"blocks\.[1-9]", line)))
+    table = comm.generate_comm_debug_tracing_table(noise_level=0)
+    say(re.sub(r".*blocks\.[1-9].*\n", "", table))
     torch.testing.assert_close(meshed, single, rtol=1e-3, atol=1e-3)
+    captured = sw.capture(eager)  # recorded in its first calls, then replayed without DTensors
+    _, replayed = train(captured, 16, "captured", lay_out)
+    say("\nmilliseconds of a step:")
+    for title, least in (("one device", whole), ("on the mesh", wrapped), ("captured", replayed)):
+        say(f"{title:>14}  {least:7.1f}")
     if given.report:
-        report = sw.explain(train, model, 1, "a step for the report", lay_out)
+        report = captured.explain(*map(lay_out, batch()))
         if sw.is_first_rank():
             say(f"\nthe report of a step is in {report.write_html(given.report)}")
     if given.picture and sw.is_first_rank():
@@ -170,13 +188,10 @@ def draw(file: Path, single: list[float], meshed: list[float]) -> None:
     import matplotlib.pyplot as plt
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    plt.figure(figsize=(6, 3.5))
-    plt.plot(single, label="one device", linewidth=4, alpha=0.4)
-    plt.plot(meshed, label="on the mesh")
-    plt.xlabel("step")
-    plt.ylabel("loss")
-    plt.legend()
-    plt.tight_layout()
+    axes = plt.figure(figsize=(6, 3.5), layout="tight").add_subplot(xlabel="step", ylabel="loss")
+    axes.plot(single, label="one device", linewidth=4, alpha=0.4)
+    axes.plot(meshed, label="on the mesh")
+    axes.legend()
     plt.savefig(file, dpi=120)
 
 

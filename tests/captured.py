@@ -107,6 +107,9 @@ MODELS: dict[str, Scenario] = {
         lambda: transformer.GPT(layers=1), {**GPT_PLAN, "*": {"dp": Shard(0)}}, DATA
     ),
     "gpt, sequence": Scenario(lambda: transformer.GPT(layers=1), GPT_PLAN, {"tp": Shard(1)}),
+    "gpt, checkpoint": Scenario(
+        lambda: transformer.GPT(layers=2, recompute="yes"), GPT_PLAN, DATA, sgd, step="clipping"
+    ),
     "resnet": Scenario(ResNetBlock, {}, DATA),
     "lstm": Scenario(others.LSTM, {"lstm.weight_*": {"tp": Shard(1)}}, DATA),
     "moe": Scenario(

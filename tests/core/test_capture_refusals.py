@@ -112,6 +112,35 @@ def test_a_value_that_is_read_is_refused_with_its_line(name: str) -> None:
     assert "cannot be captured" in text and "test_capture_refusals.py" in text
 
 
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return grad * int(grad.detach())
+
+
+def test_a_value_that_is_read_in_a_backward_is_refused_with_its_line() -> None:
+    trainer = Trainer()
+    trainer.extra = lambda loss: Rounded.apply(loss)
+    line = Rounded.backward.__code__.co_firstlineno + 2
+    assert f"test_capture_refusals.py:{line} (in the backward of rounded)" in refusal(trainer)
+
+
+def test_operators_of_a_backward_have_the_line_of_the_forward() -> None:
+    trainer = Trainer()
+    trainer.extra = lambda loss: F.softplus(loss)
+    step = sw.capture(trainer.step)
+    for number in range(6):
+        step(in_step(batch(number)))
+    nodes = step._graph().recording.seen.graph.nodes
+    lines = {str(node.target): node.meta["line"] for node in nodes if "line" in node.meta}
+    want = __file__, trainer.extra.__code__.co_firstlineno
+    assert lines["aten.softplus.default"] == lines["aten.softplus_backward.default"] == want
+
+
 def test_an_item_that_stays_a_number_is_read_in_each_replay() -> None:
     def change(trainer: Trainer, number: int) -> None:
         if number == 0:
@@ -165,6 +194,19 @@ def test_a_step_that_changes_its_learning_rate_is_refused() -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.RAdam])
 def test_optimizers_that_branch_by_their_state_are_refused(optimizer: Any) -> None:
     assert "a branch by a value that a tensor holds" in refusal(Trainer(optimizer))
+
+
+def test_a_grad_scaler_is_refused_by_name() -> None:
+    trainer, scaler = Trainer(), torch.amp.GradScaler("cpu")
+    trainer.extra = lambda loss: scaler.scale(loss)
+    assert "the variable 'scaler' is a GradScaler" in refusal(trainer)
+    none = torch.amp.GradScaler("cpu", enabled=False)
+
+    def change(each: Trainer, number: int) -> None:
+        if number == 0:
+            each.extra = lambda loss: none.scale(loss)
+
+    assert both(change).stats()["replayed"] > 0
 
 
 # --- tensors from outside ------------------------------------------------------------------------
@@ -283,6 +325,16 @@ def test_flags_and_settings_make_another_graph() -> None:
             trainer.model[0].bias.requires_grad_(False)
 
     assert both(change, 22).stats()["graphs"] == 3
+
+
+def test_autocast_of_another_device_makes_another_graph() -> None:
+    def change(trainer: Trainer, number: int) -> None:
+        torch.set_autocast_enabled("cuda", number > 7)
+
+    try:
+        assert both(change).stats()["graphs"] == 2
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def test_a_shape_that_changes_each_call_runs_eagerly_and_says_so() -> None:
@@ -419,9 +471,11 @@ def test_a_captured_step_explains_one_call_as_the_eager_one_does() -> None:
         step(in_step(batch(number)))
         eager.step(in_step(batch(number)))
     want = sw.explain(eager.step, in_step(batch(8)))
-    for have in (step.explain(in_step(batch(8))), sw.explain(step, in_step(batch(8)))):
+    around = sw.explain(lambda x: step(x), in_step(batch(8)))
+    for have in (step.explain(in_step(batch(8))), sw.explain(step, in_step(batch(8))), around):
         assert isinstance(have, sw.StepReport) and have.collectives
         rows = [[(one.kind, one.bytes) for one in each.collectives] for each in (want, have)]
         assert rows[0] == rows[1]
         assert have.memory().peak == want.memory().peak
+        assert all(one.end > one.begin for one in have.collectives)
     assert step.stats()["replayed"] > 0

@@ -7,8 +7,11 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.capture.script.roll import rolled
+from shardwise.capture.script.statements import Writer
 from shardwise.capture.script.text import block, hang, with_short_lists
 
 
@@ -114,3 +117,25 @@ def test_long_lines_are_cut_behind_commas() -> None:
     cut = hang(line)
     assert len(cut) > 3 and max(map(len, cut)) <= 100
     assert ast.dump(ast.parse(line.strip())) == ast.dump(ast.parse("\n".join(cut).strip()))
+
+
+@pytest.mark.parametrize("passes", [None, []], ids=["passes", "no passes"])
+def test_calls_stand_before_writes_into_their_operands(passes: Any) -> None:
+    state = torch.zeros(2, 3)
+
+    @sw.capture(passes=passes)
+    def step(x: Any) -> Any:
+        doubled = (state * 2).view(6)
+        largest = state.max(1).values.view(2)
+        shown = state.view(6)
+        state.add_(x)
+        return doubled + shown, largest * 2
+
+    for _ in range(8):
+        step(torch.rand(2, 3))
+    x = torch.rand(2, 3)
+    space: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten}
+    exec("\n".join(block("def step(s, args):", Writer(step._graph()).lines)), space)
+    have = space["step"]({"the variable state": state.clone()}, [x])
+    for one, other in zip(have, step.eager(x), strict=True):
+        assert torch.equal(one, other)

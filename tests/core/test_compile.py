@@ -202,7 +202,16 @@ def test_redistribute_inside_of_one_graph() -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
 
 
-@pytest.mark.parametrize("name", ["gpt, dp x tp", "llama, dp x tp", "resnet, channels"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["gpt, dp x tp", "llama, dp x tp", "resnet, channels"],
+        *[
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("gpt, dp", "gpt, sequence", "gpt, fully sharded x tp")
+        ],
+    ],
+)
 def test_models_are_one_graph(name: str) -> None:
     run = RUNS[name]
     shape, names = tuple(run.mesh.values()), tuple(run.mesh)

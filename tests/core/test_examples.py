@@ -58,6 +58,13 @@ def test_the_demo_says_what_each_module_communicates(tmp_path: Path) -> None:
     assert re.search(r"GPT\.blocks\.0 +all_reduce 3 +all_reduce 2\n", text)
 
 
+def test_the_demo_ends_with_the_times_of_a_step() -> None:
+    found = re.findall(
+        r"^ *(one device|on the mesh|captured) +\d+\.\d$", printed("train_gpt"), re.M
+    )
+    assert found == ["one device", "on the mesh", "captured"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

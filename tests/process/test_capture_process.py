@@ -41,7 +41,9 @@ def run_scenarios(shape: tuple[int, int], names: list[str]) -> None:
     [
         (2, (1, 2), ["fused", "clipping", "counter mode, checkpoint", "gpt"]),
         (2, (2, 1), ["data parallel", "accumulation", "fully sharded", "batch norm"]),
-        pytest.param(4, (2, 2), ["both axes", "gpt, fully sharded"], marks=pytest.mark.thorough),
+        pytest.param(2, (1, 2), ["sgd", "checkpoint", *MODELS], marks=pytest.mark.thorough),
+        pytest.param(2, (2, 1), ["autocast", "hook", *MODELS], marks=pytest.mark.thorough),
+        pytest.param(4, (2, 2), ["both axes", "sgd", *MODELS], marks=pytest.mark.thorough),
     ],
 )
 def test_a_captured_step_is_the_eager_one(

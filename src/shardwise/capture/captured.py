@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .._torch import pytree
+from ..comm.events import is_reported
 from ..comm.recording import recorder
 from ..config import current
 from ..errors import CaptureError, need
@@ -80,7 +83,8 @@ class Captured:
         state = self._state
         if state is None or not state.is_current():
             return self._look(args, kwargs)
-        if current().lockstep or current().plain == "check_always":
+        # A report is of lines, modules and memory, which a replay does not know.
+        if current().lockstep or current().plain == "check_always" or is_reported():
             return self._run_eagerly(args, kwargs)
         flat, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, *[self._kind(value) for value in flat], _shared(flat), state.key())
@@ -210,7 +214,8 @@ class Captured:
         meshes = state.topologies(flat)
         all_record(self._name, meshes, self._call())
         self._counts["recorded"] += 1
-        result, made = record(self.eager, flat, tree, state)
+        with _no_garbage_collection():
+            result, made = record(self.eager, flat, tree, state)
         first, case.first = case.first, None
         reason = next(iter(made.seen.refusals), None)
         again = first is None or not first.took_same_branches(made)
@@ -223,7 +228,9 @@ class Captured:
             case.first = made  # to be compared with the next call
             case.calls += 1
         else:
-            case.graphs.append(Graph(made, state, meshes, self._passes))
+            assert first is not None
+            with _no_garbage_collection():
+                case.graphs.append(Graph(made, first, state, meshes, self._passes))
             self._counts["graphs"] += 1
         return _detached(result)
 
@@ -266,6 +273,19 @@ class Captured:
             case.graphs.remove(graph)
             self._refuse(case, reason)
         return _detached(result)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep Python's garbage collector off: a graph has so many new objects that it would look
+    through all objects of the program."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _shared(flat: Sequence[Any]) -> tuple[int, ...]:

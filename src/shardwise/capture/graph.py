@@ -28,15 +28,16 @@ from .inductor import stretches
 from .passes import Pass
 from .record import Recording
 from .recorder import Recorded
-from .state import State
+from .state import State, autocasts
 
 
 class Graph:
-    """A recorded step, ready to be replayed."""
+    """A recorded step, ready to be replayed. `again` is another recording of the same step."""
 
     def __init__(
         self,
         recording: Recording,
+        again: Recording,
         state: State,
         meshes: Sequence[Topology],
         passes: Sequence[Pass],
@@ -47,7 +48,7 @@ class Graph:
         names = {**state.names(), "constants": recording.seen.constants, "variables": held}
         self._names, self.is_compiled = names, False
         self._guard = emit_guards(recording, names)
-        seen = recording.seen = _changed(recording.seen, passes, meshes)
+        seen = recording.seen = _changed(recording.seen, again.seen, passes, meshes)
         self.source, self._function = emit(recording, seen.graph, names, {})
         written = [seen.inputs[place] for place in recording.written]
         self._written = emit_list([each.expression for each in written], names)
@@ -97,8 +98,8 @@ class Graph:
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
                 stack.enter_context(below_autograd())
-                if torch.is_autocast_enabled("cpu"):  # casts are part of the graph
-                    stack.enter_context(torch.autocast("cpu", enabled=False))
+                for device, _ in autocasts():  # casts are part of the graph
+                    stack.enter_context(torch.autocast(device, enabled=False))
                 made, grads = self._function(flat)
                 return made, grads
         except Missed:
@@ -184,19 +185,33 @@ def _unique(labels: dict[fx.Node, str]) -> dict[fx.Node, str]:
     return names
 
 
-def _changed(seen: Recorded, passes: Sequence[Pass], meshes: Sequence[Topology]) -> Recorded:
-    """A recording after the passes. A pass is left out if the ranks would not make the same
-    collectives in the same order after it: their graphs differ, so it may treat them differently.
+def _changed(
+    seen: Recorded, again: Recorded, passes: Sequence[Pass], meshes: Sequence[Topology]
+) -> Recorded:
+    """A recording after the passes.
+
+    If ranks do not make the same collectives in the same order then, the passes are tried one by
+    one, on the other recording, and those that divide the ranks are left out: the graphs of ranks
+    differ, so a pass may treat them differently.
     """
-    end = next(node for node in reversed(seen.graph.nodes) if node.op == "output")
-    end.args = ((end.args[0][0], []),)  # without the guards
-    number_collectives(seen.graph)
-    for each in passes:
-        made = _copied(seen)
-        each(made.graph)
+    for each in (seen, again):
+        end = next(node for node in reversed(each.graph.nodes) if node.op == "output")
+        end.args = ((end.args[0][0], []),)  # without the guards
+        number_collectives(each.graph)
+    for change in passes:
+        change(seen.graph)
+    seen.graph.lint()
+    if have_same_order(meshes, seen.graph):
+        return seen
+    pairs = zip(seen.inputs, again.inputs, strict=True)
+    inputs = [replace(each, node=other.node) for each, other in pairs]
+    kept = replace(seen, graph=again.graph, inputs=inputs)
+    for change in passes:
+        made = _copied(kept)
+        change(made.graph)
         made.graph.lint()
-        seen = made if have_same_order(meshes, made.graph) else seen
-    return seen
+        kept = made if have_same_order(meshes, made.graph) else kept
+    return kept
 
 
 def _copied(seen: Recorded) -> Recorded:

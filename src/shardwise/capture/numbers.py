@@ -19,6 +19,18 @@ from torch import fx
 from .._torch import pytree
 
 
+def add_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """A call at the end of a graph. PyTorch's `call_function` also looks for symbols among the
+    arguments, which takes longer than all else."""
+    node = graph.create_node("call_function", target)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
 class Ledger(Protocol):
     """Where numbers are recorded: the graph, and what has been seen of them."""
 
@@ -87,7 +99,7 @@ class Number:
     def compute(self, function: Callable[..., Any], *others: Number) -> Number:
         """The number that a function gives, recorded."""
         every = (self, *others)
-        node = self.ledger.graph.call_function(function, tuple([each.fx_node for each in every]))
+        node = add_call(self.ledger.graph, function, tuple([each.fx_node for each in every]))
         hint = function(*[each.hint for each in every])
         return Number(self.ledger, node, hint, all(each.is_known for each in every))
 
@@ -190,6 +202,8 @@ class StandIns:
     def put(self, value: Any) -> tuple[Any, list[Number]]:
         """Arguments with stand-ins instead of symbols, and the numbers of these."""
         found: list[Number] = []
+        if not _has_symbols(value):
+            return value, found
 
         def replace(each: Any) -> Any:
             if not isinstance(each, torch.SymFloat) or not isinstance(each.node, Number):
@@ -212,6 +226,14 @@ class StandIns:
             yield from self.in_value(list(value.values()))
         elif (found := self.number(value)) is not None:
             yield found
+
+
+def _has_symbols(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_symbols, value))
+    if isinstance(value, dict):
+        return any(map(_has_symbols, value.values()))
+    return isinstance(value, torch.SymFloat)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

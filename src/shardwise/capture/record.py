@@ -68,6 +68,12 @@ def record(
     before = [tensor.grad if tensor.is_leaf else None for tensor in state.tensors]
     others = _Others(state, flat, variables)
     with recording(known) as recorder, _symbolic_options(recorder, state):
+        for each in variables:
+            if isinstance(each.value, torch.amp.GradScaler) and each.value.is_enabled():
+                recorder.refuse(
+                    f"the variable {each.name!r} is a GradScaler, which reads values to decide "
+                    "whether the optimizer steps. Train in bfloat16, which needs no scaling"
+                )
         given = [_given(recorder, place, value) for place, value in enumerate(flat)]
         args, kwargs = pytree.tree_unflatten(given, tree)
         result = step(*args, **kwargs)

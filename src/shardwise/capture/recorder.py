@@ -19,12 +19,19 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import DispatchMode, StorageWeakRef, keep_forward_lines, memory_of, untraced
+from .._torch import (
+    DispatchMode,
+    StorageWeakRef,
+    autograd_node,
+    memory_of,
+    next_node_number,
+    untraced,
+)
 from ..comm.events import listen, unlisten
 from ..comm.recording import recorder, set_recorder
 from ..errors import CaptureError
-from ..layout.user_line import user_line, user_place
-from .numbers import Number, StandIns, symbol
+from ..layout.user_line import in_backward, user_place
+from .numbers import Number, StandIns, add_call, symbol
 from .state import Known
 
 aten = torch.ops.aten
@@ -86,6 +93,7 @@ class Recorder(DispatchMode):
         self._storages: dict[int, tuple[int, Any]] = {}
         self._root = self.graph.call_function(_begin)
         self._off = 0
+        self._places: dict[int, tuple[str, int]] = {}
         self._states: dict[bytes, tuple[fx.Node, bool]] = {}
         self._state = b""
         self._note_state(self._root, False)
@@ -94,7 +102,22 @@ class Recorder(DispatchMode):
 
     def refuse(self, reason: str) -> None:
         if not self._off:
-            self.seen.refusals.append(f"{reason}, at {user_line()}")
+            file, line = self._place()
+            text = f"{file}:{line}" if line else "unknown line"
+            self.seen.refusals.append(f"{reason}, at {text}{in_backward()}")
+
+    def _place(self) -> tuple[str, int]:
+        """The user's file and line; in a backward those of the forward."""
+        return user_place(self._forward_place)
+
+    def _forward_place(self) -> tuple[str, int] | None:
+        node = autograd_node()
+        return None if node is None else self._places.get(node._sequence_nr())
+
+    def _keep_place(self, place: tuple[str, int]) -> None:
+        """Keep the place of the autograd node that was made last."""
+        if autograd_node() is None:
+            self._places.setdefault(next_node_number() - 1, place)
 
     def guard(self, number: Number) -> None:
         self.seen.guards.append((number.fx_node, bool(number.hint)))
@@ -175,7 +198,8 @@ class Recorder(DispatchMode):
         node.meta.setdefault("val", (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
         node.meta.setdefault("device", tensor.device)
         node.meta.setdefault("memory", self._memory(tensor))
-        node.meta.setdefault("line", user_place())
+        if "line" not in node.meta:
+            node.meta["line"] = self._place()
         return node
 
     def _argument(self, value: Any) -> Any:
@@ -198,6 +222,7 @@ class Recorder(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any("__torch_dispatch__" in vars(kind) for t in types for kind in _between(t)):
+            self._keep_place(self._place())
             return NotImplemented  # a DTensor: what it does with local tensors comes here again
         given, named = self.stand_ins.hints((args, kwargs))
         if self._off or func.namespace == "profiler":
@@ -213,12 +238,13 @@ class Recorder(DispatchMode):
             return out
         self._refuse_call(func, args)
         self._note_writes(func, args, kwargs)
-        nodes = [self._argument(a) for a in args]
-        node = self.graph.call_function(
-            func, tuple(nodes), {name: self._argument(v) for name, v in kwargs.items()}
+        nodes = tuple([self._argument(a) for a in args])
+        node = add_call(
+            self.graph, func, nodes, {name: self._argument(v) for name, v in kwargs.items()}
         )
-        node.meta["line"] = user_place()
+        node.meta["line"] = place = self._place()
         node.meta["grad"] = torch.is_grad_enabled()
+        self._keep_place(place)
         if draws:
             self._note_state(node, True)
         return self._result(func, node, out)
@@ -231,7 +257,7 @@ class Recorder(DispatchMode):
         elif isinstance(out, (list, tuple)):
             for place, each in enumerate(out):
                 if isinstance(each, torch.Tensor) and self._nodes.get(each) is None:
-                    item = self.graph.call_function(operator.getitem, (node, place))
+                    item = add_call(self.graph, operator.getitem, (node, place))
                     self._nodes[each] = self._described(item, each)
         elif func in _ITEMS and type(out) is float:
             return symbol(Number(self, node, out, False))
@@ -276,8 +302,8 @@ class Recorder(DispatchMode):
         nodes = tuple([self._argument(a) for a in args])
         with self.paused():
             made = function(*self.stand_ins.hints(tuple(args)))
-        node = self.graph.call_function(function, nodes)
-        node.meta["line"] = user_place()
+        node = add_call(self.graph, function, nodes)
+        node.meta["line"] = self._place()
         if draws:
             self._note_state(node, True)
         return None if made is None else partial(self._wait, made, node, [])
@@ -286,7 +312,7 @@ class Recorder(DispatchMode):
         with self.paused():
             wait()
         if not done:
-            self.graph.call_function(finish, (node,)).meta["line"] = user_place()
+            add_call(self.graph, finish, (node,)).meta["line"] = self._place()
             done.append(True)
 
     # --- random numbers ------------------------------------------------------------------------
@@ -386,7 +412,7 @@ def recording(known: Known) -> Iterator[Recorder]:
     set_recorder(made)
     try:
         with ExitStack() as stack:
-            for each in (keep_forward_lines(), _Functions(made), made):
+            for each in (_Functions(made), made):
                 stack.enter_context(each)
             yield made
             made.restore_state()

@@ -67,8 +67,7 @@ class State:
         return (
             _settings(current()),
             torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
+            autocasts(),
             torch.get_default_dtype(),
             tuple([module.training for module in self.modules]),
             tuple([layout_of(tensor) for tensor in tensors]),
@@ -145,6 +144,15 @@ class State:
         every = [*arguments, *self.tensors]
         found = [t._spec.topology for t in every if isinstance(t, Wrapper)]
         return list({id(mesh): mesh for mesh in found}.values())
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of devices for which autocast is on, with its dtypes."""
+    on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    return tuple([(device, torch.get_autocast_dtype(device)) for device in on])
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def local_tensors(value: Any) -> tuple[torch.Tensor, ...]:

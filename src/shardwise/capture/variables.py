@@ -125,7 +125,8 @@ def _of_value(
     value: Any, get: Callable[[], Any], name: str, depth: int, names: Sequence[str] = ()
 ) -> Iterator[Variable]:
     """A variable, or those in it. `names` are the attributes that the function names."""
-    if isinstance(value, (torch.Tensor, nn.Module, Optimizer)) or type(value) in _NUMBERS:
+    held = (torch.Tensor, nn.Module, Optimizer, torch.amp.GradScaler)
+    if isinstance(value, held) or type(value) in _NUMBERS:
         yield Variable(name, value, get)
     elif isinstance(value, _FUNCTIONS):
         if depth and _is_users(value):

@@ -62,6 +62,11 @@ def is_heard() -> bool:
     return bool(_listeners)
 
 
+def is_reported() -> bool:
+    """True if calls and memory are recorded too, for a report."""
+    return bool(on_free)
+
+
 @contextmanager
 def unheard() -> Iterator[None]:
     """Report nothing to listeners meanwhile: printing a tensor is no part of a program."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -40,16 +40,30 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def user_place() -> tuple[str, int]:
+def forward_place() -> tuple[str, int] | None:
+    """The user's line that made the autograd node whose backward runs, if it was kept."""
+    node = autograd_node()
+    kept = [] if node is None else node.metadata.get("traceback_", [])
+    for entry in reversed(kept):
+        found = _IN_TRACEBACK.match(entry)
+        if found is not None and is_users(found[1]):
+            return found[1], int(found[2])
+    return None
+
+
+def user_place(
+    in_forward: Callable[[], tuple[str, int] | None] = forward_place,
+) -> tuple[str, int]:
     """File and line of the innermost frame outside Shardwise and PyTorch.
 
-    In a backward it is the line of the forward, where nodes keep it (`keep_forward_lines`).
+    In a backward it is the line of the forward, if `in_forward` knows it: by default where autograd
+    nodes keep it (`keep_forward_lines`).
     """
     for frame in frames():
-        if frame.f_code.co_name == RUNS_BACKWARD and (found := forward_place()):
+        if frame.f_code.co_name == RUNS_BACKWARD and (found := in_forward()):
             return found
     if not is_users(frame.f_code.co_filename):  # a thread of the backward
-        return forward_place() or ("unknown", 0)
+        return in_forward() or ("unknown", 0)
     return frame.f_code.co_filename, frame.f_lineno
 
 
@@ -81,14 +95,3 @@ def _operator_of(node: str) -> str:
     """
     forward = re.sub(r"Backward\d*$", "", node.split("::")[-1])
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", forward).lower()
-
-
-def forward_place() -> tuple[str, int] | None:
-    """The user's line that made the autograd node whose backward runs, if it was kept."""
-    node = autograd_node()
-    kept = [] if node is None else node.metadata.get("traceback_", [])
-    for entry in reversed(kept):
-        found = _IN_TRACEBACK.match(entry)
-        if found is not None and is_users(found[1]):
-            return found[1], int(found[2])
-    return None

@@ -60,6 +60,8 @@ def delay_waits(graph: fx.Graph) -> None:
                 if not _goes_along(node):
                     break
                 landing.add(effects[node])
+        if place == at + 1:
+            continue
         end = _latest(nodes, landing, at, place)
         for node in nodes[at:end]:
             if node in landing.nodes:

@@ -17,11 +17,14 @@ from ..agree import COLLECTIVES
 from ..emit import INFIX, infix
 from ..graph import Graph
 from ..passes import has_effects, is_view, root_of, written_roots
+from ..passes.memory import changes_views, shows
 from ..recorder import finish, set_random_state
 
 aten = torch.ops.aten
 _CALLS = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}
 _CALLS |= {"all_to_all": "all_to_all_single"}
+_PARTS = frozenset((operator.getitem, *INFIX))
+"""What stands in an expression, at each of its uses."""
 _LONGEST = 70
 """A longer call is a statement of its own."""
 CHECKS = {
@@ -58,12 +61,13 @@ class Writer:
         self._texts: dict[fx.Node, str] = {}
         self._names: dict[str, int] = {}
         self.lines: list[str] = []
-        nodes = graph.recording.seen.graph.nodes
-        self._effects = _effects_before(graph.recording.seen.graph)
+        self._delayed: set[fx.Node] = set()
+        """Calls that stand where they are used, with more in them than views of variables."""
+        nodes = _in_order(graph.recording.seen.graph)
+        self._effects = _effects_before(nodes)
         for each in graph.recording.seen.inputs:
             self._texts[each.node] = self._input(each)
-        first = _made_of_nothing(graph.recording.seen.graph)
-        for node in (*first, *[node for node in nodes if node not in first]):
+        for node in nodes:
             if node.op == "call_function":
                 self._write(node)
         end: Any = next(n for n in reversed(nodes) if n.op == "output")
@@ -107,10 +111,13 @@ class Writer:
 
     def _write(self, node: fx.Node) -> None:
         target: Any = node.target
-        if target in INFIX:
-            self._texts[node] = f"({infix(target, *map(self.text, node.args))})"
-        elif target is operator.getitem:
-            self._texts[node] = f"{self.text(node.args[0])}[{node.args[1]}]"
+        if target in _PARTS:
+            self._texts[node] = (
+                f"{self.text(node.args[0])}[{node.args[1]}]"
+                if target is operator.getitem
+                else f"({infix(target, *map(self.text, node.args))})"
+            )
+            self._delayed |= {node} if self._delayed.intersection(node.all_input_nodes) else set()
         elif target is finish:
             self.lines.append(f"{self.text(node.args[0])}.wait()")
         elif target.__name__ != "_begin":
@@ -121,15 +128,16 @@ class Writer:
             self.lines.append(f"{self._variable(node, target)} = {call}" if node.users else call)
 
     def _is_inlined(self, node: fx.Node, call: str) -> bool:
-        """True if a call can stand where its result is used: nothing is written or drawn between
-        the two, or it is a view."""
-        if len(node.users) != 1 or len(call) > _LONGEST:
+        """True if a call can stand where its result is used, once: nothing is written or drawn
+        between the two, or it is a view of a variable."""
+        uses = _uses(node)
+        if len(uses) != 1 or len(call) > _LONGEST or uses[0].op != "call_function":
             return False
-        user = next(iter(node.users))
-        at, then = self._effects[node], self._effects.get(user)
-        return user.op == "call_function" and (
-            is_view(node) or (not has_effects(node) and at == then)
-        )
+        if is_view(node) and self._delayed.isdisjoint(node.all_input_nodes):
+            return True
+        alike = not has_effects(node) and self._effects[node] == self._effects[uses[0]]
+        self._delayed |= {node} if alike else set()
+        return alike
 
     def _call(self, node: fx.Node, target: Any) -> str:
         if target in COLLECTIVES:
@@ -177,19 +185,44 @@ class Writer:
         return made
 
 
-def _effects_before(graph: fx.Graph) -> dict[fx.Node, int]:
+def _uses(node: fx.Node) -> list[fx.Node]:
+    """The calls in which a result stands, itself or as a part of an expression."""
+    return [
+        use for user in node.users for use in (_uses(user) if user.target in _PARTS else [user])
+    ]
+
+
+def _in_order(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes in an order in which layers, and ranks, are alike: a view directly behind what it
+    shows, whoever uses it first; and at the beginning what depends on no input, such as a mask,
+    which the first layer makes and all use."""
+    found: dict[fx.Node, None] = {}
+    views = set() if changes_views(graph) else {node for node in graph.nodes if shows(node)}
+
+    def add(node: fx.Node) -> None:
+        if all(each in found for each in node.all_input_nodes):
+            found[node] = None
+            for user in sorted(views.intersection(node.users)):
+                add(user)
+
+    for node in (*_made_of_nothing(graph), *graph.nodes):
+        if node not in found:
+            add(node)
+    return list(found)
+
+
+def _effects_before(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """How many nodes with effects come before each node. Waits do not count: what a collective
     writes is not read between its start and its wait."""
     found, count = {}, 0
-    for node in graph.nodes:
+    for node in nodes:
         found[node] = count
         count += node.op == "call_function" and node.target is not finish and has_effects(node)
     return found
 
 
 def _made_of_nothing(graph: fx.Graph) -> dict[fx.Node, None]:
-    """What depends on no input, such as a mask. The first layer makes it and all use it; a script
-    makes it first, so that the layers are alike."""
+    """What depends on no input and is never written."""
     found: dict[fx.Node, None] = {}
     written = written_roots(graph)
     for node in graph.nodes:
