@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from shardwise import (
@@ -28,7 +31,16 @@ from shardwise import (
 from shardwise.errors import CheckpointError
 
 from ..compare import layouts, numbers, spread
-from ..core.test_checkpoint_files import PLANS, VALUES, Tied, assert_equal, has_sum, made, steps
+from ..core.test_checkpoint_files import (
+    PLANS,
+    VALUES,
+    Pretrained,
+    Tied,
+    assert_equal,
+    has_sum,
+    made,
+    steps,
+)
 from .harness import ProcessPool, run_script
 
 Pools = Callable[[int], ProcessPool]
@@ -166,6 +178,59 @@ def test_whole_values(processes: Pools) -> None:
             torch.testing.assert_close(state[name], value)
         if rank == 0:
             optimizer.load_state_dict(of_optimizer)
+
+
+def save_in_three_ways(folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = trained("both", (2, 2))
+    steps(model, optimizer, 1)
+    save_safetensors(model, f"{folder}/weights")
+    save_checkpoint({"model": model, "optimizer": optimizer, "step": 1}, f"{folder}/training")
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/dcp")
+    whole: dict[str, torch.Tensor] = full_state_dict(model)
+    return whole
+
+
+READER = """
+import io, sys, torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+sys.modules["shardwise"] = None  # an import of it is an error
+folder, out = sys.argv[1:]
+weights = load_file(f"{folder}/weights/model.safetensors")
+training = load_file(f"{folder}/training/checkpoint.safetensors")
+rest = torch.load(io.BytesIO(training.pop("__rest__").numpy().tobytes()))
+states = {name: torch.zeros_like(value) for name, value in weights.items()}
+dcp.load(states, checkpoint_id=f"{folder}/dcp")
+torch.save((weights, training, rest, states), out)
+"""
+
+
+def test_what_is_written_needs_no_shardwise_to_be_read(processes: Pools, tmp_path: Path) -> None:
+    whole = processes(4).run(save_in_three_ways, str(tmp_path))[0]
+    reader = [sys.executable, "-W", "ignore", "-c", READER, str(tmp_path), str(tmp_path / "out")]
+    subprocess.run(reader, check=True, timeout=120)
+    weights, training, rest, states = torch.load(tmp_path / "out")
+    assert whole.keys() - weights.keys() == {"head.weight"}  # tied
+    assert_equal(weights, {name: whole[name] for name in weights})
+    assert_equal(states, weights)
+    assert_equal({name: training[f"model.{name}"] for name in weights}, weights)
+    assert training["optimizer.state.0.exp_avg"].shape == weights["embedding.weight"].shape
+    assert rest["step"] == 1 and rest["optimizer"]["param_groups"][0]["lr"] == 0.1
+
+
+def save_itself(folder: str) -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard_module(Pretrained(), mesh, PLANS["both"]).save_pretrained(Path(folder))
+
+
+def test_a_model_saves_itself_in_the_files_of_one_device(processes: Pools, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    (tmp_path / "plain").mkdir()
+    Pretrained().save_pretrained(tmp_path / "plain")
+    processes(4).run(save_itself, str(tmp_path))
+    files = [tmp_path / "plain" / "model.safetensors", tmp_path / "model.safetensors"]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 # --- some ranks only -----------------------------------------------------------------------------
