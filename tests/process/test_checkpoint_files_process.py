@@ -126,7 +126,7 @@ def train_and_save(folder: str) -> tuple[list[float], int]:
             save_checkpoint({"model": model, "optimizer": optimizer, "step": 3}, folder)
     finally:
         os.pwrite = pwrite
-    assert comm.get_total_counts() == 0 and comm.checks == 4
+    assert comm.get_total_counts() == 0 and comm.checks == 5
     return losses, written
 
 
@@ -296,6 +296,24 @@ def failing(folder: str) -> list[str]:
     differ = old if rank else distribute_tensor(numbers(8, 3), mesh, [Shard(1)], src_data_rank=None)
     heard(lambda: save_safetensors({"x": differ}, folder))
     return texts
+
+
+def in_folders_of_their_own(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(numbers(8, 3), mesh, [Shard(0)])
+    with pytest.raises(CheckpointError) as error:
+        save_safetensors({"x": x}, f"{folder}/{dist.get_rank()}")
+    return str(error.value)
+
+
+def test_ranks_that_do_not_see_one_folder(processes: Pools, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "model.safetensors").write_text("what was there")
+    for text in processes(4).run(in_folders_of_their_own, str(tmp_path)):
+        assert "is not there for this one. All ranks must give one folder" in text
+        assert "had before is still there" in text
+    assert (tmp_path / "0" / "model.safetensors").read_text() == "what was there"
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
 def test_a_failure_of_one_rank_is_told_by_all(processes: Pools, tmp_path: Path) -> None:
