@@ -26,8 +26,9 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
     values already keeps them. The layout does not change the random numbers: they are those of the
     same calls on one device.
 
-    What nobody has initialised is an error, and stays on the meta device. To load all values from a
-    file use `model.to_empty(device=...)` instead, and then `load_state_dict`.
+    What nobody has initialised is an error, and stays on the meta device. To load a file, call
+    `load_safetensors` afterwards. `model.to_empty` would leave buffers that no file has without
+    values.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
