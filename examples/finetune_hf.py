@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +22,7 @@ from shardwise import Shard
 BATCH, LENGTH, VOCABULARY, STEPS = 8, 24, 128, 10
 
 
-def make_model() -> nn.Module:
+def make_model() -> PeftModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -33,8 +33,7 @@ def make_model() -> nn.Module:
         num_key_value_heads=4,
     )
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    model: nn.Module = get_peft_model(LlamaForCausalLM(config), lora)
-    return model
+    return get_peft_model(LlamaForCausalLM(config), lora)
 
 
 def train(model: nn.Module, lay_out: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
@@ -66,6 +65,9 @@ def main() -> None:
         for step, (a, b) in enumerate(zip(single, meshed, strict=True)):
             print(f"{step:4}  {a:10.4f}  {b:11.4f}")
     torch.testing.assert_close(meshed, single, rtol=1e-3, atol=1e-4)
+    text = torch.arange(6).view(1, 6)
+    told, found = (m.eval().generate(input_ids=text, max_new_tokens=8) for m in (alone, model))
+    torch.testing.assert_close(found.full_tensor(), told)
     if dist.is_initialized():
         dist.destroy_process_group()
 

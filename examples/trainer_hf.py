@@ -65,9 +65,9 @@ def main() -> None:
     for folder in sys.argv[1:2]:
         sw.save_safetensors(model, f"{folder}/parts")  # without gathering
         CONFIG.save_pretrained(f"{folder}/parts")
-        whole, first = sw.full_state_dict(model), sw.is_first_rank()
-        model.save_pretrained(f"{folder}/whole", state_dict=dict(whole), is_main_process=first)
-        for name in ("parts", "whole") if first else ():
+        model.save_pretrained(f"{folder}/whole")
+        whole = sw.full_state_dict(model)
+        for name in ("parts", "whole") if sw.is_first_rank() else ():
             again = LlamaForCausalLM.from_pretrained(f"{folder}/{name}").state_dict()
             torch.testing.assert_close(dict(again), whole, rtol=0, atol=0)
     if dist.is_initialized():

@@ -214,6 +214,18 @@ def test_queries_keys_and_values_in_one() -> None:
     assert not any("patches" in key or "head" in key for key in found)
 
 
+def test_attention_and_mlps_are_paired_by_name_where_widths_are_equal() -> None:
+    sizes = {"qkv": (8, 24), "out": (8, 8), "gate": (8, 24), "up": (8, 24), "down": (24, 8)}
+    block = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+    assert rules(nn.ModuleDict({"blocks": nn.ModuleList([block])})) == {
+        "blocks.*.qkv.weight": {"tp": Shard(0, split=3)},
+        "blocks.*.out.weight": {"tp": S1},
+        "blocks.*.gate.weight": {"tp": S0},
+        "blocks.*.up.weight": {"tp": S0},
+        "blocks.*.down.weight": {"tp": S1},
+    }
+
+
 class Conv1D(nn.Module):
     """The linear layer of GPT-2: its weight is (inputs, outputs)."""
 

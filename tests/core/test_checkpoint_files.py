@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -21,16 +22,20 @@ from shardwise import (
     DTensor,
     Partial,
     Shard,
+    distribute_module,
     distribute_tensor,
     full_state_dict,
     fully_shard,
+    is_first_rank,
     load_checkpoint,
     load_safetensors,
+    replicate,
     save_checkpoint,
     save_safetensors,
     shard_module,
 )
 from shardwise.errors import CheckpointError
+from shardwise.parallel import ColwiseParallel, parallelize_module
 from shardwise.parallel.saving import format as file_format
 from shardwise.parallel.saving import save as saving
 
@@ -513,3 +518,58 @@ def test_whole_values_of_anything() -> None:
     made = full_state_dict({"a": [x, (x, 3)], "b": "text"})
     assert torch.equal(made["a"][0], numbers(5)) and made["a"][1][0] is made["a"][0]
     assert made["a"][1][1] == 3 and made["b"] == "text"
+
+
+# --- save_pretrained -----------------------------------------------------------------------------
+
+
+class Pretrained(Tied):
+    """A model that saves itself as those of transformers do: the rank that writes asks a method
+    of the model for whole tensors, and writes a tied parameter once."""
+
+    def gather_sharded_state_dict_for_save(
+        self, model: nn.Module, state: Any, config: Any, *, save_on_this_rank: bool = True
+    ) -> Any:
+        return state
+
+    def save_pretrained(self, folder: Path, state: Any = None) -> None:
+        writes = is_first_rank()
+        state = self.state_dict() if state is None else state
+        state = self.gather_sharded_state_dict_for_save(self, state, None, save_on_this_rank=writes)
+        first = {value.data_ptr(): name for name, value in reversed(state.items())}
+        if writes:
+            save_file({name: state[name] for name in first.values()}, folder / "model.safetensors")
+
+
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "shard_module": lambda model, mesh: shard_module(model, mesh, PLANS["both"]),
+    "fully_shard": lambda model, mesh: fully_shard(model, mesh["dp"]),
+    "replicate": replicate,
+    "distribute_module": distribute_module,
+    "parallelize_module": lambda model, mesh: parallelize_module(
+        model, mesh["tp"], {"inner": ColwiseParallel()}
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_saves_itself_in_the_files_of_one_device(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Pretrained()
+    model = WAYS[way](copy.deepcopy(plain), virtual(2, 2, names=("dp", "tp")))
+    for each, name in [(plain, "plain"), (model, "mesh")]:
+        (tmp_path / name).mkdir()
+        each.save_pretrained(tmp_path / name)
+    files = [tmp_path / name / "model.safetensors" for name in ("plain", "mesh")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert "head.weight" not in load_file(files[1])
+
+
+def test_a_state_that_is_given_is_saved(tmp_path: Path) -> None:
+    model = WAYS["shard_module"](Pretrained(), virtual(2, 2, names=("dp", "tp")))
+    whole = full_state_dict(model)
+    halves = {name: value / 2 for name, value in model.state_dict().items()}
+    for state in (halves, full_state_dict(halves)):
+        model.save_pretrained(tmp_path, state)
+        found = load_file(tmp_path / "model.safetensors")
+        assert_equal(found, {name: whole[name] / 2 for name in found})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 from benchmarks.models import others, transformer, vision
 from torch import nn
 
-from shardwise import DTensor, Replicate, Shard, materialize, shard_module
+from shardwise import (
+    DTensor,
+    Replicate,
+    Shard,
+    load_safetensors,
+    materialize,
+    save_safetensors,
+    shard_module,
+)
 from shardwise.errors import LayoutError
 
 from ..compare import ints, virtual
@@ -153,6 +162,25 @@ def test_what_has_values_keeps_them() -> None:
     materialize(model)
     assert torch.equal(model[1].weight.full_tensor(), values)
     assert not model[0].weight.is_meta
+
+
+def test_what_a_file_lacks_is_initialised_after_loading(tmp_path: Path) -> None:
+    plain = WithInitWeights()
+    save_safetensors(plain, tmp_path)
+    model = on_meta(WithInitWeights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    load_safetensors(model, tmp_path)
+    assert model.angles.is_meta  # a buffer that is in no file
+    view, parameters = model.up.weight.detach(), list(model.parameters())
+    materialize(model)
+    assert torch.equal(model.angles.full_tensor(), torch.arange(5.0))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), value)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(parameter.requires_grad for parameter in parameters)
+    model.up(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert torch.equal(view.full_tensor(), model.up.weight.full_tensor())  # the same memory
 
 
 def test_a_model_that_is_not_sharded() -> None:

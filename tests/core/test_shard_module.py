@@ -126,15 +126,22 @@ def test_a_bad_plan_is_told_in_one_error() -> None:
             "scale": {"dp": S0},
             "head.weight": {"tp": S0},
             "embed.weight": {"tp": S1},
+            "layers.0.norm.weight": {"pp": S0},
+            "v_proj.weight": {"tp": Partial()},
         }
     ) == (
         "shard_module: the plan does not fit; nothing was changed.\n"
+        "- \"layers.0.norm.weight\": mesh (dp=2, tp=2) has no axis 'pp'. Its axes are 'dp', 'tp'.\n"
+        "- \"v_proj.weight\": {'tp': P(sum)} is a pending sum, but a parameter has a value. Use "
+        "Shard(dim) or Replicate().\n"
         '- "layers.*.v_proj.weight" matches no parameter and no buffer. The model has '
         "'layers.0.q_proj.weight'.\n"
         '- re.compile(r"layers\\.\\d") matches no parameter and no buffer. The model has '
         "'layers.0.norm.bias'. A regex must match the whole name.\n"
         '- "layers.*.norm" matches no parameter and no buffer. It names a module: write '
         '"layers.*.norm.*" for its parameters.\n'
+        '- "v_proj.weight" matches no parameter and no buffer. The model has '
+        "'layers.0.q_proj.weight'.\n"
         '- scale: "scale" says S(0), but it is a single number.\n'
         "- embed.weight = head.weight: axis 'tp' is S(0) by \"head.weight\" and S(1) by "
         '"embed.weight". Let one of them name fewer parameters.\n'
@@ -144,6 +151,7 @@ def test_a_bad_plan_is_told_in_one_error() -> None:
     )
 
 
+NOT_FITTING = "shard_module: the plan does not fit; nothing was changed.\n- "
 BAD_RULES: list[tuple[Any, str]] = [
     (
         [("*", {"tp": S0})],
@@ -157,21 +165,21 @@ BAD_RULES: list[tuple[Any, str]] = [
     ),
     (
         {3: {"tp": S0}},
-        "shard_module: 3 is not a pattern. Give a glob of parameter names, such as "
+        f"{NOT_FITTING}3 is not a pattern. Give a glob of parameter names, such as "
         '"*.q_proj.weight", or a compiled regex.',
     ),
     (
         {"*": {"pp": S0}},
-        "shard_module: \"*\": mesh (dp=2, tp=2) has no axis 'pp'. Its axes are 'dp', 'tp'.",
+        f"{NOT_FITTING}\"*\": mesh (dp=2, tp=2) has no axis 'pp'. Its axes are 'dp', 'tp'.",
     ),
     (
         {"*": {"tp": Partial()}},
-        "shard_module: \"*\": {'tp': P(sum)} is a pending sum, but a parameter has a value. Use "
+        f"{NOT_FITTING}\"*\": {{'tp': P(sum)}} is a pending sum, but a parameter has a value. Use "
         "Shard(dim) or Replicate().",
     ),
     (
         {"*": {"tp": 0}},
-        'shard_module: "*": 0 is not a placement. Use Replicate(), Shard(dim) or Partial(op).',
+        f'{NOT_FITTING}"*": 0 is not a placement. Use Replicate(), Shard(dim) or Partial(op).',
     ),
 ]
 
@@ -196,8 +204,8 @@ def test_blocks_that_do_not_divide_the_dim() -> None:
 
 def test_names_of_axes_that_have_none() -> None:
     assert error({"*": {"tp": S0}}, where=virtual(2, 2)) == (
-        "shard_module: \"*\": the placements {'tp': S(0)} name axes, but those of mesh (2x2) have "
-        "no names. Give init_device_mesh(..., mesh_dim_names=), or one placement per axis."
+        f"{NOT_FITTING}\"*\": the placements {{'tp': S(0)}} name axes, but those of mesh (2x2) "
+        "have no names. Give init_device_mesh(..., mesh_dim_names=), or one placement per axis."
     )
     plan = make_plan(Model(), virtual(2, 2), {"*.weight": [R, S0]})
     assert plan["embed.weight"] == (R, S0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from shardwise import (
@@ -28,7 +31,16 @@ from shardwise import (
 from shardwise.errors import CheckpointError
 
 from ..compare import layouts, numbers, spread
-from ..core.test_checkpoint_files import PLANS, VALUES, Tied, assert_equal, has_sum, made, steps
+from ..core.test_checkpoint_files import (
+    PLANS,
+    VALUES,
+    Pretrained,
+    Tied,
+    assert_equal,
+    has_sum,
+    made,
+    steps,
+)
 from .harness import ProcessPool, run_script
 
 Pools = Callable[[int], ProcessPool]
@@ -114,7 +126,7 @@ def train_and_save(folder: str) -> tuple[list[float], int]:
             save_checkpoint({"model": model, "optimizer": optimizer, "step": 3}, folder)
     finally:
         os.pwrite = pwrite
-    assert comm.get_total_counts() == 0 and comm.checks == 4
+    assert comm.get_total_counts() == 0 and comm.checks == 5
     return losses, written
 
 
@@ -166,6 +178,59 @@ def test_whole_values(processes: Pools) -> None:
             torch.testing.assert_close(state[name], value)
         if rank == 0:
             optimizer.load_state_dict(of_optimizer)
+
+
+def save_in_three_ways(folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = trained("both", (2, 2))
+    steps(model, optimizer, 1)
+    save_safetensors(model, f"{folder}/weights")
+    save_checkpoint({"model": model, "optimizer": optimizer, "step": 1}, f"{folder}/training")
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/dcp")
+    whole: dict[str, torch.Tensor] = full_state_dict(model)
+    return whole
+
+
+READER = """
+import io, sys, torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+sys.modules["shardwise"] = None  # an import of it is an error
+folder, out = sys.argv[1:]
+weights = load_file(f"{folder}/weights/model.safetensors")
+training = load_file(f"{folder}/training/checkpoint.safetensors")
+rest = torch.load(io.BytesIO(training.pop("__rest__").numpy().tobytes()))
+states = {name: torch.zeros_like(value) for name, value in weights.items()}
+dcp.load(states, checkpoint_id=f"{folder}/dcp")
+torch.save((weights, training, rest, states), out)
+"""
+
+
+def test_what_is_written_needs_no_shardwise_to_be_read(processes: Pools, tmp_path: Path) -> None:
+    whole = processes(4).run(save_in_three_ways, str(tmp_path))[0]
+    reader = [sys.executable, "-W", "ignore", "-c", READER, str(tmp_path), str(tmp_path / "out")]
+    subprocess.run(reader, check=True, timeout=120)
+    weights, training, rest, states = torch.load(tmp_path / "out")
+    assert whole.keys() - weights.keys() == {"head.weight"}  # tied
+    assert_equal(weights, {name: whole[name] for name in weights})
+    assert_equal(states, weights)
+    assert_equal({name: training[f"model.{name}"] for name in weights}, weights)
+    assert training["optimizer.state.0.exp_avg"].shape == weights["embedding.weight"].shape
+    assert rest["step"] == 1 and rest["optimizer"]["param_groups"][0]["lr"] == 0.1
+
+
+def save_itself(folder: str) -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard_module(Pretrained(), mesh, PLANS["both"]).save_pretrained(Path(folder))
+
+
+def test_a_model_saves_itself_in_the_files_of_one_device(processes: Pools, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    (tmp_path / "plain").mkdir()
+    Pretrained().save_pretrained(tmp_path / "plain")
+    processes(4).run(save_itself, str(tmp_path))
+    files = [tmp_path / "plain" / "model.safetensors", tmp_path / "model.safetensors"]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 # --- some ranks only -----------------------------------------------------------------------------
@@ -231,6 +296,24 @@ def failing(folder: str) -> list[str]:
     differ = old if rank else distribute_tensor(numbers(8, 3), mesh, [Shard(1)], src_data_rank=None)
     heard(lambda: save_safetensors({"x": differ}, folder))
     return texts
+
+
+def in_folders_of_their_own(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(numbers(8, 3), mesh, [Shard(0)])
+    with pytest.raises(CheckpointError) as error:
+        save_safetensors({"x": x}, f"{folder}/{dist.get_rank()}")
+    return str(error.value)
+
+
+def test_ranks_that_do_not_see_one_folder(processes: Pools, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "model.safetensors").write_text("what was there")
+    for text in processes(4).run(in_folders_of_their_own, str(tmp_path)):
+        assert "is not there for this one. All ranks must give one folder" in text
+        assert "had before is still there" in text
+    assert (tmp_path / "0" / "model.safetensors").read_text() == "what was there"
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
 def test_a_failure_of_one_rank_is_told_by_all(processes: Pools, tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import runpy
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +20,8 @@ from tqdm import tqdm
 from .cases import BY_DIM_0, OTHERS, causal_types
 from .compare import check
 from .dtensor import BESIDE, check_beside
+from .examples import run_example
+from .files import FILES, check_files, with_files
 from .page import summary, write_page
 
 Row = dict[str, Any]
@@ -43,12 +43,14 @@ def main() -> None:
     rows = {} if given.only else _known(given.out, given.again)
     torch.set_num_threads(1)
     _import_all()
-    todo = [(name, check) for name in names if name not in rows]
-    todo += [(f"dtensor {name}", check_beside) for name in BESIDE if not given.only]
-    for row in tqdm(
-        _each([e for e in todo if e[0] not in rows], given.jobs, given.timeout),
-        total=len([e for e in todo if e[0] not in rows]),
-    ):
+    todo: list[tuple[str, Callable[[str], Row]]] = [
+        (name, check_files if name.startswith(FILES) else check) for name in names
+    ]
+    if not given.only:
+        todo += [(FILES + name, check_files) for name in with_files()]
+        todo += [(f"dtensor {name}", check_beside) for name in BESIDE]
+    todo = [(name, work) for name, work in todo if name not in rows]
+    for row in tqdm(_each(todo, given.jobs, given.timeout), total=len(todo)):
         rows[row["name"]] = row
         if given.only:
             print(row.pop("trace", ""), "\n", json.dumps(row, indent=1))
@@ -59,9 +61,7 @@ def main() -> None:
     if given.page:
         write_page(given.page, list(rows.values()))
     for example in given.examples:
-        with tempfile.TemporaryDirectory() as folder:
-            sys.argv = [example, folder]
-            runpy.run_path(example, run_name="__main__")
+        run_example(example)
 
 
 def _known(path: Path, again: list[str]) -> dict[str, Row]:

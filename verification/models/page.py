@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .cases import BY_DIM_0, OTHERS
+from .files import FILES
 
 Row = dict[str, Any]
 NOT_COUNTED = "not on one device"
@@ -16,7 +17,7 @@ NOT_COUNTED = "not on one device"
 
 def summary(rows: list[Row]) -> str:
     """How many have which verdict."""
-    return _counted([row for row in rows if not row["name"].startswith("dtensor ")])
+    return _counted([row for row in rows if not row["name"].startswith(("dtensor ", FILES))])
 
 
 def _counted(rows: list[Row]) -> str:
@@ -30,8 +31,9 @@ def write_page(path: Path, rows: list[Row]) -> None:
     import timm
     import transformers
 
-    ours = {row["name"]: row for row in rows if not row["name"].startswith("dtensor ")}
-    theirs = [row for row in rows if row["name"].startswith("dtensor ")]
+    ours = {row["name"]: row for row in rows}
+    theirs = [ours.pop(row["name"]) for row in rows if row["name"].startswith("dtensor ")]
+    files = [ours.pop(row["name"]) for row in rows if row["name"].startswith(FILES)]
     planned = {name: row for name, row in ours.items() if not name.endswith(BY_DIM_0)}
     causal = [row for name, row in planned.items() if name not in OTHERS]
     counted = {name: row for name, row in planned.items() if row["verdict"] != NOT_COUNTED}
@@ -43,12 +45,13 @@ def write_page(path: Path, rows: list[Row]) -> None:
         causal=_counted(causal),
         others=_counted([row for name, row in planned.items() if name in OTHERS]),
         by_rows=_counted(by_rows),
+        files=_counted(files),
         wide=f"{len(wide)} of the runs: {', '.join(wide)}" if wide else "no run",
         table="\n".join(
             _line(name, row, ours.get(name + BY_DIM_0, {})) for name, row in sorted(counted.items())
         ),
         failures=_failures(
-            [r for r in ours.values() if r["verdict"] not in ("right", NOT_COUNTED)]
+            [r for r in [*ours.values(), *files] if r["verdict"] not in ("right", NOT_COUNTED)]
         ),
         not_counted="\n".join(
             _reason(row) for row in planned.values() if row["verdict"] == NOT_COUNTED
@@ -70,6 +73,8 @@ wherever the configuration has one. With {versions}.
 - Encoders, vision, audio and diffusion: {others}.
 - The same models with every parameter sharded by its first dim, `{{"*": {{"tp": Shard(0)}}}}`:
   {by_rows}.
+- Files of `save_pretrained`, which must be those of one device, byte for byte (models of
+  transformers): {files}.
 
 Right means: off by at most 1e-4 of the largest number in the tensor; gradients by 1e-6 of the
 largest gradient more, updated parameters by 2 % of the learning rate if that is more. Where float32

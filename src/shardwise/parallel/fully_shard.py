@@ -23,6 +23,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
 from .in_place import convert
 from .module import keep_layouts
+from .saving.pretrained import gather_in_save_pretrained
 from .units import MixedPrecisionPolicy, Unit
 
 M = TypeVar("M", bound=nn.Module | list[Any])
@@ -147,6 +148,7 @@ def fully_shard(
     for owner in {owner: None for part in modules for owner in part.modules()}:
         _read_through(owner)
     for part in modules:
+        gather_in_save_pretrained(part)
         kind = type(part)
         part.__class__ = type(kind.__name__, (FSDPModule, kind), {"__module__": kind.__module__})
         part._unit = unit

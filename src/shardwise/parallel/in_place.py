@@ -263,8 +263,12 @@ def empty_locals(spec: DTensorSpec, device: str) -> tuple[torch.Tensor, ...]:
 
 def set_device(tensor: DTensor, device: str) -> None:
     """Give a DTensor empty memory on another device, or none on "meta", in place."""
+    set_memory(tensor, wrap(tensor._spec, empty_locals(tensor._spec, device)))
+
+
+def set_memory(tensor: DTensor, made: DTensor) -> None:
+    """Give a DTensor the memory of another one of its layout, in place."""
     requires_grad, hooks = tensor.requires_grad, hooks_of(tensor)
-    made = wrap(tensor._spec, empty_locals(tensor._spec, device))
     _become(tensor, made, plain_attributes(tensor))
     tensor.requires_grad_(requires_grad)
     _give_hooks(tensor, hooks)

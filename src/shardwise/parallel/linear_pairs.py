@@ -116,17 +116,25 @@ def _pairs(block: list[_Layer]) -> dict[str, Placement]:
     firsts = [layer for layer in block if is_called(layer.name, _FIRST)]
     seconds = [layer for layer in block if is_called(layer.name, _SECOND) and layer not in firsts]
     places: dict[str, Placement] = {}
-    for second in seconds:
-        if any(first.outputs in _widths(second) for first in firsts):
-            places |= second.second()
     for first in firsts:
-        widths = [pair for other in seconds for pair in enumerate(_widths(other), 1)]
+        partners = _partners(first, seconds)
+        widths = [pair for other in partners for pair in enumerate(_widths(other), 1)]
         counts = [count for count, width in widths if width == first.outputs]
-        shared = any(other.inputs % first.outputs == 0 for other in seconds)  # few heads of keys
+        shared = any(other.inputs % first.outputs == 0 for other in partners)  # few heads of keys
         if counts or shared:
             together = counts and not is_called(first.name, {"query_key_value"})
             places |= first.first(min(counts) if together else 1)
+        for second in partners:
+            if first.outputs in _widths(second):
+                places |= second.second()
     return places
+
+
+def _partners(first: _Layer, seconds: list[_Layer]) -> list[_Layer]:
+    """The second layers that a first one may belong to: of attention, or of an MLP, by name."""
+    is_attention = is_called(first.name, ATTENTION_IN)
+    own = [each for each in seconds if is_called(each.name, ATTENTION_OUT) is is_attention]
+    return own or seconds
 
 
 def _widths(second: _Layer) -> tuple[int, int, int]:

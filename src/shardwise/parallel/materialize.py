@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import LayoutError, need
 from ..storage.operands import state_stamp
 from ..tensor.dtensor import DTensor
-from .in_place import set_device
+from .in_place import set_device, set_memory
 from .names import common_names
 
 M = TypeVar("M", bound=nn.Module)
@@ -26,8 +26,9 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
     values already keeps them. The layout does not change the random numbers: they are those of the
     same calls on one device.
 
-    What nobody has initialised is an error, and stays on the meta device. To load all values from a
-    file use `model.to_empty(device=...)` instead, and then `load_state_dict`.
+    What nobody has initialised is an error, and stays on the meta device. To load a file, call
+    `load_safetensors` before: buffers that no file has are initialised here. `model.to_empty` would
+    leave them without values.
 
     >>> import torch, shardwise
     >>> mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -48,7 +49,11 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
                 "first, which says which rank holds what; with the plan {} all ranks hold all."
             )
     partly = {part for part in model.modules() if any(_on_meta(part))}
-    wholly = {part for part in partly if len(list(_on_meta(part))) == len(list(_tensors(part)))}
+    # While modules are initialised, what has values has no memory: nothing is written there.
+    full = [t for part in partly for _, t in _tensors(part) if isinstance(t, DTensor)]
+    kept: dict[DTensor, Any] = {t: t.detach() for t in full if not t.is_meta}
+    for tensor in kept:
+        set_device(tensor, "meta")
     untouched = {}
     for name, tensor in empty.items():
         set_device(tensor, tensor._spec.topology.device_type)
@@ -57,7 +62,7 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
     try:
         with torch.no_grad():
             if init is None:
-                _Initialiser(model, wholly).run(model)
+                _Initialiser(model, partly).run(model)
             else:
                 model.apply(lambda part: init(part) if part in partly else None)
     finally:
@@ -65,6 +70,8 @@ def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
         missing += [n for n in empty if _is_empty(now.get(n), empty[n], untouched[n])]
         for name in missing:
             set_device(empty[name], "meta")
+        for tensor, value in kept.items():
+            set_memory(tensor, value)
     if missing:
         raise LayoutError(
             f"materialize: nobody initialised {', '.join(common_names(missing))}: no "

@@ -13,6 +13,7 @@ from ..errors import LayoutError, need
 from ..layout.mesh import AnyMesh, topology
 from ..tensor.dtensor import DTensor, distribute_tensor
 from .in_place import Layout, convert_module
+from .saving.pretrained import gather_in_save_pretrained
 
 __all__ = ["distribute_module"]
 
@@ -71,6 +72,7 @@ def distribute_module(
     )
     for part in converted:
         part.register_load_state_dict_pre_hook(keep_layouts)
+    gather_in_save_pretrained(module)
     if before is not None:
         module.register_forward_pre_hook(
             lambda mod, given: _as_tuple(before(mod, given, device_mesh))

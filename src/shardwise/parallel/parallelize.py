@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import MeshError
 from ..layout.mesh import AnyMesh, Topology, topology
+from .saving.pretrained import gather_in_save_pretrained
 from .style import ParallelStyle
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,6 +62,7 @@ def parallelize_module(
     for part, style in pairs:
         style.src_data_rank = src_data_rank
         style._apply(part, where.mesh)
+    gather_in_save_pretrained(module)
     return module
 
 

@@ -109,7 +109,9 @@ def make_plan(model: nn.Module, mesh: AnyMesh, plan: Rules | Plan | str) -> Plan
     if isinstance(plan, Plan):
         plan = plan.rules
     rules: Any = automatic_rules(model, where) if plan == "auto" else plan
-    entries, problems = _entries(model, where, _checked(where, rules))
+    by_axis, problems = _by_axis(where, rules)
+    entries, others = _entries(model, where, by_axis)
+    problems += others
     if problems:
         text = "".join(f"\n- {problem}" for problem in problems)
         raise LayoutError(f"shard_module: the plan does not fit; nothing was changed.{text}")
@@ -153,30 +155,37 @@ def _with_all_names(
         yield tuple(names[key]), tensor
 
 
-def _checked(mesh: Topology, rules: object) -> dict[Pattern, _ByAxis]:
-    """The placements of each pattern by axis."""
+def _by_axis(mesh: Topology, rules: object) -> tuple[dict[Pattern, _ByAxis], list[str]]:
+    """The placements of each pattern by axis, and what is wrong with them."""
     if not isinstance(rules, Mapping):
         raise LayoutError(
             'shard_module: the plan is a dict from parameter names to placements, or "auto", but '
             f'got {rules!r}. Write {{"*.q_proj.weight": {{"tp": Shard(0)}}}}.'
         )
     made: dict[Pattern, _ByAxis] = {}
+    problems: list[str] = []
     for pattern, given in rules.items():
         if not isinstance(pattern, str | re.Pattern):
-            raise LayoutError(
-                f"shard_module: {pattern!r} is not a pattern. Give a glob of parameter names, such "
-                'as "*.q_proj.weight", or a compiled regex.'
+            problems.append(
+                f"{pattern!r} is not a pattern. Give a glob of parameter names, such as "
+                '"*.q_proj.weight", or a compiled regex.'
             )
-        what = f"shard_module: {_quoted(pattern)}"
-        places = checked_placements(what, mesh, given, None)
+            continue
+        made[pattern] = {}
+        try:
+            places = checked_placements(_quoted(pattern), mesh, given, None)
+        except LayoutError as error:
+            problems.append(str(error))
+            continue
         if any(place.is_partial() for place in places):
-            raise LayoutError(
-                f"{what}: {given!r} is a pending sum, but a parameter has a value. Use Shard(dim) "
-                "or Replicate()."
+            problems.append(
+                f"{_quoted(pattern)}: {given!r} is a pending sum, but a parameter has a value. Use "
+                "Shard(dim) or Replicate()."
             )
+            continue
         named = given if isinstance(given, Mapping) else mesh.names
         made[pattern] = {mesh.names.index(name): places[mesh.names.index(name)] for name in named}
-    return made
+    return made, problems
 
 
 def _matches(pattern: Pattern, names: Sequence[str]) -> bool:

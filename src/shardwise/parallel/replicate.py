@@ -14,6 +14,7 @@ from ..tensor.gradients import keep_partial
 from .fully_shard import FSDPModule, common_mesh, ids_of, placements_on, put_on
 from .in_place import convert_module
 from .module import keep_layouts
+from .saving.pretrained import gather_in_save_pretrained
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -81,6 +82,7 @@ def replicate(
     parts = convert_module("replicate", module, whole.mesh, lambda *_: None, ignored=ignored)
     for part in parts:
         part.register_load_state_dict_pre_hook(keep_layouts)
+    gather_in_save_pretrained(module)
     kind = type(module)
     body = {"__module__": kind.__module__}
     module.__class__ = type(kind.__name__, (ReplicateModule, kind), body)

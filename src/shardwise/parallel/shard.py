@@ -16,6 +16,7 @@ from .experts import route_experts
 from .in_place import Layout, convert_module
 from .module import keep_layouts
 from .plan import Plan, Rules, make_plan
+from .saving.pretrained import gather_in_save_pretrained
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,4 +75,5 @@ def shard_module(
     for part in converted:
         part.register_load_state_dict_pre_hook(keep_layouts)
     route_experts(model)
+    gather_in_save_pretrained(model)
     return model

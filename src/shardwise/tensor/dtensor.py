@@ -166,11 +166,11 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
 
     share_memory_ = _without_memory("share_memory_", "")
     __dlpack__ = _without_memory("__dlpack__", "")
-    # The safetensors library and Hugging Face's save_pretrained ask for it.
+    # The safetensors library asks for it.
     storage = _without_memory(
         "storage",
-        " Files of models: shardwise.save_safetensors(model, folder) and load_safetensors, or "
-        "model.save_pretrained(folder, state_dict=shardwise.full_state_dict(model)).",
+        " Files of models: shardwise.save_safetensors(model, folder) and load_safetensors, or give "
+        "whole tensors, shardwise.full_state_dict(model), which all ranks call.",
     )
     apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 

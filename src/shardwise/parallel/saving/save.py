@@ -103,8 +103,8 @@ def _save(what: str, stem: str, state: Any, folder: Path, most: int) -> None:
         _check_dtypes(tensors)
         if stem == "checkpoint":
             packed = _packed(rest)
-        folder.mkdir(parents=True, exist_ok=True)
         if together.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
             number = _next_number(folder, stem)
     number, size = together.told_by_first([number, len(packed)])
     stored = {
@@ -121,8 +121,11 @@ def _save(what: str, stem: str, state: Any, folder: Path, most: int) -> None:
         parts[REST] = [((0,), torch.frombuffer(bytearray(packed), dtype=torch.uint8))]
     kept = f"What {folder} had before is still there."
     with together.step(kept):
+        for each in files if together.is_first else ():
+            _create(each)
+    with together.step(kept):
         for each in files:
-            _write(each, parts, together.is_first)
+            _write(each, parts)
     with together.step(kept):
         if together.is_first:
             _commit(folder, stem, files)
@@ -234,14 +237,28 @@ def _files(
     return files
 
 
-def _write(file: _File, parts: Mapping[str, Sequence[Part]], is_first: bool) -> None:
-    if not is_first and not any(parts[name] for name in file.tensors):
-        return
+def _create(file: _File) -> None:
+    """A file of the right size with its header, into which all ranks write."""
     opened = os.open(file.path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if is_first:
-            os.ftruncate(opened, file.size)
-            os.pwrite(opened, file.header, 0)
+        os.ftruncate(opened, file.size)
+        os.pwrite(opened, file.header, 0)
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _write(file: _File, parts: Mapping[str, Sequence[Part]]) -> None:
+    """The parts of this process, in a file that the first rank has made."""
+    if not any(parts[name] for name in file.tensors):
+        return
+    if not file.path.exists() or file.path.stat().st_size != file.size:
+        raise CheckpointError(
+            f"{file.path}, which the first rank has made, is not there for this one. All ranks "
+            "must give one folder, on a file system that all of them see."
+        )
+    opened = os.open(file.path, os.O_RDWR)
+    try:
         for name, stored in file.tensors.items():
             for offset, part in parts.get(name, ()):
                 write_part(opened, stored, offset, part)
