@@ -32,6 +32,7 @@ CASES = [
     *[("kill first", 4, 2), ("kill first", 2, 0), ("kill between", 4, 0), ("kill between", 2, 1)],
     *[("kill async", 4, 2), ("kill async", 4, 0), ("exit", 4, 2), ("exit", 4, 0)],
     *[("destroy", 4, 1), ("late", 4, 1), ("kill fully sharded", 4, 1)],
+    *[("kill async", 2, 1), ("exit", 2, 0), ("destroy", 2, 1), ("kill fully sharded", 2, 0)],
 ]
 """How a rank ends, on how many ranks, and which rank it is."""
 VICTIMS = [(4, 2), (4, 0), (2, 1)]
@@ -44,7 +45,8 @@ def ends() -> Iterator[Ends]:
     values = [(way, *world) for way in ("raise", "value") for world in VICTIMS]
     plain = [("plain", 4, 1), ("plain", 2, 0)]
     equal = [("equal", 4, 1), ("flag equal", 4, 1)]
-    cases = [*CASES, *values, *plain, *equal, *[(way, 4, 1) for way in LINES]]
+    different = [(way, world, 1) for way in LINES for world in (2, 4)]
+    cases = [*CASES, *values, *plain, *equal, *different]
     with ThreadPoolExecutor(3) as threads:
         found = {case: threads.submit(_ends, *case) for case in cases}
         yield lambda *case: found[case].result()
@@ -121,10 +123,11 @@ LINES = {
 }
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("way", list(LINES))
-def test_different_programs_under_lockstep(ends: Ends, way: str) -> None:
+def test_different_programs_under_lockstep(ends: Ends, way: str, world: int) -> None:
     victim = 1
-    found = ends(way, 4, victim)
+    found = ends(way, world, victim)
     own, others = (f"{SCRIPT}:{_line(code)}" for code in LINES[way])
     for end in found:
         assert end.code == 1 and "LockstepError: lockstep: the ranks run different" in end.text
