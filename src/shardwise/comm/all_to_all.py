@@ -92,13 +92,10 @@ def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Ite
 
 
 def largest_share(group: Group, job: Job) -> int:
-    """The most elements that a rank sends or receives; the same number on every rank."""
+    """The elements that a rank sends or receives at most; the same number on every rank."""
     task, count = job.task, len(group.ranks)
     copies = count if task.kind in ("all_gather", "all_reduce") else 1
-    parts = count if task.op else 1
-    sent = [box_numel(task.src.box(coord)) * copies for coord in group.senders if coord]
-    got = [box_numel(task.dst.box(coord)) * parts for coord in group.receivers if coord]
-    return max(max(sent), max(got))
+    return max(task.src.most * copies, task.dst.most * (count if task.op else 1))
 
 
 def _in_chunks(group: Group, job: Job, out: Out | None) -> Iterator[Launch]:
@@ -143,9 +140,11 @@ def packets(
     """The message of `src` to `dst`: a piece of each job, or chunk number `index` of it if pieces
     are sent in chunks of at most `most` elements."""
     found: list[Packet] = []
+    if src is None or dst is None:
+        return found
     for job, out in parts:
-        parcel = None if src is None or dst is None else job.task.parcel(src, dst)
-        if src is None or dst is None or parcel is None:
+        parcel = job.task.parcel(src, dst)
+        if parcel is None:
             continue
         if most:
             cut = chunks(parcel.box, most)[index : index + 1]
@@ -215,12 +214,10 @@ def _one_dtype(packets: Iterable[Packet]) -> torch.dtype | None:
 
 def _flat(packets: list[tuple[Packet, torch.Tensor]]) -> list[torch.Tensor] | None:
     """The elements of each piece in the order of memory, if they lie so: nothing is copied."""
-    found = []
-    for packet, value in packets:
-        if not value.permute(packet.job.order).is_contiguous():
-            return None
-        found.append(packet.job.flat(value))
-    return found
+    found = [packet.job.in_order(value) for packet, value in packets]
+    if not all(value.is_contiguous() for value in found):
+        return None
+    return [value.view(-1) for value in found]
 
 
 def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
@@ -233,7 +230,7 @@ def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
         if _is_aligned(packet, raw):
-            job.shaped(raw.view(job.dtype), packet.parcel.box).copy_(value)
+            job.shaped(raw.view(job.dtype), packet.parcel.shape).copy_(value)
         else:
             raw.copy_(as_bytes(value.permute(job.order)))
 
@@ -250,7 +247,7 @@ def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet,
     """Packets of one dtype with their values, which lie one after another in `flat`."""
     parts = flat.split_with_sizes([packet.parcel.numel for packet in packets])
     for packet, part in zip(packets, parts, strict=True):
-        yield packet, packet.job.shaped(part, packet.parcel.box)
+        yield packet, packet.job.shaped(part, packet.parcel.shape)
 
 
 def _received(
@@ -263,7 +260,7 @@ def _received(
         return
     for packet, raw in _split(packets, flat):
         raw = raw if _is_aligned(packet, raw) else raw.clone()
-        yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.box)
+        yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.shape)
 
 
 def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
