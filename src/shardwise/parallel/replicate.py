@@ -11,7 +11,8 @@ from ..errors import LayoutError
 from ..layout.mesh import AnyMesh, axes_in, topology
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
-from .fully_shard import FSDPModule, common_mesh, ids_of, placements_on, put_on
+from .common_mesh import common_mesh, ids_of, mix_in, placements_on, put_on
+from .fully_shard import FSDPModule
 from .in_place import convert_module
 from .module import keep_layouts
 
@@ -81,7 +82,5 @@ def replicate(
     parts = convert_module("replicate", module, whole.mesh, lambda *_: None, ignored=ignored)
     for part in parts:
         part.register_load_state_dict_pre_hook(keep_layouts)
-    kind = type(module)
-    body = {"__module__": kind.__module__}
-    module.__class__ = type(kind.__name__, (ReplicateModule, kind), body)
+    mix_in(module, ReplicateModule)
     return module
