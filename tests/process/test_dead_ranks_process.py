@@ -32,6 +32,7 @@ CASES = [
     *[("kill first", 4, 2), ("kill first", 2, 0), ("kill between", 4, 0), ("kill between", 2, 1)],
     *[("kill async", 4, 2), ("kill async", 4, 0), ("exit", 4, 2), ("exit", 4, 0)],
     *[("destroy", 4, 1), ("late", 4, 1), ("kill fully sharded", 4, 1)],
+    *[("kill context", 4, 2), ("kill experts", 4, 3)],
 ]
 """How a rank ends, on how many ranks, and which rank it is."""
 VICTIMS = [(4, 2), (4, 0), (2, 1)]
