@@ -63,23 +63,13 @@ class _Saved(NamedTuple):
     stamp: object
 
 
-class _GatheredCell(Cell):
-    """The version cell of a gathered parameter and its views, which tells which one it is."""
-
-    __slots__ = ("index", "unit")
-
-    def __init__(self, unit: Unit, index: int, local: Locals) -> None:
-        super().__init__(local, unit.parameters[index]._spec.meta.shape)
-        self.unit, self.index = unit, index
-
-
 class Unit:
     """Parameters of some modules that are gathered, used and dropped together.
 
     - `_whole` are the local tensors of the gathered parameters, `_started` are gathers under way,
       and `_stamps` says of which values of the shards.
-    - `_live` are DTensors of them with an autograd history, while a forward uses them, and `_fresh`
-      their first stamps.
+    - `_live` are DTensors of them with an autograd history, while a forward uses them. `_cells` are
+      their version cells, with the index of the parameter, and `_fresh` their first stamps.
     - `_sequence` are the units in the order of this forward, and `_last` in that of the one before,
       if this unit is the outermost.
     - `_seen` is the number of the backward that uses the gathered parameters.
@@ -107,6 +97,7 @@ class Unit:
         self._started: list[Ready] | None = None
         self._stamps: list[object] = []
         self._live: Sequence[Any] | None = None
+        self._cells: dict[Cell, int] = {}
         self._fresh: list[object] = []
         self._sequence: list[Unit] = []
         self._last: list[Unit] = []
@@ -137,8 +128,8 @@ class Unit:
             self._specs, self._targets = specs, list(map(self._gathered_spec, specs))
         pairs = zip(self.parameters, self._targets, strict=True)
         cast = [_in_dtype(parameter, spec.dtype) for parameter, spec in pairs]
-        self._stamps = list(map(state_stamp, self.parameters))
         self._started = start_moves(cast, self._targets, True)
+        self._stamps = list(map(state_stamp, self.parameters))
 
     def gather(self) -> list[Locals]:
         """The local tensors of the gathered parameters; they stay until `drop`."""
@@ -152,8 +143,11 @@ class Unit:
 
     def live(self) -> list[Any]:
         """DTensors of the gathered parameters, for autograd to give a history."""
-        triples = enumerate(zip(self.gather(), self._targets, strict=True))
-        return [wrap(spec, own, _GatheredCell(self, i, own)) for i, (own, spec) in triples]
+        gathered = self.gather()
+        pairs = zip(self._targets, gathered, strict=True)
+        made = [(spec, local, Cell(local, spec.meta.shape)) for spec, local in pairs]
+        self._cells = {cell: index for index, (_, _, cell) in enumerate(made)}
+        return [wrap(spec, local, cell) for spec, local, cell in made]
 
     def _make_live(self) -> Sequence[Any]:
         live: Sequence[Any] = Gather.apply(self, *self.parameters)
@@ -174,6 +168,7 @@ class Unit:
     def drop(self) -> None:
         """Forget the gathered parameters: only shards stay."""
         self._whole = self._live = self._started = None
+        self._cells = {}
 
     @untraced
     def value(self, parameter: Any) -> Any:
@@ -206,7 +201,7 @@ class Unit:
         following = _neighbour(self, self._outermost._last, 1)
         if following is not None:
             following.start()
-        hooks = torch.autograd.graph.saved_tensors_hooks(*_composed())
+        hooks = torch.autograd.graph.saved_tensors_hooks(*_composed(self))
         hooks.__enter__()
         self._hooks.append(hooks)
         _running.units.append(self)
@@ -243,9 +238,13 @@ class Unit:
 
     # --- what autograd saves -------------------------------------------------------------------
 
-    def packed(self, index: int, tensor: Any) -> _Saved | None:
-        """What to save in place of a view of a gathered parameter; None if it is another memory."""
-        if self._whole is None or len(tensor._locals) != len(self._whole[index]):
+    @untraced
+    def packed(self, tensor: torch.Tensor) -> _Saved | None:
+        """What to save in place of a gathered parameter, or a view of one; None for others."""
+        if not isinstance(tensor, Wrapper) or tensor._cell is None or tensor._of is not None:
+            return None
+        index = self._cells.get(tensor._cell)
+        if index is None or self._whole is None or len(tensor._locals) != len(self._whole[index]):
             return None
         parts = []
         for whole, part in zip(self._whole[index], tensor._locals, strict=True):
@@ -306,19 +305,14 @@ def _neighbour(unit: Unit, sequence: Sequence[Unit], step: int) -> Unit | None:
     return sequence[at] if 0 <= at < len(sequence) else None
 
 
-def _composed() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _composed(unit: Unit) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Hooks that save gathered parameters as `_Saved`, and give others to the hooks in force."""
     outer = outer_saved_tensor_hooks()
-    if outer is not None and hasattr(outer[0], "_of_units"):
-        return outer
 
-    @untraced
-    def pack(tensor: Any) -> Any:
-        cell = tensor._cell if isinstance(tensor, Wrapper) and tensor._of is None else None
-        if isinstance(cell, _GatheredCell):
-            saved = cell.unit.packed(cell.index, tensor)
-            if saved is not None:
-                return saved
+    def pack(tensor: torch.Tensor) -> Any:
+        saved = unit.packed(tensor)
+        if saved is not None:
+            return saved
         return tensor if outer is None else outer[0](tensor)
 
     def unpack(saved: Any) -> Any:
@@ -326,7 +320,6 @@ def _composed() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
             return saved.unit.unpacked(saved)
         return saved if outer is None else outer[1](saved)
 
-    pack._of_units = True  # type: ignore[attr-defined]
     return pack, unpack
 
 
