@@ -46,6 +46,32 @@ def train_sharded(mine: bool) -> None:
         model(x).sum().backward()
 
 
+def attend(mine: bool) -> None:
+    """Keys pass in a ring forward and back; a rank dies before it sends gradients."""
+    place = Shard(2, split=2)
+    for turn in range(3):
+        given = [
+            sw.randn(1, 1, 4 * world, 4, device_mesh=mesh, placements=[place]).requires_grad_()
+            for _ in range(3)
+        ]
+        out = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+        if mine and turn == 1:
+            die()
+        out.sum().backward()
+
+
+def route(mine: bool) -> None:
+    """Tokens travel to their experts and back; a rank dies while they are there."""
+    index = sw.distribute_tensor(torch.arange(2 * world)[:, None] % world, mesh, [Shard(0)])
+    weights = sw.ones(2 * world, 1, device_mesh=mesh, placements=[Shard(0)])
+    experts = sw.ones(world, 4, 4, device_mesh=mesh, placements=[Shard(0)])
+    for turn in range(3):
+        sent = sw.dispatch_tokens(x, index, weights, experts)
+        if mine and turn == 1:
+            die()
+        sent.combine(sent.grouped_mm(sent.tokens, experts))
+
+
 def run() -> None:
     global started
     mine = rank == victim
@@ -65,6 +91,10 @@ def run() -> None:
         x.redistribute(placements=[Replicate()], async_op=True).to_local()
     elif way == "kill fully sharded":
         train_sharded(mine)
+    elif way == "kill context":
+        attend(mine)
+    elif way == "kill experts":
+        route(mine)
     elif way == "raise":
         if mine:
             threading.Thread(target=time.sleep, args=(4,)).start()  # the process lives on

@@ -33,6 +33,7 @@ CASES = [
     *[("kill async", 4, 2), ("kill async", 4, 0), ("exit", 4, 2), ("exit", 4, 0)],
     *[("destroy", 4, 1), ("late", 4, 1), ("kill fully sharded", 4, 1)],
     *[("kill async", 2, 1), ("exit", 2, 0), ("destroy", 2, 1), ("kill fully sharded", 2, 0)],
+    *[("kill context", 4, 2), ("kill experts", 4, 3)],
 ]
 """How a rank ends, on how many ranks, and which rank it is."""
 VICTIMS = [(4, 2), (4, 0), (2, 1)]

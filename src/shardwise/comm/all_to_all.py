@@ -92,13 +92,10 @@ def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Ite
 
 
 def largest_share(group: Group, job: Job) -> int:
-    """The most elements that a rank sends or receives; the same number on every rank."""
+    """The elements that a rank sends or receives at most; the same number on every rank."""
     task, count = job.task, len(group.ranks)
     copies = count if task.kind in ("all_gather", "all_reduce") else 1
-    parts = count if task.op else 1
-    sent = [box_numel(task.src.box(coord)) * copies for coord in group.senders if coord]
-    got = [box_numel(task.dst.box(coord)) * parts for coord in group.receivers if coord]
-    return max(max(sent), max(got))
+    return max(task.src.most * copies, task.dst.most * (count if task.op else 1))
 
 
 def _in_chunks(group: Group, job: Job, out: Out | None) -> Iterator[Launch]:
@@ -143,9 +140,11 @@ def packets(
     """The message of `src` to `dst`: a piece of each job, or chunk number `index` of it if pieces
     are sent in chunks of at most `most` elements."""
     found: list[Packet] = []
+    if src is None or dst is None:
+        return found
     for job, out in parts:
-        parcel = None if src is None or dst is None else job.task.parcel(src, dst)
-        if src is None or dst is None or parcel is None:
+        parcel = job.task.parcel(src, dst)
+        if parcel is None:
             continue
         if most:
             cut = chunks(parcel.box, most)[index : index + 1]
@@ -159,10 +158,13 @@ def packets(
 def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) -> Wait:
     """Start one all-to-all: the pieces of some jobs, or a chunk of each piece of one."""
     me, jobs = group.me, [job for job, _ in parts]
+    dtype = _one_dtype(jobs)
     leaving = [packets(parts, group.senders[me], dst, index, most) for dst in group.receivers]
-    coming = [packets(parts, src, group.receivers[me], index, most) for src in group.senders]
-    own = [(packet, packet.held()) for packet in leaving[me]]
-    leaving[me], coming[me] = [], []
+    own, leaving[me] = [(packet, packet.held()) for packet in leaving[me]], []
+    coming = [
+        [] if at == me else packets(parts, src, group.receivers[me], index, most)
+        for at, src in enumerate(group.senders)
+    ]
     outgoing, incoming = (
         [sum([packet.nbytes for packet in each]) for each in way] for way in (leaving, coming)
     )
@@ -170,18 +172,18 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
         torch.empty(sum(sizes), dtype=torch.uint8, device=jobs[0].device)
         for sizes in (outgoing, incoming)
     )
-    _pack(leaving, sent)
+    _pack(leaving, sent, dtype)
     wait = all_to_all(group, received, sent, incoming, outgoing)
     if not any(job.async_op for job in jobs):
         if not jobs[0].task.op:
             _put(own)
             own = []
     else:  # the program may write into the source meanwhile
-        own = _cloned(own)
+        own = _cloned(own, dtype)
 
     def land() -> None:
         wait()
-        _put([*_received(coming, received), *own])
+        _put([*_received(coming, received, dtype), *own])
         give_back([sent, received])
 
     return land
@@ -206,25 +208,22 @@ def _is_aligned(packet: Packet, raw: torch.Tensor) -> bool:
     return raw.storage_offset() % packet.job.dtype.itemsize == 0
 
 
-def _one_dtype(packets: Iterable[Packet]) -> torch.dtype | None:
-    """The dtype of real tensors, if all packets are of one; few calls then serve them all."""
-    found = {packet.job.dtype for packet in packets}
+def _one_dtype(jobs: Iterable[Job]) -> torch.dtype | None:
+    """The dtype of real tensors, if all jobs are of one; few calls then serve them all."""
+    found = {job.dtype for job in jobs}
     dtype = found.pop() if len(found) == 1 else None
     return None if dtype is None or dtype.is_complex else dtype
 
 
 def _flat(packets: list[tuple[Packet, torch.Tensor]]) -> list[torch.Tensor] | None:
     """The elements of each piece in the order of memory, if they lie so: nothing is copied."""
-    found = []
-    for packet, value in packets:
-        if not value.permute(packet.job.order).is_contiguous():
-            return None
-        found.append(packet.job.flat(value))
-    return found
+    found = [packet.job.in_order(value) for packet, value in packets]
+    if not all(value.is_contiguous() for value in found):
+        return None
+    return [value.view(-1) for value in found]
 
 
-def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
-    dtype = _one_dtype(chain.from_iterable(packets))
+def _pack(packets: list[list[Packet]], flat: torch.Tensor, dtype: torch.dtype | None) -> None:
     every = [(packet, packet.held()) for each in packets for packet in each]
     values = None if dtype is None else _flat(every)
     if values and dtype is not None:
@@ -233,14 +232,16 @@ def _pack(packets: list[list[Packet]], flat: torch.Tensor) -> None:
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
         if _is_aligned(packet, raw):
-            job.shaped(raw.view(job.dtype), packet.parcel.box).copy_(value)
+            job.shaped(raw.view(job.dtype), packet.parcel.shape).copy_(value)
         else:
             raw.copy_(as_bytes(value.permute(job.order)))
 
 
-def _cloned(own: list[tuple[Packet, torch.Tensor]]) -> list[tuple[Packet, torch.Tensor]]:
+def _cloned(
+    own: list[tuple[Packet, torch.Tensor]], dtype: torch.dtype | None
+) -> list[tuple[Packet, torch.Tensor]]:
     """Packets with copies of their values."""
-    values = None if _one_dtype(packet for packet, _ in own) is None else _flat(own)
+    values = None if dtype is None else _flat(own)
     if not values:
         return [(packet, value.clone()) for packet, value in own]
     return list(_shaped([packet for packet, _ in own], torch.cat(values)))
@@ -250,30 +251,32 @@ def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet,
     """Packets of one dtype with their values, which lie one after another in `flat`."""
     parts = flat.split_with_sizes([packet.parcel.numel for packet in packets])
     for packet, part in zip(packets, parts, strict=True):
-        yield packet, packet.job.shaped(part, packet.parcel.box)
+        yield packet, packet.job.shaped(part, packet.parcel.shape)
 
 
 def _received(
-    packets: list[list[Packet]], flat: torch.Tensor
+    packets: list[list[Packet]], flat: torch.Tensor, dtype: torch.dtype | None
 ) -> Iterator[tuple[Packet, torch.Tensor]]:
     """Each packet with its values."""
-    dtype = _one_dtype(chain.from_iterable(packets))
     if dtype is not None:
         yield from _shaped(list(chain.from_iterable(packets)), flat.view(dtype))
         return
     for packet, raw in _split(packets, flat):
         raw = raw if _is_aligned(packet, raw) else raw.clone()
-        yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.box)
+        yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.shape)
 
 
 def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
-    """Put pieces into the results; those of one box are reduced if their job reduces."""
+    """Put pieces into the results; those of one box are reduced if the jobs reduce."""
     pairs = list(received)
-    moved = [(packet.place(), value) for packet, value in pairs if not packet.job.task.op]
-    if moved:
-        torch._foreach_copy_([place for place, _ in moved], [value for _, value in moved])
-    reduced = list(by_place([pair for pair in pairs if pair[0].job.task.op]))
-    if reduced and _adds_up(reduced):
+    if not pairs:
+        return
+    if not pairs[0][0].job.task.op:
+        places = [packet.place() for packet, _ in pairs]
+        torch._foreach_copy_(places, [value for _, value in pairs])
+        return
+    reduced = list(by_place(pairs))
+    if _adds_up(reduced):
         places = [packet.place() for packet, _ in reduced]
         columns = zip(*[values for _, values in reduced], strict=True)
         torch._foreach_copy_(places, list(next(columns)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..layout.geometry import Box, box_numel, relative
+from ..layout.geometry import Box, box_numel, box_shape, relative
 from .all_to_all import buffer_size
 from .dtypes import as_bytes, backend_op, backends_reduce, from_backend, is_plain, to_backend
 from .group import Group, all_gather, reduce_scatter
@@ -111,7 +111,7 @@ def _all_gather(group: Group, parts: Sequence[Part]) -> Wait:
                 box, raw = boxes[member], next(pieces)
                 aligned = raw.storage_offset() % job.dtype.itemsize == 0
                 value = (raw if aligned else raw.clone()).view(job.dtype)
-                narrow(out, relative(box, whole)).copy_(job.shaped(value, box))
+                narrow(out, relative(box, whole)).copy_(job.shaped(value, box_shape(box)))
 
     return land
 

@@ -24,7 +24,7 @@ Finish = Callable[[], list[list[torch.Tensor]]]
 
 class Boxes(Protocol):
     """A layout: the box of each rank, the index (slot) of its local tensor, the box around all of
-    them, and the axes that are Partial, with the reduction."""
+    them, the elements of the largest one, and the axes that are Partial, with the reduction."""
 
     @property
     def topology(self) -> Topology: ...
@@ -32,6 +32,8 @@ class Boxes(Protocol):
     def slots(self) -> tuple[Coord, ...]: ...
     @property
     def hull(self) -> Box: ...
+    @property
+    def most(self) -> int: ...
     @property
     def partial(self) -> tuple[tuple[int, str], ...]: ...
     def slot(self, coord: Coord) -> int: ...
@@ -89,14 +91,17 @@ class Job:
     device: torch.device
     async_op: bool = False
 
+    def in_order(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor with its dims in the order of memory."""
+        return value if _is_ascending(self.order) else value.permute(self.order)
+
     def flat(self, value: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor in the order of memory; a view if they lie so."""
-        order = self.order
-        return (value if _is_ascending(order) else value.permute(order)).reshape(-1)
+        return self.in_order(value).reshape(-1)
 
-    def shaped(self, flat: torch.Tensor, box: Box) -> torch.Tensor:
+    def shaped(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Elements in the order of memory as a tensor."""
-        shape, order = box_shape(box), self.order
+        order = self.order
         if _is_ascending(order):
             return flat.view(shape)
         inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -161,7 +166,8 @@ class Engine(Protocol):
 
 def narrow(value: torch.Tensor, box: Box) -> torch.Tensor:
     """The part of a tensor in a box."""
+    shape = value.shape
     for dim, (start, stop) in enumerate(box):
-        if stop - start != value.shape[dim]:
+        if stop - start != shape[dim]:
             value = value.narrow(dim, start, stop - start)
     return value

@@ -13,7 +13,7 @@ import torch
 
 from .._torch import functional_all_reduce, functional_all_to_all
 from ..errors import CommunicationError
-from ..layout.geometry import Box
+from ..layout.geometry import Box, box_shape
 from ..layout.mesh import Topology
 from .all_to_all import Packet, by_place, largest_share, packets
 from .dtypes import backend_op, backends_reduce, from_backend, reduce_list, to_backend
@@ -58,7 +58,7 @@ def _all_reduce(job: Job) -> torch.Tensor:
         sent = functional_all_reduce(sent, backend_op(job.dtype, task.op), group)
     sent = torch.view_as_complex(sent) if pairs else sent
     total = from_backend(sent, job.dtype, task.op, task.over)
-    return job.shaped(total, tuple([(0, size) for size in value.shape]))
+    return job.shaped(total, value.shape)
 
 
 def _exchange(group: Group, job: Job) -> list[tuple[Packet, torch.Tensor]]:
@@ -89,7 +89,7 @@ def _exchange(group: Group, job: Job) -> list[tuple[Packet, torch.Tensor]]:
     arrived = arrived.view(job.dtype) if as_bytes else arrived
     found = [packet for each in coming for packet in each]
     pieces = arrived.split([packet.parcel.numel for packet in found]) if found else ()
-    return [(p, job.shaped(flat, p.parcel.box)) for p, flat in zip(found, pieces, strict=True)]
+    return [(p, job.shaped(flat, p.parcel.shape)) for p, flat in zip(found, pieces, strict=True)]
 
 
 def _assembled(job: Job, box: Box, received: list[tuple[Packet, torch.Tensor]]) -> torch.Tensor:
@@ -100,7 +100,7 @@ def _assembled(job: Job, box: Box, received: list[tuple[Packet, torch.Tensor]]) 
         value = reduce_list(values, task.op, task.over) if task.op else values[0]
         pieces.append((packet.parcel, value))
     if pieces and job.fills([parcel.box for parcel, _ in pieces], box):
-        return job.shaped(torch.cat([job.flat(value) for _, value in pieces]), box)
+        return job.shaped(torch.cat([job.flat(value) for _, value in pieces]), box_shape(box))
     made = job.empty(box)
     for parcel, value in pieces:
         narrow(made, parcel.place).copy_(value)

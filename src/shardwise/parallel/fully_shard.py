@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..errors import LayoutError, MeshError, need
-from ..layout.mesh import AnyMesh, Topology, axes_in, joined, topology
+from ..layout.mesh import AnyMesh, Topology, axes_in, topology
 from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec, checked_placements
-from ..storage.wrapper import wrap
+from ..layout.spec import checked_placements
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
+from .common_mesh import common_mesh, ids_of, mix_in, placements_on, put_on
 from .in_place import convert
 from .module import keep_layouts
 from .saving.pretrained import gather_in_save_pretrained
@@ -132,28 +132,30 @@ def fully_shard(
     need("fully_shard: mp_policy", mp_policy, MixedPrecisionPolicy | None, "a MixedPrecisionPolicy")
     need("fully_shard: shard_placement_fn", shard_placement_fn, Callable | None, "a function")
     ignored = ids_of("fully_shard", ignored_params)
-    slots = [slot for part in modules for slot in _own_slots(part) if id(slot[2]) not in ignored]
-    unique = list({id(parameter): parameter for _, _, parameter in slots}.values())
+    parts = list(dict.fromkeys(part for each in modules for part in each.modules()))
+    owners = {part: own for part in parts if (own := _own_parameters(part, ignored))}
+    unique = list({id(each): each for own in owners.values() for each in own}.values())
     whole = common_mesh("fully_shard", modules, where.mesh if mesh is None else mesh, ignored)
     layouts = [_layout(parameter, where, whole, shard_placement_fn) for parameter in unique]
     for parameter, places in zip(unique, layouts, strict=True):
-        _shard(parameter, whole, places)
-    for part in modules:
-        for buffer in part.buffers():
-            put_on(buffer, whole)
+        if isinstance(parameter, DTensor):
+            put_on(parameter, whole, places)
+        else:
+            convert(parameter, whole.mesh, places)
+    for buffer in (buffer for part in parts for buffer in part._buffers.values()):
+        put_on(buffer, whole)
     policy = mp_policy or MixedPrecisionPolicy()
     unit = Unit(unique, modules, where, policy, reshard_after_forward)
-    for owner in {id(owner): owner for owner, _, _ in slots}.values():
+    for owner in owners:
         owner.register_load_state_dict_pre_hook(keep_layouts)
-    for owner in {owner: None for part in modules for owner in part.modules()}:
-        _read_through(owner)
-    for part in modules:
-        gather_in_save_pretrained(part)
-        kind = type(part)
-        part.__class__ = type(kind.__name__, (FSDPModule, kind), {"__module__": kind.__module__})
-        part._unit = unit
-        part.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
-        part.register_forward_hook(unit.after_forward, always_call=True)
+    for part in parts:
+        _read_through(part)
+    for each in modules:
+        gather_in_save_pretrained(each)
+        mix_in(each, FSDPModule)
+        each._unit = unit
+        each.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
+        each.register_forward_hook(unit.after_forward, always_call=True)
     return module
 
 
@@ -186,49 +188,15 @@ def _checked(modules: Sequence[Any], mesh: AnyMesh | None, reshard: Any, offload
 # --- parameters ----------------------------------------------------------------------------------
 
 
-def ids_of(what: str, ignored_params: Any) -> set[int]:
-    """The ids of the parameters that the caller `what` leaves as they are."""
-    what = f"{what}: ignored_params"
-    need(what, ignored_params, Iterable | None, "a list of parameters")
-    given = [] if ignored_params is None else list(ignored_params)
-    for parameter in given:
-        need(what, parameter, nn.Parameter, "a list of parameters")
-    return set(map(id, given))
-
-
-def _own_slots(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """The parameters below a module that no other unit has: who has them, name, parameter."""
+def _own_parameters(module: nn.Module, ignored: set[int]) -> list[Any]:
+    """The parameters of a module itself that no other unit has."""
     return [
-        (part, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None and getattr(parameter, "_fully_sharded", None) is None
+        parameter
+        for parameter in module._parameters.values()
+        if parameter is not None
+        and id(parameter) not in ignored
+        and getattr(parameter, "_fully_sharded", None) is None
     ]
-
-
-def common_mesh(
-    what: str, modules: Sequence[nn.Module], mesh: AnyMesh, ignored: set[int]
-) -> Topology:
-    """The mesh of all parameters: the axes of `mesh`, and those of DTensors."""
-    whole = topology(mesh)
-    held = [[*part.parameters(), *part.buffers()] for part in modules]
-    for tensor in (each for part in held for each in part):
-        if not isinstance(tensor, DTensor) or id(tensor) in ignored:
-            continue
-        own = tensor._spec.topology
-        if axes_in(own, whole) is not None:
-            continue
-        larger = own if axes_in(whole, own) is not None else joined(whole.mesh, own)
-        larger = larger or joined(mesh, own)
-        if larger is None:
-            raise MeshError(
-                f"{what}: a tensor of the module is on mesh {own}, and {topology(mesh)} is no part "
-                "of that mesh, nor of one that both are parts of. Make one mesh of all axes, "
-                "init_device_mesh(..., mesh_dim_names=...), and give its parts, such as "
-                'mesh["dp"].'
-            )
-        whole = larger
-    return whole
 
 
 def _layout(
@@ -252,17 +220,6 @@ def _layout(
     return checked_placements("fully_shard", whole, places, parameter.ndim)
 
 
-def placements_on(tensor: Any, whole: Topology) -> list[Placement]:
-    """The placements of a tensor on a mesh that its own is a part of; others replicate it."""
-    places: list[Placement] = [Replicate()] * whole.ndim
-    if isinstance(tensor, DTensor):
-        axes = axes_in(tensor._spec.topology, whole)
-        assert axes is not None
-        for axis, place in zip(axes, tensor.placements, strict=True):
-            places[axis] = place
-    return places
-
-
 def _default_shard(
     parameter: torch.Tensor, where: Topology, places: Sequence[Placement]
 ) -> Placement:
@@ -282,43 +239,6 @@ def _default_shard(
     return Shard(0, blocks) if size > blocks and size % blocks == 0 else Shard(0)
 
 
-def _shard(parameter: Any, whole: Topology, places: Sequence[Placement]) -> None:
-    """Bring a parameter, and its gradient, into a layout in place."""
-    if not isinstance(parameter, DTensor):
-        convert(parameter, whole.mesh, places)
-        return
-    put_on(parameter, whole)
-    grad: Any = parameter.grad
-    parameter.grad = None
-    held: Any = parameter.detach()
-    parameter.data = held.redistribute(placements=places)
-    if grad is not None:
-        parameter.grad = grad.redistribute(placements=places)
-
-
-def put_on(tensor: Any, whole: Topology) -> None:
-    """Let a DTensor on a part of a mesh be one on the whole mesh, in place.
-
-    Where the part has replicas on other axes, all take the values of the first.
-    """
-    if not isinstance(tensor, DTensor) or tensor._spec.topology is whole:
-        return
-    grad = tensor.grad
-    tensor.grad = None
-    tensor.data = _on_mesh(tensor.detach(), whole)
-    tensor.grad = None if grad is None else _on_mesh(grad, whole)
-
-
-def _on_mesh(tensor: Any, whole: Topology) -> Any:
-    spec, places = tensor._spec, placements_on(tensor, whole)
-    target = DTensorSpec(whole, places, spec.meta, cuts=spec.cuts)
-    if whole.virtual or not tensor._locals:
-        return wrap(target, tensor._locals)
-    mesh: Any = whole
-    local = tensor._locals[0].detach()
-    return DTensor.from_local(local, mesh, places, run_check=True).detach()
-
-
 def _read_through(module: nn.Module) -> None:
     """Let `module.weight` be the gathered parameter while its unit has it, which may be that of
     another module if both share it.
@@ -336,7 +256,5 @@ def _read_through(module: nn.Module) -> None:
     kind = type(module)
     units = {n: getattr(p, "_fully_sharded", None) for n, p in module._parameters.items()}
     readers = {n: reader(n, unit) for n, unit in units.items() if unit and not hasattr(kind, n)}
-    if not readers:
-        return
-    body = {"__module__": kind.__module__, **readers}
-    module.__class__ = type(kind.__name__, (kind,), body)
+    if readers:
+        mix_in(module, **readers)

@@ -11,7 +11,8 @@ from ..errors import LayoutError
 from ..layout.mesh import AnyMesh, axes_in, topology
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
-from .fully_shard import FSDPModule, common_mesh, ids_of, placements_on, put_on
+from .common_mesh import common_mesh, ids_of, mix_in, placements_on, put_on
+from .fully_shard import FSDPModule
 from .in_place import convert_module
 from .module import keep_layouts
 from .saving.pretrained import gather_in_save_pretrained
@@ -83,7 +84,5 @@ def replicate(
     for part in parts:
         part.register_load_state_dict_pre_hook(keep_layouts)
     gather_in_save_pretrained(module)
-    kind = type(module)
-    body = {"__module__": kind.__module__}
-    module.__class__ = type(kind.__name__, (ReplicateModule, kind), body)
+    mix_in(module, ReplicateModule)
     return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -52,25 +52,24 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class _Saved:
+class _Saved(NamedTuple):
     """What autograd saves of a gathered parameter or a view of it: which one, where in it, and the
     stamp of its values."""
 
-    __slots__ = ("index", "parts", "spec", "stamp", "unit")
-
-    def __init__(self, unit: Unit, index: int, spec: DTensorSpec, parts: list[Any]) -> None:
-        self.unit, self.index, self.spec, self.parts = unit, index, spec, parts
-        self.stamp = unit._stamp[index]
+    unit: Unit
+    at: int
+    spec: DTensorSpec
+    parts: list[Any]
+    stamp: object
 
 
 class Unit:
     """Parameters of some modules that are gathered, used and dropped together.
 
-    - `_whole` are the local tensors of the gathered parameters, and `_stamp` says of which values
-      of the shards.
+    - `_whole` are the local tensors of the gathered parameters, `_started` are gathers under way,
+      and `_stamps` says of which values of the shards.
     - `_live` are DTensors of them with an autograd history, while a forward uses them. `_cells` are
       their version cells, with the index of the parameter, and `_fresh` their first stamps.
-    - `_started` are gathers under way, with their stamp.
     - `_sequence` are the units in the order of this forward, and `_last` in that of the one before,
       if this unit is the outermost.
     - `_seen` is the number of the backward that uses the gathered parameters.
@@ -95,15 +94,15 @@ class Unit:
         self._specs: list[DTensorSpec] = []
         self._targets: list[DTensorSpec] = []
         self._whole: list[Locals] | None = None
-        self._stamp: list[object] = []
+        self._started: list[Ready] | None = None
+        self._stamps: list[object] = []
         self._live: Sequence[Any] | None = None
         self._cells: dict[Cell, int] = {}
         self._fresh: list[object] = []
-        self._started: tuple[list[object], list[Ready]] | None = None
         self._sequence: list[Unit] = []
         self._last: list[Unit] = []
         self._outermost = self
-        self._saving: list[Any] = []
+        self._hooks: list[Any] = []
         self._seen = -1
         for parameter in parameters:
             parameter._fully_sharded = self
@@ -119,6 +118,7 @@ class Unit:
 
     # --- gathering -----------------------------------------------------------------------------
 
+    @torch.no_grad()
     def start(self) -> None:
         """Start to gather the parameters, so that it overlaps with what follows."""
         if self._whole is not None or self._started is not None:
@@ -127,24 +127,18 @@ class Unit:
         if self._specs != specs:  # the first time, and after `module.to(dtype)`
             self._specs, self._targets = specs, list(map(self._gathered_spec, specs))
         pairs = zip(self.parameters, self._targets, strict=True)
-        cast = [(_in_dtype(p, spec.dtype), spec) for p, spec in pairs]
-        moving = [(p, spec) for p, spec in cast if p._spec is not spec]
-        found = iter(start_moves([p for p, _ in moving], [spec for _, spec in moving], True))
-        ready = [_held(p) if p._spec is spec else next(found) for p, spec in cast]
-        self._started = self._stamps(), ready
+        cast = [_in_dtype(parameter, spec.dtype) for parameter, spec in pairs]
+        self._started = start_moves(cast, self._targets, True)
+        self._stamps = list(map(state_stamp, self.parameters))
 
     def gather(self) -> list[Locals]:
         """The local tensors of the gathered parameters; they stay until `drop`."""
-        now = self._stamps()
-        if self._stamp != now:
-            self._whole = None
-        if self._started is not None and self._started[0] != now:
-            self._started = None
+        if self._stamps != list(map(state_stamp, self.parameters)):
+            self._whole = self._started = None
         if self._whole is None:
             self.start()
             assert self._started is not None
-            self._whole, self._started = [ready() for ready in self._started[1]], None
-            self._stamp = now
+            self._whole, self._started = [ready() for ready in self._started], None
         return self._whole
 
     def live(self) -> list[Any]:
@@ -169,10 +163,7 @@ class Unit:
         parameter = self.parameters[index]
         with torch.no_grad():
             parameter.copy_(live.detach())
-        self._fresh[index], self._stamp[index] = version_stamp(live), state_stamp(parameter)
-
-    def _stamps(self) -> list[object]:
-        return list(map(state_stamp, self.parameters))
+        self._fresh[index], self._stamps[index] = version_stamp(live), state_stamp(parameter)
 
     def drop(self) -> None:
         """Forget the gathered parameters: only shards stay."""
@@ -212,7 +203,7 @@ class Unit:
             following.start()
         hooks = torch.autograd.graph.saved_tensors_hooks(*_composed(self))
         hooks.__enter__()
-        self._saving.append(hooks)
+        self._hooks.append(hooks)
         _running.units.append(self)
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
@@ -222,8 +213,8 @@ class Unit:
     @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Drop the gathered parameters, unless this unit keeps them for its backward."""
-        if self._saving:  # else an error came before `before_forward`
-            self._saving.pop().__exit__()
+        if self._hooks:  # else an error came before `before_forward`
+            self._hooks.pop().__exit__()
             _running.units.remove(self)
             self._to_run.discard(id(module))
             outermost = not _running.units
@@ -262,14 +253,14 @@ class Unit:
             offset = part.storage_offset() - whole.storage_offset()
             parts.append((part.shape, part.stride(), offset))
         self._write_back(index)
-        return _Saved(self, index, tensor._spec, parts)
+        return _Saved(self, index, tensor._spec, parts, self._stamps[index])
 
     @untraced
     def unpacked(self, saved: _Saved) -> Any:
         """The tensor that was saved, of parameters that are gathered again."""
-        if state_stamp(self.parameters[saved.index]) != saved.stamp:
+        if state_stamp(self.parameters[saved.at]) != saved.stamp:
             raise RuntimeError(
-                f"fully_shard: a parameter, {self.parameters[saved.index]._spec}, was modified "
+                f"fully_shard: a parameter, {self.parameters[saved.at]._spec}, was modified "
                 "between a forward and its backward, which needs the old values. Run the backward "
                 "first."
             )
@@ -277,7 +268,7 @@ class Unit:
         if self._whole is None or number == -1 or self._seen != number:
             self._gather_again(number)
         assert self._whole is not None
-        whole = self._whole[saved.index]
+        whole = self._whole[saved.at]
         parts = [
             local.as_strided(shape, stride, local.storage_offset() + offset)
             for local, (shape, stride, offset) in zip(whole, saved.parts, strict=True)
@@ -291,32 +282,21 @@ class Unit:
         if number == -1:  # autograd's graph is looked at, and no backward runs
             return
         at_end_of_backward(self.drop)  # if no parameter gets a gradient nobody else does
-        before = self._before()
+        before = _neighbour(self, self._outermost._sequence, -1)
         if before is not None:
             before.start()
-
-    def _before(self) -> Unit | None:
-        """The unit whose backward is next."""
-        return _neighbour(self, self._outermost._sequence, -1)
 
     def await_prefetched(self) -> None:
         """Wait for the unit whose backward is next, if it is on its way: its buffers and those of
         a reduction are not needed at one time."""
-        before = self._before()
+        before = _neighbour(self, self._outermost._sequence, -1)
         if before is not None and before._started is not None:
             before.gather()
             at_end_of_backward(before.drop)
 
 
-def _in_dtype(parameter: Any, dtype: torch.dtype) -> Any:
-    if parameter.dtype is dtype:
-        return parameter
-    with torch.no_grad():
-        return parameter.detach().to(dtype)
-
-
-def _held(tensor: Any) -> Ready:
-    return lambda: tensor._locals
+def _in_dtype(tensor: Any, dtype: torch.dtype | None) -> Any:
+    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _neighbour(unit: Unit, sequence: Sequence[Unit], step: int) -> Unit | None:
@@ -363,22 +343,18 @@ class Gather(torch.autograd.Function):
         unit: Unit = ctx.unit
         unit.drop()
         unit.await_prefetched()
-        moving: list[tuple[int, Any, DTensorSpec]] = []
-        found: list[Any] = list(grads)
-        for index, (parameter, grad) in enumerate(zip(unit.parameters, grads, strict=True)):
-            if isinstance(grad, Wrapper) and not _stays_partial(parameter, grad):
-                cast: Any = grad.to(unit.policy.reduce_dtype or grad.dtype)
-                moving.append((index, cast, parameter._spec.with_meta(cast._spec.meta)))
-        targets, partials = [spec for _, _, spec in moving], [grad for _, grad, _ in moving]
-        if torch.is_grad_enabled():  # the backward is recorded
-            made = Redistribute.apply(targets, False, None, *partials)
-        else:
-            pairs = zip(targets, start_moves(partials, targets), strict=True)
-            made = [wrap(spec, ready()) for spec, ready in pairs]
-        for (index, _, _), grad in zip(moving, made, strict=True):
-            found[index] = grad
-        own = zip(unit.parameters, found, strict=True)
-        return None, *[None if g is None else g.to(p.dtype) for p, g in own]
+        moving = [
+            index
+            for index, (parameter, grad) in enumerate(zip(unit.parameters, grads, strict=True))
+            if isinstance(grad, Wrapper) and not _stays_partial(parameter, grad)
+        ]
+        partials = [_in_dtype(grads[index], unit.policy.reduce_dtype) for index in moving]
+        pairs = zip(moving, partials, strict=True)
+        targets = [unit.parameters[i]._spec.with_meta(grad._spec.meta) for i, grad in pairs]
+        found = dict(enumerate(grads))
+        found |= zip(moving, Redistribute.apply(targets, False, None, *partials), strict=True)
+        own = zip(unit.parameters, found.values(), strict=True)
+        return None, *[None if g is None else _in_dtype(g, p.dtype) for p, g in own]
 
 
 def _stays_partial(parameter: Any, grad: Any) -> bool:

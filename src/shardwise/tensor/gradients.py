@@ -141,12 +141,13 @@ def _is_partial(grad: Any) -> bool:
 
 def _after_accumulation(leaf: Any) -> None:
     """Put a `.grad` that is not in the leaf's layout into a bucket, or move it."""
-    if _target(leaf) is None or keeps_partial(leaf):
+    target = _target(leaf)
+    if target is None or keeps_partial(leaf):
         return
     if _is_unseen(leaf) and not is_tracing():
-        _Backward.running().add(leaf)
+        _Backward.running().add(leaf, target)
     else:
-        _move(leaf)
+        leaf.grad = _moved(leaf.grad, target)
 
 
 def _target(leaf: Any) -> DTensorSpec | None:
@@ -279,10 +280,9 @@ class _Backward:
             at_end_of_backward(found._finish)
         return found
 
-    def add(self, leaf: Any) -> None:
+    def add(self, leaf: Any, target: DTensorSpec) -> None:
         """Let the gradient of a leaf wait for others that are reduced alike."""
         grad, most = leaf.grad, min(BUCKET, buffer_size())
-        target = _like(leaf._spec, grad._spec)
         move = prepared(grad._spec, target)
         bucket = self._buckets.get(move.alike)
         if bucket is None:
