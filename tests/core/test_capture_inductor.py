@@ -94,6 +94,13 @@ def test_a_compiler_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     assert "inductor gives another" in refusal(Trainer())
 
 
+@pytest.mark.parametrize(("shape", "stride"), [((1, 3), (0, 1)), ((2, 0, 3), (7, 3, 1))])
+def test_strides_without_meaning_may_differ(shape: Any, stride: Any) -> None:
+    own = torch.empty_strided(shape, stride).fill_(1.0)
+    assert inductor._close(own, torch.ones(shape))
+    assert not inductor._close(torch.ones(2, 3).t().contiguous().t(), torch.ones(2, 3))
+
+
 def test_a_step_with_nothing_to_compile_is_refused() -> None:
     step = sw.capture(lambda x: x + 1, backend="inductor")
     with pytest.raises(CaptureError, match="finds nothing to compile"):
