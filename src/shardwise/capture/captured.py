@@ -257,7 +257,7 @@ class Captured:
 
     def _compile(self, case: _Case, graph: Graph, flat: Sequence[Any]) -> None:
         all_record(self._name, graph.meshes, self._call())
-        reason = all_agree(graph.meshes, None, graph.compile(flat, self._verify))
+        reason = graph.compile(flat, self._verify)
         if reason is not None:
             self._refuse(case, reason)
             raise CaptureError(case.refused)
