@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..._torch import OpOverload, is_composite
+from .memory import memory_of
 
 aten = torch.ops.aten
 
@@ -118,6 +119,7 @@ def drop_duplicates(graph: fx.Graph) -> None:
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
     # Results that a user gets must not share memory.
     kept = written_roots(graph) | set(map(root_of, end.all_input_nodes))
+    memory = {memory_of(each) for each in kept} - {None}
     changing = _changing_views(graph)
     found: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -128,7 +130,7 @@ def drop_duplicates(graph: fx.Graph) -> None:
             or root_of(node) in changing
         ):
             continue
-        if not (is_view(node) or (_is_small(node) and not _touches(node, kept))):
+        if not (is_view(node) or (_is_small(node) and not _touches(node, kept, memory))):
             continue
         key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
         same = found.setdefault(key, node)
@@ -144,5 +146,7 @@ def _is_small(node: fx.Node) -> bool:
     return not dtype.is_floating_point and math.prod(shape) * dtype.itemsize <= _SMALL
 
 
-def _touches(node: fx.Node, written: set[fx.Node]) -> bool:
-    return any(root_of(each) in written for each in (node, *node.all_input_nodes))
+def _touches(node: fx.Node, written: set[fx.Node], memory: set[int | None]) -> bool:
+    """True if a node gives or reads memory that is written: arguments may share theirs."""
+    roots = {root_of(each) for each in (node, *node.all_input_nodes)}
+    return not roots.isdisjoint(written) or any(memory_of(each) in memory for each in roots)
