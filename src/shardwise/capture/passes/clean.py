@@ -32,6 +32,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 def fold_views(graph: fx.Graph) -> None:
     """Drop views that show all of a tensor as it is, and transpositions of transpositions."""
+    end = next(node for node in reversed(graph.nodes) if node.op == "output")
     changing = _changing_views(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
@@ -47,8 +48,11 @@ def fold_views(graph: fx.Graph) -> None:
         elif node.target in _VIEWS and _layout(node) == _layout(base) is not None:
             found = base
         if found is not None:
-            node.replace_all_uses_with(found)
-            graph.erase_node(node)
+            # A user who gets `weight.detach()` does not get the parameter itself.
+            keep = found.op == "placeholder"
+            node.replace_all_uses_with(found, lambda user, keep=keep: not keep or user is not end)
+            if not node.users:
+                graph.erase_node(node)
 
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default)
