@@ -63,6 +63,23 @@ def test_results_do_not_share_memory() -> None:
     assert step.stats()["replayed"] == 2
 
 
+@pytest.mark.thorough
+def test_a_part_of_autocast_that_is_exact_stays_exact() -> None:
+    weight = torch.randn(8, 8)
+
+    @sw.capture(backend="inductor")
+    def step(x: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            exact = (x @ weight).sin() * 2
+        return exact.sum() + (x @ weight).float().cos().sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(8):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(step(x), step.eager(x), rtol=1e-4, atol=1e-4)
+    assert step.stats()["replayed"] == 2
+
+
 def refusal(trainer: Trainer) -> str:
     """The error of a step that cannot be compiled. The state is that of the calls before it."""
     eager = Trainer()

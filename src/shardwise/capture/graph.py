@@ -98,8 +98,7 @@ class Graph:
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
                 stack.enter_context(below_autograd())
-                for device, _ in autocasts():  # casts are part of the graph
-                    stack.enter_context(torch.autocast(device, enabled=False))
+                _leave_autocast(stack)
                 made, grads = self._function(flat)
                 return made, grads
         except Missed:
@@ -173,10 +172,18 @@ class Graph:
         return all_agree(self.meshes, None, next(iter(differences), None))
 
 
+def _leave_autocast(stack: ExitStack) -> None:
+    """Disable autocast until a stack is left: casts are part of the graph."""
+    for device, _ in autocasts():
+        stack.enter_context(torch.autocast(device, enabled=False))
+
+
 def _stretches(graph: fx.Graph) -> tuple[list[Stretch], str | None]:
     """The compiled stretches of a graph, or why there are none."""
     try:
-        found = stretches(graph)
+        with ExitStack() as stack:
+            _leave_autocast(stack)
+            found = stretches(graph)
     except CaptureError as error:
         return [], str(error)
     words = "backend='inductor' finds nothing to compile between collectives and writes"
