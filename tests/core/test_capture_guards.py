@@ -146,6 +146,34 @@ def test_arguments_that_were_one_tensor_may_be_two() -> None:
 # --- refused -------------------------------------------------------------------------------------
 
 
+def test_a_view_that_is_returned_is_not_the_parameter() -> None:
+    model = nn.Linear(3, 3)
+    step = sw.capture(lambda x: (model(x).sum(), model.bias.detach(), x.detach()))
+    for _ in range(7):
+        x = torch.ones(3)
+        _, bias, same = step(x)
+        assert not bias.requires_grad and bias.data_ptr() == model.bias.data_ptr()
+        assert same is not x and same.data_ptr() == x.data_ptr()
+    assert step.stats()["replayed"] == 1
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_arguments_may_share_memory(verify: bool) -> None:
+    """The first graph is not replayed: there, what is written is no operand of what repeats."""
+
+    @sw.capture(verify=verify)
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        before = y * 2
+        x.add_(1)
+        return y * 2 - before
+
+    for at in range(16):
+        x = torch.arange(4)
+        y = x.clone() if at < 8 else x[:]
+        assert torch.equal(step(x, y), torch.full((4,), 0 if at < 8 else 2))
+    assert step.stats()["graphs"] == 2
+
+
 def test_other_memory_of_a_parameter_is_refused() -> None:
     trainer = Trainer()
     weight: Any = trainer.model[0].weight

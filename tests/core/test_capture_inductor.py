@@ -63,6 +63,23 @@ def test_results_do_not_share_memory() -> None:
     assert step.stats()["replayed"] == 2
 
 
+@pytest.mark.thorough
+def test_a_part_of_autocast_that_is_exact_stays_exact() -> None:
+    weight = torch.randn(8, 8)
+
+    @sw.capture(backend="inductor")
+    def step(x: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            exact = (x @ weight).sin() * 2
+        return exact.sum() + (x @ weight).float().cos().sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(8):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(step(x), step.eager(x), rtol=1e-4, atol=1e-4)
+    assert step.stats()["replayed"] == 2
+
+
 def refusal(trainer: Trainer) -> str:
     """The error of a step that cannot be compiled. The state is that of the calls before it."""
     eager = Trainer()
@@ -92,6 +109,13 @@ def test_a_compiler_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(inductor, "inductor", wrong)
     assert "inductor gives another" in refusal(Trainer())
+
+
+@pytest.mark.parametrize(("shape", "stride"), [((1, 3), (0, 1)), ((2, 0, 3), (7, 3, 1))])
+def test_strides_without_meaning_may_differ(shape: Any, stride: Any) -> None:
+    own = torch.empty_strided(shape, stride).fill_(1.0)
+    assert inductor._close(own, torch.ones(shape))
+    assert not inductor._close(torch.ones(2, 3).t().contiguous().t(), torch.ones(2, 3))
 
 
 def test_a_step_with_nothing_to_compile_is_refused() -> None:

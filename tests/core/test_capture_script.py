@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.capture.script import _kinds
 from shardwise.capture.script.roll import rolled
 from shardwise.capture.script.statements import Writer
 from shardwise.capture.script.text import block, hang, with_short_lists
+from shardwise.errors import CaptureError
 
 
 def layer(at: int, extra: str = "") -> list[str]:
@@ -110,6 +112,15 @@ def test_lists_of_tensors_are_short() -> None:
         "g([s[f'step of {name}'] for name in NAMES_0], x_0[:2])",
         "h([(1.0 - (2 ** f(s[f'step of {name}']))) for name in NAMES_0], [1, 2])",
     ]
+
+
+def test_groups_are_alike_on_all_ranks() -> None:
+    rows, columns = [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]
+    pairs = [list(pair) for pair in zip(rows, columns, strict=True)]
+    assert _kinds(pairs) == [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
+    for other in ([*pairs[:3], pairs[3][::-1]], [*pairs[:3], pairs[3][:1]]):
+        with pytest.raises(CaptureError, match="process groups in another order"):
+            _kinds(other)
 
 
 def test_long_lines_are_cut_behind_commas() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.capture import agree
+from shardwise.capture import agree, inductor
 from shardwise.errors import CaptureError, CommunicationError
 
 from ..captured import MODELS, SCENARIOS, compare
@@ -83,6 +83,36 @@ def test_ranks_that_differ_are_told(processes: Pools) -> None:
     assert "on another rank" in first and "a Python number" in second
     for text in processes(2).run(diverging, "draws"):
         assert "have different random states" in text
+
+
+def compiling_alone() -> str:
+    """The error of a step that only the first rank can compile."""
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    @sw.capture(backend="inductor")
+    def step(x: Any) -> Any:
+        return x.sin().cos().sum().full_tensor() + x.tan().exp().sum().full_tensor()
+
+    def compiled(module: Any, _: Any) -> Any:
+        if dist.get_rank():
+            raise RuntimeError("no g++")
+        return module.forward
+
+    x = sw.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with patch.object(inductor, "inductor", compiled):
+        for _ in range(5):
+            step(x)
+        try:
+            for _ in range(2):
+                step(x)
+        except CaptureError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_rank_that_cannot_compile_is_told(processes: Pools) -> None:
+    first, second = processes(2).run(compiling_alone, timeout=60.0)
+    assert "on another rank" in first and "no g++" in second
 
 
 def recording_alone() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch import pytree
+from .._torch import memory_of, pytree
 from ..comm.events import is_reported
 from ..comm.recording import recorder
 from ..config import current
@@ -257,7 +257,7 @@ class Captured:
 
     def _compile(self, case: _Case, graph: Graph, flat: Sequence[Any]) -> None:
         all_record(self._name, graph.meshes, self._call())
-        reason = all_agree(graph.meshes, None, graph.compile(flat, self._verify))
+        reason = graph.compile(flat, self._verify)
         if reason is not None:
             self._refuse(case, reason)
             raise CaptureError(case.refused)
@@ -289,8 +289,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _shared(flat: Sequence[Any]) -> tuple[int, ...]:
-    """For arguments that share local tensors: the place of each one's first use; () for others."""
-    parts = [id(part) for value in flat for part in local_tensors(value)]
+    """For arguments that share memory: the place of each one's first use; () for others."""
+    parts = [memory_of(part) for value in flat for part in local_tensors(value)]
     if len(set(parts)) == len(parts):
         return ()
     first: dict[int, int] = {}

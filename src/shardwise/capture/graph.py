@@ -22,9 +22,9 @@ from ..layout.mesh import Topology
 from ..random.agree import compare_states
 from ..storage.operands import mark_written
 from ..storage.wrapper import Wrapper
-from .agree import have_same_order, number_collectives
+from .agree import all_agree, have_same_order, number_collectives
 from .emit import Missed, emit, emit_guards, emit_list
-from .inductor import stretches
+from .inductor import Stretch, stretches
 from .passes import Pass
 from .record import Recording
 from .recorder import Recorded
@@ -98,8 +98,7 @@ class Graph:
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
                 stack.enter_context(below_autograd())
-                for device, _ in autocasts():  # casts are part of the graph
-                    stack.enter_context(torch.autocast(device, enabled=False))
+                _leave_autocast(stack)
                 made, grads = self._function(flat)
                 return made, grads
         except Missed:
@@ -154,15 +153,13 @@ class Graph:
 
     def compile(self, flat: Sequence[Any], verify: bool) -> str | None:
         """Let inductor compile the local parts, and compare each with PyTorch's own kernels in a
-        replay that is taken back. Returns why it cannot be, in words."""
+        replay that is taken back. Returns why it cannot be on some rank, in words."""
         graph = self.recording.seen.graph
         self.is_compiled = True
-        try:
-            found = stretches(graph)
-        except CaptureError as error:
-            return str(error)
-        if not found:
-            return "backend='inductor' finds nothing to compile between collectives and writes"
+        found, reason = _stretches(graph)
+        reason = all_agree(self.meshes, None, reason)  # before the collectives of a replay
+        if reason is not None:
+            return reason
         names = {node: f"local_{at}" for at, each in enumerate(found) for node in each.nodes}
         calls = {node: (names[node], each) for each in found for node in each.nodes}
         differences: list[str] = []
@@ -172,7 +169,25 @@ class Graph:
             self._rehearse(flat)
         own = {names[each.nodes[0]]: each.run for each in found}
         self.source, self._function = emit(self.recording, graph, {**self._names, **own}, calls)
-        return differences[0] if differences else None
+        return all_agree(self.meshes, None, next(iter(differences), None))
+
+
+def _leave_autocast(stack: ExitStack) -> None:
+    """Disable autocast until a stack is left: casts are part of the graph."""
+    for device, _ in autocasts():
+        stack.enter_context(torch.autocast(device, enabled=False))
+
+
+def _stretches(graph: fx.Graph) -> tuple[list[Stretch], str | None]:
+    """The compiled stretches of a graph, or why there are none."""
+    try:
+        with ExitStack() as stack:
+            _leave_autocast(stack)
+            found = stretches(graph)
+    except CaptureError as error:
+        return [], str(error)
+    words = "backend='inductor' finds nothing to compile between collectives and writes"
+    return found, None if found else words
 
 
 def _unique(labels: dict[fx.Node, str]) -> dict[fx.Node, str]:

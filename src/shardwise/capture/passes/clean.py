@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..._torch import OpOverload, is_composite
+from .memory import memory_of
 
 aten = torch.ops.aten
 
@@ -31,6 +32,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 def fold_views(graph: fx.Graph) -> None:
     """Drop views that show all of a tensor as it is, and transpositions of transpositions."""
+    end = next(node for node in reversed(graph.nodes) if node.op == "output")
     changing = _changing_views(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
@@ -46,8 +48,11 @@ def fold_views(graph: fx.Graph) -> None:
         elif node.target in _VIEWS and _layout(node) == _layout(base) is not None:
             found = base
         if found is not None:
-            node.replace_all_uses_with(found)
-            graph.erase_node(node)
+            # A user who gets `weight.detach()` does not get the parameter itself.
+            keep = found.op == "placeholder"
+            node.replace_all_uses_with(found, lambda user, keep=keep: not keep or user is not end)
+            if not node.users:
+                graph.erase_node(node)
 
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default)
@@ -118,6 +123,7 @@ def drop_duplicates(graph: fx.Graph) -> None:
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
     # Results that a user gets must not share memory.
     kept = written_roots(graph) | set(map(root_of, end.all_input_nodes))
+    memory = {memory_of(each) for each in kept} - {None}
     changing = _changing_views(graph)
     found: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -128,7 +134,7 @@ def drop_duplicates(graph: fx.Graph) -> None:
             or root_of(node) in changing
         ):
             continue
-        if not (is_view(node) or (_is_small(node) and not _touches(node, kept))):
+        if not (is_view(node) or (_is_small(node) and not _touches(node, kept, memory))):
             continue
         key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
         same = found.setdefault(key, node)
@@ -144,5 +150,7 @@ def _is_small(node: fx.Node) -> bool:
     return not dtype.is_floating_point and math.prod(shape) * dtype.itemsize <= _SMALL
 
 
-def _touches(node: fx.Node, written: set[fx.Node]) -> bool:
-    return any(root_of(each) in written for each in (node, *node.all_input_nodes))
+def _touches(node: fx.Node, written: set[fx.Node], memory: set[int | None]) -> bool:
+    """True if a node gives or reads memory that is written: arguments may share theirs."""
+    roots = {root_of(each) for each in (node, *node.all_input_nodes)}
+    return not roots.isdisjoint(written) or any(memory_of(each) in memory for each in roots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,10 +62,22 @@ def script(graph: Graph) -> str:
     every = [json.loads(world.store.get(world.key("code", rank))) for rank in range(world.size)]
     engine.check_equal(mesh, 0)
     lines, constants = merged([each[0] for each in every])
-    groups = [sorted({tuple(each) for each in found}) for found in zip(*[e[1] for e in every])]  # noqa: B905
+    groups = _kinds([each[1] for each in every])
     checks = dict.fromkeys(name for each in every for name in each[2])
     state = {name: text for each in every for name, text in each[3].items()}
     return _file(lines, constants, groups, list(checks), state)
+
+
+def _kinds(every: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int, ...]]]:
+    """The groups of all ranks, given those of each rank in the order of their first use: the first
+    of all ranks, the second, and so on."""
+    kinds = [sorted(set(map(tuple, found))) for found in zip(*every, strict=False)]
+    disjoint = [len(set(chain(*kind))) == sum(map(len, kind)) for kind in kinds]
+    if len(set(map(len, every))) > 1 or not all(disjoint):
+        raise CaptureError(
+            "code: the ranks use their process groups in another order, or some use more of them."
+        )
+    return kinds
 
 
 def _layouts(state: Mapping[str, str]) -> list[str]:
