@@ -76,6 +76,38 @@ def test_losses_and_gradients_are_those_of_one_device(name: str) -> None:
     equals_one_device(virtual(*shape, names=names), plan)
 
 
+def by_the_model(mesh: Any, plan: Any) -> None:
+    """A model that shards its inputs: plain ones, and those of which another axis has a part."""
+    plain, model = Model(), Model()
+    expected = step(plain, *batch())
+    sw.shard_module(model, mesh, plan, context_parallel="cp")
+    seen: list[Any] = []
+    model.embed.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    tokens, targets = batch()
+    laid: Any = distribute_tensor(tokens, mesh, {mesh.mesh_dim_names[-1]: Shard(0)})
+    for given in (tokens, laid):
+        model.zero_grad()
+        loss: Any = step(model, given, targets)
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        for want, have in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(have.grad.full_tensor(), want.grad)  # type: ignore[union-attr]
+    model(tokens=tokens)
+    assert len(seen) == 3 and all(tokens.placements[0].is_shard(1) for tokens in seen)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_model_shards_its_inputs_if_the_plan_says_so(name: str) -> None:
+    shape, names, plan = MESHES[name]
+    by_the_model(virtual(*shape, names=names), plan)
+
+
+def test_a_wrong_axis_changes_nothing() -> None:
+    model = Model()
+    with pytest.raises(MeshError, match=r"context_parallel='dp' is no axis of mesh .* one of 'cp'"):
+        sw.shard_module(model, virtual(2, names=("cp",)), {}, context_parallel="dp")
+    assert type(model.head.weight.data) is torch.Tensor and not model._forward_pre_hooks
+
+
 def test_buffers_are_restored_after_an_error_but_for_those_that_need_not_be() -> None:
     mesh, (tokens, targets) = virtual(2, names=("cp",)), batch()
     given: Any = {"buffers": [tokens, targets], "buffer_seq_dims": [1, -1]}

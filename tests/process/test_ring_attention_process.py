@@ -18,7 +18,7 @@ from shardwise.errors import PlainTensorError
 from shardwise.forms import ring_attention
 
 from ..compare import assert_same
-from ..core.test_context_parallel import MESHES, equals_one_device
+from ..core.test_context_parallel import MESHES, by_the_model, equals_one_device
 from ..ops.test_ring_attention import FUNCTIONS, LAYOUTS, operands
 from .harness import ProcessPool
 from .peak import Peak
@@ -92,7 +92,9 @@ def test_a_rank_holds_a_quarter(processes: Pools) -> None:
 
 def in_context(name: str) -> None:
     shape, names, plan = MESHES[name]
-    equals_one_device(init_device_mesh("cpu", shape, mesh_dim_names=names), plan)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    equals_one_device(mesh, plan)
+    by_the_model(mesh, plan)
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import swap_contents
+from .._torch import pytree, swap_contents
 from ..errors import LayoutError, MeshError, need
 from ..layout.make_mesh import is_virtual
 from ..layout.mesh import AnyMesh, topology, whole_mesh
@@ -65,6 +65,30 @@ def context_parallel(
         for buffer, other in pairs:
             if not any(buffer is each for each in kept):
                 swap_contents(buffer, other)
+
+
+def check_axis(mesh: AnyMesh, axis: str) -> None:
+    """An error if sequences cannot be sharded over an axis of this name."""
+    names = topology(mesh).names
+    if axis not in names:
+        raise MeshError(
+            f"shard_module: context_parallel={axis!r} is no axis of mesh {topology(mesh)}. Give "
+            f"one of {', '.join(map(repr, names))}."
+        )
+
+
+def shard_sequences(model: nn.Module, mesh: AnyMesh, axis: str) -> None:
+    """Let a model shard dim 1 of its inputs over an axis, where it is as long as that of the first
+    input."""
+
+    def lay_out(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        sequences = [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim > 1]
+        length = sequences[0].shape[1] if sequences else 0
+        given = {id(x): _sharded(x, mesh[axis], 1) for x in sequences if x.shape[1] == length}
+        return pytree.tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], tree)
+
+    model.register_forward_pre_hook(lay_out, with_kwargs=True)
 
 
 def _listed(name: str, given: Any, kind: type, words: str) -> list[Any]:

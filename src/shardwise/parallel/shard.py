@@ -12,6 +12,7 @@ from ..comm import engine_of
 from ..errors import LayoutError
 from ..layout.mesh import AnyMesh, topology
 from ..tensor.per_rank import is_first_rank
+from .context import check_axis, shard_sequences
 from .experts import route_experts
 from .in_place import Layout, convert_module
 from .module import keep_layouts
@@ -27,6 +28,7 @@ def shard_module(
     plan: Rules | Plan | str,
     *,
     optimizers: Iterable[torch.optim.Optimizer] = (),
+    context_parallel: str | None = None,
 ) -> M:
     """Put a model on a mesh, in place: the plan says where parameters live.
 
@@ -40,7 +42,8 @@ def shard_module(
       matches them and no parameter.
     - `"auto"` takes the plan of a Hugging Face model, or else shards the linear layers and
       embeddings that it recognises over the axis `tp`; it prints the dict that it made.
-
+    - With `context_parallel="cp"` inputs are sharded along their sequence, dim 1, over that axis,
+      in blocks that share causal work evenly. Attention then runs without gathering keys.
     - Modules of stacked experts of Hugging Face models whose dim 0 is sharded send tokens to the
       ranks that hold the experts, with `dispatch_tokens`.
 
@@ -61,6 +64,8 @@ def shard_module(
     (S(0), P(sum))
     """
     where = topology(mesh)
+    if context_parallel is not None:
+        check_axis(mesh, context_parallel)
     try:
         made = make_plan(model, mesh, plan)
     except LayoutError:
@@ -75,5 +80,7 @@ def shard_module(
     for part in converted:
         part.register_load_state_dict_pre_hook(keep_layouts)
     route_experts(model)
+    if context_parallel is not None:
+        shard_sequences(model, mesh, context_parallel)
     gather_in_save_pretrained(model)
     return model
