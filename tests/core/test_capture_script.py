@@ -130,6 +130,17 @@ def test_long_lines_are_cut_behind_commas() -> None:
     assert ast.dump(ast.parse(line.strip())) == ast.dump(ast.parse("\n".join(cut).strip()))
 
 
+def test_what_stands_twice_in_a_call_is_computed_once() -> None:
+    @sw.capture
+    def step(x: Any) -> Any:
+        y = x.sin()
+        return (y * y).sum()
+
+    for _ in range(8):
+        step(torch.rand(3))
+    assert "\n".join(Writer(step._graph()).lines).count("sin(") == 1
+
+
 @pytest.mark.parametrize("passes", [None, []], ids=["passes", "no passes"])
 def test_calls_stand_before_writes_into_their_operands(passes: Any) -> None:
     state = torch.zeros(2, 3)

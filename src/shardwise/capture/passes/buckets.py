@@ -86,7 +86,6 @@ def _merge(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
     with graph.inserting_before(min(waits)):
         add(finish, (merged,))
         parts = add(aten.split_with_sizes.default, (whole, sizes))
-        parts.meta.pop("memory", None)
         pieces = [add(operator.getitem, (parts, at), n) for at, n in enumerate(sizes)]
         add(aten._foreach_copy_.default, (flats, pieces))
     for node in (*waits, *starts):

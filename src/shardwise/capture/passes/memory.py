@@ -57,7 +57,8 @@ def _numbers(nodes: Iterable[fx.Node]) -> set[int]:
     return {number for node in nodes if (number := memory_of(node)) is not None}
 
 
-def _nodes_in(value: Any) -> list[fx.Node]:
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes among arguments, each as often as it is there."""
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
@@ -67,12 +68,12 @@ def _written(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node writes into."""
     target: Any = node.target
     if not isinstance(target, OpOverload):
-        return _nodes_in([node.args[place] for place in getattr(target, "writes", ())])
+        return nodes_in([node.args[place] for place in getattr(target, "writes", ())])
     found = []
     for place, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            found += _nodes_in(given)
+            found += nodes_in(given)
     return found
 
 

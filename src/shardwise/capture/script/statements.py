@@ -17,7 +17,7 @@ from ..agree import COLLECTIVES
 from ..emit import INFIX, infix
 from ..graph import Graph
 from ..passes import has_effects, is_view, root_of, written_roots
-from ..passes.memory import changes_views, shows
+from ..passes.memory import changes_views, nodes_in, shows
 from ..recorder import finish, set_random_state
 
 aten = torch.ops.aten
@@ -186,10 +186,12 @@ class Writer:
 
 
 def _uses(node: fx.Node) -> list[fx.Node]:
-    """The calls in which a result stands, itself or as a part of an expression."""
-    return [
-        use for user in node.users for use in (_uses(user) if user.target in _PARTS else [user])
-    ]
+    """The calls in which a result stands, itself or as a part of an expression, each as often."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        times = nodes_in((user.args, user.kwargs)).count(node)
+        found += times * (_uses(user) if user.target in _PARTS else [user])
+    return found
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
