@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, make_plan, shard_module
@@ -181,6 +182,10 @@ BAD_RULES: list[tuple[Any, str]] = [
         {"*": {"tp": 0}},
         f'{NOT_FITTING}"*": 0 is not a placement. Use Replicate(), Shard(dim) or Partial(op).',
     ),
+    (
+        {"*": None},
+        f'{NOT_FITTING}"*": None is no placement. Write {{}} for what is replicated.',
+    ),
 ]
 
 
@@ -199,7 +204,30 @@ def test_what_is_no_model_and_no_parameter() -> None:
 
 
 def test_blocks_that_do_not_divide_the_dim() -> None:
-    assert "cannot be seen as 3 equal blocks" in error({"embed.weight": {"tp": Shard(0, split=3)}})
+    text = error({"embed.weight": {"tp": Shard(0, split=3)}})
+    assert "- embed.weight = head.weight: " in text and "cannot be seen as 3 equal blocks" in text
+
+
+def test_parameters_that_have_no_shape_yet() -> None:
+    assert error({"1.*": {"tp": S0}}, nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))) == (
+        f"{NOT_FITTING}0.weight has no shape yet. Run the lazy module on an input first.\n"
+        "- 0.bias has no shape yet. Run the lazy module on an input first."
+    )
+
+
+def test_an_attribute_that_was_computed_from_parameters() -> None:
+    """`prune` and the older `weight_norm` keep the weight that forward computes."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    prune.l1_unstructured(plain[0], "weight", 0.4)
+    x = numbers(4, 6, dtype=torch.float32)
+    expected = plain(x).detach()
+    rules: Any = {"0.weight_orig": {"tp": S0}}
+    assert "0.weight is such a result: delete it." in error(rules, plain)
+    del plain[0].weight
+    ours = shard_module(plain, mesh(), rules)
+    torch.testing.assert_close(ours(x).full_tensor(), expected)
+    assert ours[0].weight_mask.placements == (R, R)
 
 
 def test_names_of_axes_that_have_none() -> None:

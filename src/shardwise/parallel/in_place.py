@@ -71,21 +71,28 @@ def convert_module(
     """
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
+    results: list[str] = []
     for prefix, part in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        results += [start + name for name, value in vars(part).items() if _has_history(value)]
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is None or isinstance(tensor, DTensor) or id(tensor) in ignored:
                 continue
             owners[part] = None
             change = changes.setdefault(id(tensor), _Change([], tensor))
-            change.names.append(f"{prefix}.{name}" if prefix else name)
+            change.names.append(start + name)
     every = list(changes.values())
     for change in every:
         change.layout = layout_of(change.names, change.tensor)
         for optimizer in optimizers:
             if change.tensor in optimizer.state:
                 change.states.append(optimizer.state[change.tensor])
-    _convert_all(what, every, device_mesh, src_data_rank)
+    _convert_all(what, every, device_mesh, src_data_rank, results)
     return list(owners)
+
+
+def _has_history(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 @dataclass
@@ -103,10 +110,16 @@ class _Change:
 
 
 def _convert_all(
-    what: str, changes: Sequence[_Change], device_mesh: AnyMesh, source: int | None = 0
+    what: str,
+    changes: Sequence[_Change],
+    device_mesh: AnyMesh,
+    source: int | None = 0,
+    results: Sequence[str] = (),
 ) -> None:
+    """Convert tensors. `results` are attributes of modules that hold an autograd graph."""
     mesh = topology(device_mesh)
-    problem = next(filter(None, [_problem(what, change, mesh) for change in changes]), None)
+    found = [_problem(what, change, mesh, results) for change in changes]
+    problem = next(filter(None, found), None)
     problem = problem or _shared_memory(changes)
     _agree(what, mesh, changes, problem)
     for change in changes:
@@ -116,7 +129,7 @@ def _convert_all(
 # --- the first phase: checks ---------------------------------------------------------------------
 
 
-def _problem(what: str, change: _Change, mesh: Topology) -> str | None:
+def _problem(what: str, change: _Change, mesh: Topology, results: Sequence[str]) -> str | None:
     """Why a tensor cannot be made a DTensor in place; None if it can."""
     tensor, made, name = change.tensor, change.layout, change.name
     if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -128,9 +141,10 @@ def _problem(what: str, change: _Change, mesh: Topology) -> str | None:
         return f"{name} has layout {tensor.layout}, but only dense tensors can be on a mesh."
     holder = graph_or_view_of(tensor)
     if holder is not None:
+        hint = f" {results[0]} is such a result: delete it." if results else ""
         return (
             f"{name} is held by {holder}, which would go on with the tensor as it was. Call {what} "
-            "before forward, or let go of its results first."
+            f"before forward, or let go of its results first.{hint}"
         )
     taken = reserved_attributes(tensor)
     if taken:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import LayoutError
 from ..layout.geometry import memory_order, stride_like
@@ -172,6 +173,11 @@ def _by_axis(mesh: Topology, rules: object) -> tuple[dict[Pattern, _ByAxis], lis
             )
             continue
         made[pattern] = {}
+        if given is None:
+            problems.append(
+                f"{_quoted(pattern)}: None is no placement. Write {{}} for what is replicated."
+            )
+            continue
         try:
             places = checked_placements(_quoted(pattern), mesh, given, None)
         except LayoutError as error:
@@ -225,6 +231,8 @@ def _entry(
     if isinstance(tensor, DTensor) and not fitting:
         return Entry(names, tensor._spec, is_buffer, True)
     name = " = ".join(names)
+    if is_lazy(tensor):
+        raise LayoutError(f"{name} has no shape yet. Run the lazy module on an input first.")
     chosen: dict[int, tuple[Placement, Pattern]] = {}
     for pattern in sorted(fitting, key=lambda pattern: pattern == _ALL):
         for axis, given in rules[pattern].items():
@@ -238,7 +246,10 @@ def _entry(
     every = [chosen.get(axis, (Replicate(), None)) for axis in range(mesh.ndim)]
     places = [place for place, _ in every]
     stride = stride_like(tensor.shape, memory_order(tensor.stride()))
-    spec = DTensorSpec(mesh, places, TensorMeta(tuple(tensor.shape), stride, tensor.dtype))
+    try:
+        spec = DTensorSpec(mesh, places, TensorMeta(tuple(tensor.shape), stride, tensor.dtype))
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from None
     if isinstance(tensor, DTensor) and tensor._spec is not spec:
         raise LayoutError(
             f"{name} is {tensor._spec} already, and cannot become {spec} in place. Let the plan "
