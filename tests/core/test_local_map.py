@@ -285,6 +285,18 @@ def test_gradients_that_are_said_to_be_equal_and_are_not() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("first", [ROWS, WHOLE], ids=str)
+def test_each_rank_has_a_loss_of_its_own(first: Any) -> None:
+    """The losses are not added up: the gradients of the replicated argument are."""
+    x, w = placed(virtual(2), first, WHOLE)
+    function = local_map(product, ROWS, (ROWS, WHOLE), GIVEN, redistribute_inputs=True)
+    function(x.requires_grad_(), w.requires_grad_()).to_local().sum().backward()
+    assert x.grad is not None and w.grad is not None
+    assert x.grad.placements == tuple(first)
+    torch.testing.assert_close(x.grad.full_tensor(), W.sum(1).expand(17, 8))
+    torch.testing.assert_close(w.grad.full_tensor(), X.sum(0)[:, None].expand(8, 12))
+
+
 def test_results_of_both_kinds() -> None:
     x, w = placed(virtual(2), ROWS, WHOLE)
 

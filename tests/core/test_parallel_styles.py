@@ -433,6 +433,22 @@ def test_state_dicts_go_both_ways() -> None:
 # --- inputs and outputs ---------------------------------------------------------------------------
 
 
+def test_a_model_on_the_meta_device() -> None:
+    """Over one axis of a larger mesh: the values do not depend on the layout."""
+    mesh = virtual(2, 2, names=("dp", "tp"))
+    with torch.device("meta"):
+        ours = MLP()
+    parallelize_module(ours, mesh["tp"], PLANS["names"])
+    assert ours.net1.weight.is_meta
+    ours.to_empty(device="cpu")
+    for model in (ours, plain := MLP()):
+        torch.manual_seed(0)
+        model.net1.reset_parameters()
+        model.net2.reset_parameters()
+    for name, value in ours.named_parameters():
+        assert torch.equal(full(value), plain.get_parameter(name)), name
+
+
 def test_a_prepared_input() -> None:
     mesh = virtual(4)
     style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=R)
@@ -719,8 +735,11 @@ class Transformer(nn.Module):
         return found
 
 
-def parallelize(model: Transformer, mesh: Any, *, sequence: bool, local: bool) -> Transformer:
-    """The plan of PyTorch's tutorial on tensor parallelism."""
+def parallelize(
+    model: Transformer, mesh: Any, *, sequence: bool, local: bool, rows: bool = False
+) -> Transformer:
+    """The plan of PyTorch's tutorial on tensor parallelism. With `rows` attention gets a local
+    tensor, which has the rows of one rank if `fully_shard` shards the batch."""
     along = Shard(1) if sequence else R
     plan: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=R, output_layouts=along, use_local_output=local),
@@ -734,7 +753,9 @@ def parallelize(model: Transformer, mesh: Any, *, sequence: bool, local: bool) -
         norm = SequenceParallel(use_local_output=local)
         plan |= {"norm": norm, "layers.*.attention_norm": norm, "layers.*.ffn_norm": norm}
         plan["layers.*.attention"] = PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(R, None)
+            input_layouts=(Shard(1), None),
+            desired_input_layouts=(R, None),
+            use_local_output=rows,
         )
     parallelize_module(model, mesh, plan)
     if local:  # views of local heads
@@ -766,6 +787,34 @@ def test_a_transformer(sequence: bool, local: bool, tied: bool) -> None:
     for name, value in ours.named_parameters():
         want = dict(plain.named_parameters())[name]
         torch.testing.assert_close(full(value.detach()), want, rtol=1e-3, atol=1e-4)
+
+
+# Two blocks: `tokens`, `wo` and `w2` reduce; what `wq`, `wk`, `wv`, `w1`, `w3` and `output` get is
+# reduced in the backward. With a sharded sequence, attention gathers its input once. These are the
+# counts of PyTorch, but that DTensors add gradients of one input before they are reduced.
+ONE_FOR_ALL_NORMS = {"reduce_scatter": 7, "all_gather": 5, "all_reduce": 1}
+COUNTS: list[Any] = [  # sequence, local heads, forward, backward
+    (False, True, {"all_reduce": 5, "all_gather": 1}, {"all_reduce": 11}),
+    (False, False, {"all_reduce": 5, "all_gather": 1}, {"all_reduce": 5}),
+    (True, True, {"reduce_scatter": 5, "all_gather": 8}, ONE_FOR_ALL_NORMS),
+    (True, False, {"reduce_scatter": 5, "all_gather": 8}, ONE_FOR_ALL_NORMS),
+]
+
+
+@pytest.mark.parametrize(("sequence", "local", "forth", "back"), COUNTS)
+def test_communication_of_a_transformer(
+    sequence: bool, local: bool, forth: dict[str, int], back: dict[str, int]
+) -> None:
+    ours = parallelize(Transformer(tied=True), virtual(2), sequence=sequence, local=local)
+    optimizer = torch.optim.Adam(ours.parameters())
+    with CommDebugMode() as forward:
+        out = ours(ints(3, 8, high=VOCABULARY))
+    with CommDebugMode() as backward:
+        out.square().sum().backward()
+    assert (forward.get_comm_counts(), backward.get_comm_counts()) == (forth, back)
+    with CommDebugMode() as comm:
+        optimizer.step()
+    assert comm.get_total_counts() == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import Shard, init_device_mesh
 
+from ..compare import ints
 from ..core.test_fully_shard import (
     Gated,
     by_batch,
@@ -22,6 +23,7 @@ from ..core.test_fully_shard import (
     stack,
     steps,
 )
+from ..core.test_parallel_styles import VOCABULARY, Transformer, parallelize
 from .harness import ProcessPool
 from .peak import Peak
 
@@ -96,6 +98,41 @@ def test_parallel_styles_then_fully_shard(local: bool, processes: Pools) -> None
     expected = regression(model, lambda x: x)
     for losses, weights in processes(4).run(after_styles, local):
         torch.testing.assert_close(losses, expected)
+        for found, parameter in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.detach())
+
+
+def rows_of_each_rank(inputs: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
+    """PyTorch's tutorial: tensors between the styles are local, and a rank loads its own rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize(Transformer(tied=False), mesh["tp"], sequence=True, local=True, rows=True)
+    for block in model.layers:
+        sw.fully_shard(block, mesh["dp"])
+    sw.fully_shard(model, mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    outputs = []
+    for batch in inputs:
+        outputs.append(model(batch.chunk(2)[mesh["dp"].get_local_rank()]))
+        outputs[-1].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights: Any = list(model.parameters())
+    return [out.detach() for out in outputs], [each.full_tensor().detach() for each in weights]
+
+
+def test_styles_of_local_tensors_then_fully_shard(processes: Pools) -> None:
+    """The gradients are those of the sum over all rows."""
+    model, inputs = Transformer(tied=False), ints(3, 6, 8, high=VOCABULARY)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    expected = []
+    for batch in inputs:
+        expected.append(model(batch))
+        expected[-1].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (outputs, weights) in enumerate(processes(4).run(rows_of_each_rank, inputs)):
+        for found, wanted in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(found, wanted.detach().chunk(2)[rank // 2])
         for found, parameter in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.detach())
 

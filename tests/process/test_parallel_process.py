@@ -57,6 +57,8 @@ SAME: list[tuple[int, Any, tuple[Any, ...]]] = [
         for sequence in (True, False)
         for local in (True, False)
     ],
+    (2, styles.test_communication_of_a_transformer, styles.COUNTS[0]),
+    (4, styles.test_a_model_on_the_meta_device, ()),
     (4, styles.test_inference_mode, ()),
     (3, maps.test_a_sum_over_ranks, (3,)),
     (3, maps.test_several_results_in_lists_and_dicts, ()),
@@ -65,6 +67,7 @@ SAME: list[tuple[int, Any, tuple[Any, ...]]] = [
     (2, maps.test_an_autograd_function_of_the_users, ()),
     (3, maps.test_gradients_of_replicated_arguments, (maps.GIVEN, maps.WHOLE, 3)),
     (3, maps.test_gradients_of_replicated_arguments, (None, maps.WHOLE, 3)),
+    (2, maps.test_each_rank_has_a_loss_of_its_own, (maps.ROWS,)),
     (2, maps.test_gradients_follow_from_the_results, ("columns",)),
     (2, maps.test_gradients_follow_from_the_results, ("both replicated",)),
     (4, losses.test_cross_entropy, ((6, 61, 5), "dp and tp", "mean")),
@@ -162,12 +165,23 @@ def reduced(mesh: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return done
 
 
+@local_map(out_placements=None)
+def equal(mesh: Any, a: torch.Tensor, b: torch.Tensor) -> bool:
+    own = torch.tensor([torch.equal(a, b)])
+    return bool(funcol.all_gather_single(own, 0, mesh).all())
+
+
 def collectives() -> None:
     mesh: Any = init_device_mesh("cpu", (2,))
     x, w = maps.placed(mesh, [Shard(1)], [Shard(0)])
     y = reduced(mesh, x, w)
     assert y.placements == (R,)
     torch.testing.assert_close(y.to_local(), maps.X @ maps.W)
+    assert equal(mesh, x, x) is True
+    with torch.no_grad():
+        other = x.clone()
+        other[0, 0] += 1  # on the first rank alone
+    assert equal(mesh, x, other) is False
 
 
 def test_arguments_on_several_meshes(processes: Pools) -> None:
