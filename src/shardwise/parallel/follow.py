@@ -10,9 +10,8 @@ from torch import nn
 
 from ..errors import LayoutError, need
 from ..layout.placement import Placement, Replicate, Shard
-from ..tensor.dtensor import DTensor, distribute_tensor
-from .in_place import Layout, convert_module
-from .module import keep_layouts
+from ..tensor.dtensor import DTensor
+from .in_place import Layout, convert_module, distributed_like
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,11 +51,9 @@ def follow_layouts(model: M, *, optimizers: Iterable[torch.optim.Optimizer] = ()
         )
     (mesh,) = meshes.values()
     layouts: dict[int, Layout] = {id(each): like for each, like in _adapters(model)}
-    converted = convert_module(
+    convert_module(
         "follow_layouts", model, mesh, lambda _, tensor: layouts.get(id(tensor)), optimizers
     )
-    for part in converted:
-        part.register_load_state_dict_pre_hook(keep_layouts)
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -84,5 +81,4 @@ def _like_parameter(value: Any, parameter: torch.Tensor) -> Any:
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not plain or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
-    spec = parameter._spec
-    return distribute_tensor(value, spec.mesh, spec.placements, cuts=spec.cuts, src_data_rank=None)
+    return distributed_like(value, parameter, None)

@@ -21,8 +21,7 @@ from ..layout.spec import checked_placements
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
 from .common_mesh import common_mesh, ids_of, mix_in, placements_on, put_on
-from .in_place import convert
-from .module import keep_layouts
+from .in_place import convert, keep_layouts
 from .saving.pretrained import gather_in_save_pretrained
 from .units import MixedPrecisionPolicy, Unit
 

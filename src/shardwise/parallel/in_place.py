@@ -27,8 +27,6 @@ from ..tensor.dtensor import DTensor, distribute_tensor
 from ..tensor.gradients import is_leaf_hook
 from ..tensor.saving import plain_attributes, reserved_attributes
 
-__all__ = ["convert", "convert_module"]
-
 Layout: TypeAlias = Sequence[Placement] | DTensor | None
 """The goal of a conversion: placements, None for replicated, or a DTensor that is there
 already."""
@@ -60,14 +58,14 @@ def convert_module(
     *,
     src_data_rank: int | None = 0,
     ignored: Collection[int] = (),
-) -> list[nn.Module]:
+) -> None:
     """Make the plain parameters and buffers of a module DTensors in place, and the state that
     optimizers have of them.
 
     `layout_of(names, tensor)` is asked once for each tensor, with all names that it has in the
     module. `what` names the caller in errors. All ranks take the values of rank `src_data_rank` of
-    the mesh, or with None their own. Tensors whose ids are in `ignored` stay plain. Returns the
-    submodules that have some of the tensors.
+    the mesh, or with None their own. Tensors whose ids are in `ignored` stay plain. States that are
+    loaded later keep the layouts.
     """
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
@@ -88,7 +86,8 @@ def convert_module(
             if change.tensor in optimizer.state:
                 change.states.append(optimizer.state[change.tensor])
     _convert_all(what, every, device_mesh, src_data_rank, results)
-    return list(owners)
+    for part in owners:
+        part.register_load_state_dict_pre_hook(keep_layouts)
 
 
 def _has_history(value: object) -> bool:
@@ -315,6 +314,31 @@ def _lay_out(value: torch.Tensor, like: Any) -> None:
     """Let a plain tensor be a DTensor in the layout of another of its shape."""
     if isinstance(value, DTensor) or value.layout is not torch.strided:
         return  # a sparse gradient is plain and whole, whatever the layout of its tensor
-    spec = like._spec
-    made = distribute_tensor(value.detach(), spec.mesh, spec.placements, cuts=spec.cuts)
-    _become(value, made, dict(value.__dict__))
+    _become(value, distributed_like(value, like), dict(value.__dict__))
+
+
+# --- layouts of other tensors --------------------------------------------------------------------
+
+
+def distributed_like(value: torch.Tensor, like: DTensor, source: int | None = 0) -> DTensor:
+    """A plain tensor as a DTensor in the layout of another of its shape, without a history."""
+    spec = like._spec.reduced
+    return distribute_tensor(
+        value.detach(), spec.mesh, spec.placements, cuts=spec.cuts, src_data_rank=source
+    )
+
+
+def keep_layouts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before `load_state_dict(assign=True)`: what is loaded for a DTensor gets its layout."""
+    if not rest[0].get("assign_to_params_buffers", False):
+        return
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        value = state.get(prefix + name)
+        if not isinstance(tensor, DTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, DTensor) or value.shape != tensor.shape:
+            continue  # PyTorch says what does not fit
+        made: torch.Tensor = distributed_like(value, tensor)
+        if isinstance(value, nn.Parameter):
+            made = nn.Parameter(made, value.requires_grad)
+        state[prefix + name] = made

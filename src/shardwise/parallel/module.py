@@ -11,11 +11,9 @@ from torch import nn
 
 from ..errors import LayoutError, need
 from ..layout.mesh import AnyMesh, topology
-from ..tensor.dtensor import DTensor, distribute_tensor
+from ..tensor.dtensor import DTensor
 from .in_place import Layout, convert_module
 from .saving.pretrained import gather_in_save_pretrained
-
-__all__ = ["distribute_module"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,11 +65,7 @@ def distribute_module(
                 partition_fn(name, part, device_mesh)
     finally:
         replaced.put_back()
-    converted = convert_module(
-        "distribute_module", module, device_mesh, replaced.layout, optimizers
-    )
-    for part in converted:
-        part.register_load_state_dict_pre_hook(keep_layouts)
+    convert_module("distribute_module", module, device_mesh, replaced.layout, optimizers)
     gather_in_save_pretrained(module)
     if before is not None:
         module.register_forward_pre_hook(
@@ -132,22 +126,3 @@ class _Replaced:
                 f"several layouts: {texts}. Nothing was changed."
             )
         return next(iter(made.values()), None)
-
-
-def keep_layouts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before `load_state_dict(assign=True)`: what is loaded for a DTensor gets its layout."""
-    if not rest[0].get("assign_to_params_buffers", False):
-        return
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        value = state.get(prefix + name)
-        if not isinstance(tensor, DTensor) or not isinstance(value, torch.Tensor):
-            continue
-        if isinstance(value, DTensor) or value.shape != tensor.shape:
-            continue  # PyTorch says what does not fit
-        spec = tensor._spec.reduced
-        made: torch.Tensor = distribute_tensor(
-            value.detach(), spec.mesh, spec.placements, cuts=spec.cuts
-        )
-        if isinstance(value, nn.Parameter):
-            made = nn.Parameter(made, value.requires_grad)
-        state[prefix + name] = made

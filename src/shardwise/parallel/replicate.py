@@ -14,7 +14,6 @@ from ..tensor.gradients import keep_partial
 from .common_mesh import common_mesh, ids_of, mix_in, placements_on, put_on
 from .fully_shard import FSDPModule
 from .in_place import convert_module
-from .module import keep_layouts
 from .saving.pretrained import gather_in_save_pretrained
 
 M = TypeVar("M", bound=nn.Module)
@@ -80,9 +79,7 @@ def replicate(
             )
     for tensor in own:
         put_on(tensor, whole)
-    parts = convert_module("replicate", module, whole.mesh, lambda *_: None, ignored=ignored)
-    for part in parts:
-        part.register_load_state_dict_pre_hook(keep_layouts)
+    convert_module("replicate", module, whole.mesh, lambda *_: None, ignored=ignored)
     gather_in_save_pretrained(module)
     mix_in(module, ReplicateModule)
     return module

@@ -15,7 +15,6 @@ from ..tensor.per_rank import is_first_rank
 from .context import check_axis, shard_sequences
 from .experts import route_experts
 from .in_place import Layout, convert_module
-from .module import keep_layouts
 from .plan import Plan, Rules, make_plan
 from .saving.pretrained import gather_in_save_pretrained
 
@@ -74,11 +73,7 @@ def shard_module(
     if plan == "auto" and is_first_rank():
         print(made.as_code())
     layouts: dict[str, Layout] = {e.names[0]: e.spec.placements for e in made.entries}
-    converted = convert_module(
-        "shard_module", model, mesh, lambda names, _: layouts[names[0]], optimizers
-    )
-    for part in converted:
-        part.register_load_state_dict_pre_hook(keep_layouts)
+    convert_module("shard_module", model, mesh, lambda names, _: layouts[names[0]], optimizers)
     route_experts(model)
     if context_parallel is not None:
         shard_sequences(model, mesh, context_parallel)

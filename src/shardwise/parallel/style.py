@@ -20,7 +20,6 @@ from ..layout.placement import Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from ..tensor.per_rank import PerRank
 from .in_place import convert_module
-from .module import keep_layouts
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 """The layouts of several values: None for one that is left as it is. One alone needs no tuple."""
@@ -317,15 +316,13 @@ def _place(
                 f"{topology(mesh)}. Give a module, and modules that share a parameter, styles that "
                 "agree."
             )
-    converted = convert_module(
+    convert_module(
         name,
         module,
         mesh,
         lambda names, _: [places.get(names[0], Replicate())],
         src_data_rank=style.src_data_rank,
     )
-    for part in converted:
-        part.register_load_state_dict_pre_hook(keep_layouts)
 
 
 def _surround(
