@@ -334,6 +334,21 @@ def test_an_optimizer_that_has_state_goes_on() -> None:
     assert losses[4:] == pytest.approx(losses[:4], rel=1e-5)
 
 
+def test_optimizers_are_any_iterable() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(ints(4, 3, high=10)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for wrong in (optimizer, [model]):
+        with pytest.raises(LayoutError, match="shard_module: a list of optimizers is needed"):
+            shard_module(model, mesh(), RULES, optimizers=wrong)  # type: ignore[arg-type]
+    shard_module(model, mesh(), RULES, optimizers=(each for each in [optimizer]))
+    for parameter, state in optimizer.state.items():
+        if parameter.ndim:
+            assert state["exp_avg"].placements == parameter.placements
+
+
 def test_loading_keeps_layouts() -> None:
     saved = Model().state_dict()
     model = shard_module(Model(), mesh(), RULES)

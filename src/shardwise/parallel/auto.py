@@ -109,7 +109,7 @@ Style: TypeAlias = Callable[[torch.Tensor], Placement | None]
 
 
 def _whole(tensor: torch.Tensor) -> None:
-    """Styles that say how local tensors meet, which layouts say here."""
+    """No placement: the style says how local tensors communicate. Here layouts say that."""
 
 
 STYLES: dict[str, Style] = {

@@ -17,7 +17,7 @@ from torch import nn
 
 from .._torch import PARAMETER, Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
 from ..comm import engine_of
-from ..errors import LayoutError
+from ..errors import LayoutError, need
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
@@ -67,6 +67,7 @@ def convert_module(
     the mesh, or with None their own. Tensors whose ids are in `ignored` stay plain. States that are
     loaded later keep the layouts.
     """
+    optimizers = listed_optimizers(what, optimizers)
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
     results: list[str] = []
@@ -88,6 +89,17 @@ def convert_module(
     _convert_all(what, every, device_mesh, src_data_rank, results)
     for part in owners:
         part.register_load_state_dict_pre_hook(keep_layouts)
+
+
+def listed_optimizers(
+    what: str, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """The optimizers that were given to the caller `what`, or an error if they are none."""
+    need(what, optimizers, Iterable, "a list of optimizers")
+    found = list(optimizers)
+    for each in found:
+        need(what, each, torch.optim.Optimizer, "a list of optimizers")
+    return found
 
 
 def _has_history(value: object) -> bool:
