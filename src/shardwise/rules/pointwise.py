@@ -14,7 +14,6 @@ from .language import (
     Rule,
     has_fractions,
     keeps_sums,
-    stored,
 )
 
 _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -84,11 +83,7 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     found = []
     for group in groups:
         kept = tuple(given.index(index) for index in group if index in given)
-        if len(kept) != len(group) or not all(_keeps_sums(call, name, index) for index in kept):
-            continue
-        # A pending sum that other operands would broadcast is reduced while small.
-        sizes = [stored(call.specs[index].meta) for index in kept]
-        if len(call.specs) == 1 or max(sizes) >= stored(call.results[0]):
+        if len(kept) == len(group) and all(_keeps_sums(call, name, index) for index in kept):
             found.append(kept)
     return tuple(found)
 
