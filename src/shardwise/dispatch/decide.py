@@ -18,7 +18,7 @@ from ..layout.mesh import Topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, Groups, TensorMeta, fine_meta
 from ..layout.split_dims import assumed, merge_dims, split_dims
-from ..rules import Along, Call, Dims, Row, Rule, split_factors, stored
+from ..rules.language import Along, Call, Dims, Row, Rule, split_factors, stored
 
 
 @dataclass(frozen=True)
