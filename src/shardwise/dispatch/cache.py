@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from math import nan
 from typing import Any
 
-from ..rules import LEAST, MOST
+from ..rules.language import LEAST, MOST
 
 
 class Bounded:

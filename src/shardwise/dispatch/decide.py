@@ -18,7 +18,7 @@ from ..layout.mesh import Topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, Groups, TensorMeta, fine_meta
 from ..layout.split_dims import assumed, merge_dims, split_dims
-from ..rules import Along, Call, Dims, Row, Rule, split_factors, stored
+from ..rules.language import Along, Call, Dims, Row, Rule, split_factors, stored
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,7 @@ class _Choice:
         fitting = (row for row in rows if all(self._fits(axis, row, i) for i in operands))
         row = next(fitting, None) or self._reduced_into(axis, rows)
         if row is None:
-            prices = [self._price(axis, count, row) for row in rows]
-            best = min(prices)
-            cheapest = [row for row, price in zip(rows, prices, strict=True) if price == best]
-            row = min(cheapest, key=self._reduces)  # at the same price nothing is reduced early
+            row = min(rows, key=lambda row: self._price(axis, count, row))
         for tell in choosers:
             tell(axis, rows, [self._price(axis, count, each) for each in rows], row)
         for values, places in ((self.sizes, row.inputs), (self.results, row.outputs)):
@@ -185,11 +182,6 @@ class _Choice:
             and not any(row.inputs[i].is_partial() for i in pending)
         )
         return next(reduced, None)
-
-    def _reduces(self, row: Row) -> bool:
-        """True if the row needs a Partial operand reduced."""
-        pairs = zip(self.held, row.inputs, strict=True)
-        return any(have.is_partial() and want is not have for have, want in pairs)
 
     def _allowed(self) -> tuple[Row, ...]:
         """The rows in which a written operand holds the result; if possible, where it is now."""
@@ -259,17 +251,12 @@ class _Choice:
         """
         link = self.specs[0].topology.links[axis]
         total = 0
-        # If the dim is smaller than the axis, the largest shard exceeds 1/n of the tensor.
-        seats = count if row.factor is None else max(self.rule.sizes[row.factor], 1)
         for operand, spec in enumerate(self.specs):
             if self._fits(axis, row, operand):
                 continue
             have, want = spec.placements[axis], row.inputs[operand]
             nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
-            if seats < count and want.is_shard() and not have.is_replicate():
-                whole = move_cost(have, Replicate(), count, nbytes, link)
-                total += min(whole, link.start + (whole - link.start) // seats)
-            elif have is want:
+            if have is want:
                 total += recut_cost(count, nbytes, link)
             else:
                 total += move_cost(have, want, count, nbytes, link)

@@ -9,12 +9,10 @@ import torch
 
 from .._torch import OpOverload
 from ..errors import LayoutError
-from ..layout.placement import Replicate
-from ..layout.spec import DTensorSpec, TensorMeta
 from ..storage.operands import mark_written
 from ..storage.plain import full_local
-from ..storage.wrapper import wrap
-from .random_ops import draw_permutation
+from .fallback import laid_out
+from .random_ops import begin_drawing, is_random
 from .views import is_deferred
 
 _OPTIONS = ("dtype", "layout", "device", "pin_memory")
@@ -85,42 +83,22 @@ def out_form(op: OpOverload, outs: Sequence[str]) -> Callable[..., Any]:
     return run
 
 
-_RANDOM = {
-    "aten::rand": ("uniform_", ()),
-    "aten::randint": ("random_", ("low", "high")),
-    "aten::normal": ("normal_", ("mean", "std")),
-}
-
-
 def _factory_form(op: OpOverload) -> Callable[..., Any]:
     """`torch.eye(4, out=x)` and its like, which take no tensor but the one that they write into;
-    ends of a `linspace` may be numbers on a mesh."""
-    name = op._schema.name
-    names = [argument.name for argument in op._schema.arguments]
+    ends of a `linspace` may be numbers on a mesh. Every rank makes the whole tensor."""
 
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if name in _RANDOM:
-            fill, numbers = _RANDOM[name]
-            give_shape(op, out, torch.empty(given["size"], device="meta"))
-            values = [given.get(number, 0) for number in numbers]
-            return getattr(out, fill)(*values, generator=given.get("generator"))
-        if name == "aten::randperm":
-            made = _randperm(op, given, out)
-        else:
-            ends = [full_local(v) if isinstance(v, torch.Tensor) else v for v in args]
-            made = op(*ends, **kwargs, out=torch.empty(0, dtype=out.dtype, device=out.device))
+        mesh = out._spec.topology
+        if is_random(op):
+            begin_drawing(op, mesh, kwargs.get("generator"))
+        ends = [full_local(v) if isinstance(v, torch.Tensor) else v for v in args]
+        # Numbers are drawn in the order of memory.
+        made = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        op(*ends, **kwargs, out=made)
         give_shape(op, out, made)
-        return out.copy_(made)
+        return out.copy_(laid_out(made, mesh))
 
     return run
-
-
-def _randperm(op: OpOverload, given: dict[str, Any], out: Any) -> Any:
-    give_shape(op, out, torch.empty(given["n"], device="meta"))
-    places = [Replicate() if place.is_partial() else place for place in out._spec.placements]
-    spec = DTensorSpec(out._spec.topology, places, TensorMeta((given["n"],), (1,), out.dtype))
-    return wrap(spec, draw_permutation(spec, given.get("generator")))
 
 
 def reshape_form(op: OpOverload) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
+from ..layout.mesh import Topology
 
 DISTRIBUTIONS = ("uniform", "exponential", "log_normal", "cauchy", "geometric")
 FILLS = frozenset(f"{name}_" for name in (*DISTRIBUTIONS, "normal", "random", "bernoulli"))
@@ -38,10 +39,10 @@ def is_without_dropout(op: OpOverload, args: Sequence[Any], kwargs: dict[str, An
 
 
 def register_random(
-    make_form: Callable[[OpOverload], Callable[..., Any]], draw_permutation: Callable[..., Any]
+    make_form: Callable[[OpOverload], Callable[..., Any]], begin: Callable[..., Any]
 ) -> None:
-    """Register what makes the form of a random operator, and what draws `randperm`."""
-    _registered.update(make_form=make_form, draw_permutation=draw_permutation)
+    """Register what makes the form of a random operator, and what is called before a draw."""
+    _registered.update(make_form=make_form, begin=begin)
 
 
 def random_form(op: OpOverload) -> Callable[..., Any]:
@@ -50,6 +51,6 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
     return form
 
 
-def draw_permutation(*args: Any) -> Any:
-    """The local tensors of a random permutation, by spec and generator."""
-    return _registered["draw_permutation"](*args)
+def begin_drawing(what: object, mesh: Topology, generator: torch.Generator | None) -> None:
+    """Check, before a call draws, that all ranks of a mesh will draw the same."""
+    _registered["begin"](what, mesh, generator)

@@ -141,10 +141,3 @@ def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tru
     """The largest `k` elements among the largest `k` of each shard."""
     op, args = aten.topk.default, (k, dim, largest, sorted)
     return _best(op, x, dim, k, args, lambda part, k: op(part, k, dim, largest, sorted))
-
-
-@register_form("aminmax")
-def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    """A Partial minimum and a Partial maximum."""
-    dims = [] if dim is None else [dim]
-    return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)

@@ -6,10 +6,10 @@ draws only the numbers that it holds.
 
 from ..config import random_mode as mode
 from ..dispatch.random_ops import register_random
-from .agree import manual_seed
+from .agree import begin, manual_seed
 from .calls import permuted as permuted
 from .calls import random_form
 
-register_random(random_form, permuted)
+register_random(random_form, begin)
 
 __all__ = ["manual_seed", "mode"]

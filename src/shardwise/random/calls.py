@@ -17,7 +17,7 @@ from ..dispatch.plans import tensors_in
 from ..dispatch.random_ops import is_fill
 from ..layout.spec import DTensorSpec
 from ..layout.split_dims import held_of
-from ..rules import named
+from ..rules.language import named
 from ..storage.ragged import gather_plain
 from ..storage.wrapper import Locals, Wrapper
 from .agree import begin

@@ -1,8 +1,6 @@
 """Rules: what layouts an operator may run in on one mesh axis."""
 
 from .language import (
-    LEAST,
-    MOST,
     Along,
     Call,
     Dims,
@@ -16,17 +14,11 @@ from .language import (
     Windows,
     along,
     has_fractions,
-    keeps_sums,
-    named,
-    split_factors,
-    stored,
 )
 from .notation import notation, parse
 from .table import REGISTERED, TABLE, Registered, family_of, key_of, registered
 
 __all__ = [
-    "LEAST",
-    "MOST",
     "REGISTERED",
     "TABLE",
     "Along",
@@ -44,12 +36,8 @@ __all__ = [
     "along",
     "family_of",
     "has_fractions",
-    "keeps_sums",
     "key_of",
-    "named",
     "notation",
     "parse",
     "registered",
-    "split_factors",
-    "stored",
 ]

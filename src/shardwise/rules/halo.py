@@ -1,4 +1,4 @@
-"""Windows of planes, for convolution.py; and pooling and padding, which need planes whole.
+"""Windows of planes, for convolution.py; and pooling, padding and interpolation of whole planes.
 
 If a dim of a plane is sharded, each rank makes its own piece of the result. It fetches the interval
 that its piece reads (storage/halo.py), fills in the padding by hand, and calls the operator with
@@ -9,14 +9,14 @@ its piece, calls the operator's backward on the span of those windows, and cuts 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from ..layout.geometry import Box, Cuts, Interval, chunk_cuts, intervals
+from ..layout.geometry import Box, Cuts, Interval, chunk_cuts, contiguous_stride, intervals
 from ..layout.spec import DTensorSpec
-from .language import Along, Call, Dims, Rule, along, has_fractions, unless_empty
+from .language import Along, Call, Dims, Rule, along, has_fractions, replicated, unless_empty
 
 Tables = dict[int, tuple[Interval, ...]]
 """For some dims an interval for each shard."""
@@ -140,7 +140,7 @@ class Halo:
         return fitted(value, have, want)
 
 
-# --- pooling ---------------------------------------------------------------------------------
+# --- whole planes ----------------------------------------------------------------------------
 
 
 def plane_dims(call: Call) -> int:
@@ -164,3 +164,17 @@ def whole_planes(call: Call) -> Rule:
         linear=((0,),) if linear else (),
         **unless_empty(call),
     )
+
+
+def resampled(call: Call) -> Rule:
+    """Interpolation: `"n c _ _ -> n c _ _"`"""
+    made = call.results[0]
+    nearest = "nearest" in call.name and made.dtype is torch.float64
+    if nearest and made.stride != contiguous_stride(made.shape):
+        return replicated(call)  # how kernels round indices depends on the sizes of a shard
+    return whole_planes(call)
+
+
+def resampled_backward(call: Call) -> Rule:
+    """The gradient of an image; the kernel is told the shape of its shard."""
+    return replace(resampled(call), shape_arg=call.position("input_size"))

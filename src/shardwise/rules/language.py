@@ -9,7 +9,6 @@ So the factors, with the traits that say where partial values may pass, generate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -271,15 +270,6 @@ def _is_tiny(dtype: torch.dtype) -> bool:
 
 LEAST, MOST = 1e-38, 1e38
 """Numbers between these have reciprocals, and are neither infinite nor zero in any dtype."""
-
-
-def is_finite(number: Any, dtype: torch.dtype) -> bool:
-    """True if kernels of `dtype` see a finite number: all but double precision round it to single
-    precision, in which 1e39 is infinite."""
-    if dtype in (torch.float64, torch.complex128) or not isinstance(number, (float, complex)):
-        return bool(number - number == 0)
-    parts = (number.real, number.imag)
-    return all(own - own == 0 for own in (c_float(part).value for part in parts))
 
 
 def stored(meta: TensorMeta) -> int:

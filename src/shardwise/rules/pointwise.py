@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 from .language import (
+    LEAST,
+    MOST,
     Along,
     Call,
     Dims,
     Operand,
     Rule,
     has_fractions,
-    is_finite,
     keeps_sums,
-    stored,
 )
 
 _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -84,22 +83,17 @@ def _linear(call: Call, name: str) -> tuple[tuple[int, ...], ...]:
     found = []
     for group in groups:
         kept = tuple(given.index(index) for index in group if index in given)
-        if len(kept) != len(group) or not all(_keeps_sums(call, name, index) for index in kept):
-            continue
-        # A pending sum that other operands would broadcast is reduced while small.
-        sizes = [stored(call.specs[index].meta) for index in kept]
-        if len(call.specs) == 1 or max(sizes) >= stored(call.results[0]):
+        if len(kept) == len(group) and all(_keeps_sums(call, name, index) for index in kept):
             found.append(kept)
     return tuple(found)
 
 
 def _has_finite_numbers(call: Call, name: str) -> bool:
-    """False if a number turns finite parts of a sum into infinities of both signs."""
+    """False if a number may turn finite parts of a sum into infinities of both signs."""
     values = [v for v in (*call.args, *call.kwargs.values()) if not isinstance(v, Operand)]
     numbers = [v for v in values if isinstance(v, (int, float, complex))]
-    if name in ("div", "true_divide"):  # some kernels multiply by the reciprocal
-        numbers += [1 / value if value else inf for value in numbers]
-    return all(is_finite(value, call.results[0].dtype) for value in numbers)
+    divides = name in ("div", "true_divide")
+    return all(LEAST < abs(v) < MOST or (v == 0 and not divides) for v in numbers)
 
 
 def _keeps_sums(call: Call, name: str, operand: int) -> bool:

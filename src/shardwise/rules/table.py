@@ -21,7 +21,6 @@ from . import (
     linalg,
     losses,
     norms,
-    resample,
     slices,
     structure,
     views,
@@ -55,8 +54,8 @@ IMAGES: dict[str, Family] = {
     "convolution": convolution.convolution,
     "convolution_backward": convolution.convolution_backward,
     "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
-    **_all(_RESAMPLED, resample.resampled),
-    **_all(_RESAMPLED.replace(" ", "_backward ") + "_backward", resample.resampled_backward),
+    **_all(_RESAMPLED, halo.resampled),
+    **_all(_RESAMPLED.replace(" ", "_backward ") + "_backward", halo.resampled_backward),
     **_all(
         "max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward "
         "max_pool3d_with_indices_backward "
