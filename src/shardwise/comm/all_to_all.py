@@ -20,8 +20,9 @@ from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
 from .events import on_free
 from .group import Group, all_to_all
-from .protocol import Job, Launch, Out, Parcel, Wait, narrow
+from .protocol import Job, Launch, Out, Wait, narrow
 from .recording import recorder
+from .step import Parcel
 
 # --- the buffer ----------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Ite
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
     total = 0
     for job, out in zip(jobs, outs, strict=True):
-        nbytes = largest_share(group, job) * buffer_width(job.task, job.dtype)
+        nbytes = largest_share(group, job) * buffer_width(job.step, job.dtype)
         if nbytes > room:
             yield from _in_chunks(group, job, out)
             continue
@@ -93,16 +94,16 @@ def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Ite
 
 def largest_share(group: Group, job: Job) -> int:
     """The elements that a rank sends or receives at most; the same number on every rank."""
-    task, count = job.task, len(group.ranks)
-    copies = count if task.kind in ("all_gather", "all_reduce") else 1
-    return max(task.src.most * copies, task.dst.most * (count if task.op else 1))
+    step, count = job.step, len(group.ranks)
+    copies = count if step.kind in ("all_gather", "all_reduce") else 1
+    return max(step.src.most * copies, step.dst.most * (count if step.op else 1))
 
 
 def _in_chunks(group: Group, job: Job, out: Out | None) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
-    most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.task, job.dtype)))
+    most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.step, job.dtype)))
     pairs = [(src, dst) for src in group.senders for dst in group.receivers if src and dst]
-    parcels = [parcel for pair in pairs if (parcel := job.task.parcel(*pair))]
+    parcels = [parcel for pair in pairs if (parcel := job.step.parcel(*pair))]
     counts = [len(chunks(parcel.box, most)) for parcel in parcels]
     for index in range(max(counts, default=0)):
         yield partial(_launch, group, [(job, out)], index, most)
@@ -122,7 +123,7 @@ class Packet(NamedTuple):
 
     def held(self) -> torch.Tensor:
         """The piece in the source of its sender."""
-        return narrow(self.job.local[self.job.task.src.slot(self.src)], self.parcel.inside)
+        return narrow(self.job.local[self.job.step.src.slot(self.src)], self.parcel.inside)
 
     def place(self) -> torch.Tensor:
         """The place of the piece in the result."""
@@ -143,12 +144,12 @@ def packets(
     if src is None or dst is None:
         return found
     for job, out in parts:
-        parcel = job.task.parcel(src, dst)
+        parcel = job.step.parcel(src, dst)
         if parcel is None:
             continue
         if most:
             cut = chunks(parcel.box, most)[index : index + 1]
-            ends = job.task.src.box(src), job.task.dst.box(dst)
+            ends = job.step.src.box(src), job.step.dst.box(dst)
             found += [Packet(job, out, src, Parcel.of(box, *ends)) for box in cut]
         else:
             found.append(Packet(job, out, src, parcel))
@@ -175,7 +176,7 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
     _pack(leaving, sent, dtype)
     wait = all_to_all(group, received, sent, incoming, outgoing)
     if not any(job.async_op for job in jobs):
-        if not jobs[0].task.op:
+        if not jobs[0].step.op:
             _put(own)
             own = []
     else:  # the program may write into the source meanwhile
@@ -271,7 +272,7 @@ def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
     pairs = list(received)
     if not pairs:
         return
-    if not pairs[0][0].job.task.op:
+    if not pairs[0][0].job.step.op:
         places = [packet.place() for packet, _ in pairs]
         torch._foreach_copy_(places, [value for _, value in pairs])
         return
@@ -284,15 +285,15 @@ def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
             torch._foreach_add_(places, list(column))
         return
     for packet, values in reduced:
-        task = packet.job.task
-        reduce_list(values, task.op, task.over, out=packet.place())
+        step = packet.job.step
+        reduce_list(values, step.op, step.over, out=packet.place())
 
 
 def _adds_up(reduced: list[tuple[Packet, list[torch.Tensor]]]) -> bool:
     """True if all packets are sums of as many values, in a dtype in which sums are formed."""
     alike = len({len(values) for _, values in reduced}) == 1
     jobs = [packet.job for packet, _ in reduced]
-    return alike and all(job.task.op == "sum" and job.dtype in _SUMMED for job in jobs)
+    return alike and all(job.step.op == "sum" and job.dtype in _SUMMED for job in jobs)
 
 
 def by_place(

@@ -12,7 +12,7 @@ import torch
 
 from ..layout.cost import slowest
 from ..layout.mesh import Topology
-from .protocol import Task
+from .step import Step
 
 Made = Sequence[Sequence[torch.Tensor]]
 """The results of a collective: for each of its steps the local tensors."""
@@ -28,7 +28,7 @@ class Communication:
     topology: Topology
     axes: tuple[int, ...]
     nbytes: int
-    tasks: Sequence[Task] = ()
+    steps: Sequence[Step] = ()
     dtypes: Sequence[torch.dtype] = ()
 
     @property
@@ -36,7 +36,7 @@ class Communication:
         """The price by the slowest link that is used."""
         links = [self.topology.links[axis] for axis in self.axes]
         if self.kind == "transfer":
-            links = [link for task in self.tasks for link in task.dst.topology.links]
+            links = [link for step in self.steps for link in step.dst.topology.links]
             links += self.topology.links
         return slowest(links, self.nbytes)
 

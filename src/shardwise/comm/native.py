@@ -25,15 +25,15 @@ def native_launcher(group: Group, jobs: Sequence[Job]) -> Launcher | None:
     """
     job = jobs[0]
     here = group.senders[group.me]
-    members = () if here is None else job.task.src.topology.group_coords(here, job.task.axes)
+    members = () if here is None else job.step.src.topology.group_coords(here, job.step.axes)
     whole = group.process_group is not None and len(members) == len(group.ranks)
-    alike = len({(each.task.kind, each.task.axes) for each in jobs}) == 1
+    alike = len({(each.step.kind, each.step.axes) for each in jobs}) == 1
     if not whole or not alike or not prefers_own(group.process_group, job.device.type):
         return None
-    if job.task.kind == "reduce_scatter" and not backends_reduce(job.dtype, job.task.op):
+    if job.step.kind == "reduce_scatter" and not backends_reduce(job.dtype, job.step.op):
         return None
     launchers = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
-    found = launchers.get(job.task.kind)
+    found = launchers.get(job.step.kind)
     return found if found and all(_is_even(group, each) for each in jobs) else None
 
 
@@ -48,9 +48,9 @@ def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
 
 def _shards(group: Group, job: Job) -> tuple[list[Box], Box]:
     """The shard that each member gives to all, or gets from all, and the box that they make up."""
-    task, here = job.task, group.senders[group.me]
+    step, here = job.step, group.senders[group.me]
     assert here is not None
-    parts, whole = (task.src, task.dst) if task.kind == "all_gather" else (task.dst, task.src)
+    parts, whole = (step.src, step.dst) if step.kind == "all_gather" else (step.dst, step.src)
     return [parts.box(member) for member in group.senders if member is not None], whole.box(here)
 
 
@@ -65,14 +65,14 @@ def _is_even(group: Group, job: Job) -> bool:
 
 def _is_direct(group: Group, job: Job) -> bool:
     """True if the rows lie in memory as the backend takes them."""
-    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
+    plain = job.step.kind == "all_gather" or is_plain(job.dtype, job.step.op)
     return plain and job.fills(*_shards(group, job))
 
 
 def _packed(group: Group, job: Job) -> int:
     """The bytes of the rows in a buffer, with those of a reduction in another form."""
     rows, _ = _shards(group, job)
-    plain = job.task.kind == "all_gather" or is_plain(job.dtype, job.task.op)
+    plain = job.step.kind == "all_gather" or is_plain(job.dtype, job.step.op)
     return 2 * len(rows) * box_numel(rows[0]) * (job.dtype.itemsize if plain else 16)
 
 
@@ -119,19 +119,19 @@ def _all_gather(group: Group, parts: Sequence[Part]) -> Wait:
 def _reduce_scatter(group: Group, parts: Sequence[Part]) -> Wait:
     """Reduce from one source, or from rows that the parts of all sources are copied to."""
     job = parts[0][0]
-    task, outs = job.task, [job.flat(out) for job, out in parts]
+    step, outs = job.step, [job.flat(out) for job, out in parts]
     direct = len(parts) == 1 and _is_direct(group, job)
     value = job.flat(job.local[0]) if direct else torch.cat(_rows(group, parts))
-    rows = to_backend(value, task.op)
+    rows = to_backend(value, step.op)
     if job.async_op and rows.data_ptr() == job.local[0].data_ptr():
         rows = rows.clone()
     into = direct and rows.dtype is job.dtype
     total = outs[0] if into else rows.new_empty(rows.numel() // len(group.ranks))
-    wait = reduce_scatter(group, total, rows, backend_op(job.dtype, task.op))
+    wait = reduce_scatter(group, total, rows, backend_op(job.dtype, step.op))
 
     def land() -> None:
         wait()
-        made = from_backend(total, job.dtype, task.op, task.over)
+        made = from_backend(total, job.dtype, step.op, step.over)
         if made.data_ptr() != outs[0].data_ptr():
             torch._foreach_copy_(outs, made.split_with_sizes([out.numel() for out in outs]))
 

@@ -36,14 +36,14 @@ class ProcessEngine:
     """
 
     def start(self, jobs: Sequence[Job]) -> Finish:
-        src, dst = jobs[0].task.src.topology, jobs[0].task.dst.topology
+        src, dst = jobs[0].step.src.topology, jobs[0].step.dst.topology
         _begin(src, dst)
         if src.coordinate is None and dst.coordinate is None:
             return lambda: [[] for _ in jobs]
         if is_compared():
-            compare(group_of([job.task for job in jobs]).ranks, describe(jobs))
+            compare(group_of([job.step for job in jobs]).ranks, describe(jobs))
         here = dst.coordinate
-        outs = [None if here is None else Out(job, job.task.dst.box(here)) for job in jobs]
+        outs = [None if here is None else Out(job, job.step.dst.box(here)) for job in jobs]
         try:
             return _run(_launches(jobs, outs), outs, src)
         except BaseException as error:  # of this rank alone, such as no memory for a buffer
@@ -136,10 +136,10 @@ def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topol
 
 def _launches(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
     """The collectives of `torch.distributed` that serve the jobs."""
-    if jobs[0].task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].task.op):
+    if jobs[0].step.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].step.op):
         yield from _all_reduces(jobs, outs)
         return
-    group = group_of([job.task for job in jobs])
+    group = group_of([job.step for job in jobs])
     launcher = native_launcher(group, jobs)
     if launcher is None:
         yield from rounds(group, jobs, outs)
@@ -152,7 +152,7 @@ def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[La
     """Reduce as many tensors together as fit into the buffer. A larger one is reduced alone, in
     parts if it is reduced in another dtype."""
     job, room = jobs[0], buffer_size()
-    width, plain = buffer_width(job.task, job.dtype), is_plain(job.dtype, job.task.op)
+    width, plain = buffer_width(job.step, job.dtype), is_plain(job.dtype, job.step.op)
     some: list[tuple[torch.Tensor, torch.Tensor]] = []
     total = 0
     for each, out in zip(jobs, outs, strict=True):
@@ -173,20 +173,20 @@ def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[La
 
 def _all_reduce(job: Job, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
     """Reduce flat tensors into others; one alone in place."""
-    task, outs = job.task, [made for _, made in parts]
+    step, outs = job.step, [made for _, made in parts]
     given = [part for part, _ in parts]
     value = outs[0].copy_(given[0]) if len(parts) == 1 else torch.cat(given)
-    value = to_backend(value, task.op)
+    value = to_backend(value, step.op)
     wait: Wait | None = None
-    for group in reduction_groups(task.src.topology, task.axes):
+    for group in reduction_groups(step.src.topology, step.axes):
         if wait is not None:
             wait()
-        wait = all_reduce(group, value, backend_op(job.dtype, task.op))
+        wait = all_reduce(group, value, backend_op(job.dtype, step.op))
 
     def land() -> None:
         if wait is not None:
             wait()
-        total = from_backend(value, job.dtype, task.op, task.over)
+        total = from_backend(value, job.dtype, step.op, step.over)
         if len(outs) > 1 or total.data_ptr() != outs[0].data_ptr():
             torch._foreach_copy_(outs, total.split_with_sizes([out.numel() for out in outs]))
             give_back([value], kept=outs)

@@ -14,9 +14,10 @@ from ..dispatch.fallback import laid_out
 from ..dispatch.infer import meta_of
 from ..dispatch.operator import register_form
 from ..layout.geometry import Cuts, Interval, intervals
+from ..layout.layout import DimMap
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
-from ..redistribute import DimMap, in_order
+from ..redistribute import in_order
 from ..rules import Call
 from ..storage.halo import fetch_all
 from ..storage.ragged import move_to

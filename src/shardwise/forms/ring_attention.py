@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..comm.step import Step
 from ..layout.geometry import (
     Interval,
     contiguous_stride,
@@ -26,8 +27,9 @@ from ..layout.geometry import (
     memory_order,
     stride_like,
 )
+from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import DimMap, Layout, Ready, Step, bytes_received, move, start_together
+from ..redistribute import Ready, bytes_received, move, start_together
 from ..storage import policy
 from ..storage.wrapper import Locals, wrap
 

@@ -12,18 +12,13 @@ from .execute import (
     start_together,
 )
 from .explain import Explanation, explain_redistribute
-from .layout import DimMap, Layout
 from .prepare import once, ordered, prepared, steps_between
 from .routes import move
-from .step import Step
 
 __all__ = [
-    "DimMap",
     "Explanation",
-    "Layout",
     "Ready",
     "Run",
-    "Step",
     "bytes_received",
     "explain_redistribute",
     "in_order",

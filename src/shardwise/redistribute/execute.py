@@ -17,10 +17,10 @@ from ..comm.all_to_all import buffer_size, give_back
 from ..comm.dtypes import identity
 from ..comm.events import Communication, Landed, is_heard, record
 from ..comm.protocol import Finish, Job, Locals
+from ..comm.step import Step
 from ..layout.geometry import box_shape, memory_order, stride_like
 from ..layout.spec import DTensorSpec
 from .prepare import Move, finished, ordered, prepared, sliced
-from .step import Step
 
 Ready = Callable[[], tuple[torch.Tensor, ...]]
 """Gives the local tensors of a redistribution, after a wait if it is still under way."""

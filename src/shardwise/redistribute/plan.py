@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from .layout import DimMap, Layout
+from ..comm.step import Step
+from ..layout.layout import DimMap, Layout
 from .routes import move
-from .step import Step
 
 _LINEAR = ("sum", "avg")
 Steps = tuple[Step, ...]

@@ -18,14 +18,14 @@ from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import check_reducible
 from ..comm.events import Communication, is_heard, record
 from ..comm.protocol import Job, narrow
+from ..comm.step import Step
 from ..layout.geometry import Cuts, box_shape, memory_order
+from ..layout.layout import Layout
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, Groups, TensorMeta
 from ..layout.split_dims import common, rounded, trivial
 from .between import between
-from .layout import Layout
 from .plan import Steps, candidates
-from .step import Step
 
 Locals = tuple[torch.Tensor, ...]
 Change = Callable[[Locals], Locals]

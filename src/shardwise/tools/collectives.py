@@ -11,7 +11,7 @@ import torch
 
 from ..comm.events import Communication
 from ..errors import CommunicationError
-from ..redistribute.layout import Layout
+from ..layout.layout import Layout
 from .causes import Cause, Causes
 from .text_table import Table
 from .who_moves import tensors_moving
@@ -67,7 +67,7 @@ class Collective:
 def collective_of(event: Communication, causes: Causes) -> Collective:
     """The record of a collective that starts now."""
     names = (causes.modules.name_of(each) for each in tensors_moving())
-    pairs = zip(event.tasks, event.dtypes, strict=True)
+    pairs = zip(event.steps, event.dtypes, strict=True)
     return Collective(
         event.kind,
         tuple(event.topology.names[axis] for axis in event.axes),
@@ -75,7 +75,7 @@ def collective_of(event: Communication, causes: Causes) -> Collective:
         event.price / MICROSECOND,
         causes.of_collective(),
         tuple(dict.fromkeys(name for name in names if name)),
-        tuple(Moved(dtype, task.src, task.dst) for task, dtype in pairs),  # type: ignore[arg-type]
+        tuple(Moved(dtype, step.src, step.dst) for step, dtype in pairs),
     )
 
 

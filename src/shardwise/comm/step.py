@@ -6,14 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-from ..comm.protocol import Parcel
 from ..layout.cost import slowest
 from ..layout.geometry import Box, all_coords, box_numel, box_shape, flat_index, intersect, relative
+from ..layout.layout import Layout
 from ..layout.mesh import Coord
-from .layout import Layout
+
+
+class Parcel(NamedTuple):
+    """A piece that one rank sends another: its box, and where it is in the two local tensors."""
+
+    box: Box
+    shape: tuple[int, ...]
+    numel: int
+    inside: Box
+    place: Box
+
+    @staticmethod
+    def of(box: Box, held: Box, wanted: Box) -> Parcel:
+        shape = box_shape(box)
+        return Parcel(box, shape, prod(shape), relative(box, held), relative(box, wanted))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout.geometry import Box, Interval, chunk_cuts, flat_index, intervals
-from ..layout.mesh import Coord, Topology
-from ..layout.placement import Partial
-from ..layout.spec import DTensorSpec, Groups
-from ..layout.split_dims import finer_parts, trivial
+from .geometry import Box, Interval, chunk_cuts, flat_index, intervals
+from .mesh import Coord, Topology
+from .placement import Partial
+from .spec import DTensorSpec, Groups
+from .split_dims import finer_parts, trivial
 
 
 class DimMap(NamedTuple):
