@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import refuse_forked
-from .all_to_all import buffer_size, give_back, rounds
+from .all_to_all import Part, batches, buffer_size, give_back, in_chunks, largest_share, launch
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
 from .events import Communication, record
 from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
-from .native import batches, native_launcher
+from .native import is_native, launch_native, lies_in_rows
 from .protocol import Finish, Job, Launch, Out, Wait
 from .recording import unrecorded
 
@@ -119,9 +119,9 @@ def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topol
             running[-1]()  # if it raises it stays: a missing value is never taken for a result
             running.pop()
 
-    for launch in launches:
+    for start in launches:
         land()
-        running.append(launch())
+        running.append(start())
 
     def finish() -> list[list[torch.Tensor]]:
         try:
@@ -135,17 +135,27 @@ def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topol
 
 
 def _launches(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
-    """The collectives of `torch.distributed` that serve the jobs."""
+    """The collectives of `torch.distributed` that serve the jobs, one after another: as many jobs
+    together as fit into the buffer."""
     if jobs[0].step.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].step.op):
         yield from _all_reduces(jobs, outs)
         return
     group = group_of([job.step for job in jobs])
-    launcher = native_launcher(group, jobs)
-    if launcher is None:
-        yield from rounds(group, jobs, outs)
-        return
-    for parts in batches(group, jobs, outs):
-        yield partial(launcher, group, parts)
+    native = is_native(group, jobs)
+    # With several dtypes a received piece may be misaligned; it is then copied once more.
+    room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
+    small: list[tuple[Part, int]] = []
+    for part in zip(jobs, outs, strict=True):
+        job = part[0]
+        nbytes = largest_share(group, job) * buffer_width(job.step, job.dtype)
+        if 0 < nbytes <= room:
+            small.append((part, nbytes))
+        elif nbytes and native and lies_in_rows(group, job):
+            yield partial(launch_native, group, [part])
+        elif nbytes:
+            yield from in_chunks(group, part)
+    for parts in batches(small, room):
+        yield partial(launch_native if native else launch, group, parts)
 
 
 def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
@@ -153,22 +163,14 @@ def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[La
     parts if it is reduced in another dtype."""
     job, room = jobs[0], buffer_size()
     width, plain = buffer_width(job.step, job.dtype), is_plain(job.dtype, job.step.op)
-    some: list[tuple[torch.Tensor, torch.Tensor]] = []
-    total = 0
+    pairs: list[tuple[tuple[torch.Tensor, torch.Tensor], int]] = []
     for each, out in zip(jobs, outs, strict=True):
         assert out is not None
         ends = each.flat(each.local[0].resolve_conj().resolve_neg()), each.flat(out.tensor())
         chunks = [(end,) if plain else end.split(max(1, room // width)) for end in ends]
-        for given, made in zip(*chunks, strict=True):
-            nbytes = made.numel() * width
-            if some and total + nbytes > room:
-                yield partial(_all_reduce, job, some)
-                some, total = [], 0
-            if nbytes:
-                some.append((given, made))
-                total += nbytes
-    if some:
-        yield partial(_all_reduce, job, some)
+        pairs += [(pair, pair[1].numel() * width) for pair in zip(*chunks, strict=True)]
+    for parts in batches([pair for pair in pairs if pair[1]], room):
+        yield partial(_all_reduce, job, parts)
 
 
 def _all_reduce(job: Job, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
