@@ -6,14 +6,14 @@ Many moves go out together: in each wave the next collectives of all of them tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ..comm import engine_of
-from ..comm.all_to_all import buffer_size, give_back
+from ..comm.all_to_all import batches, buffer_size, give_back
 from ..comm.dtypes import identity
 from ..comm.events import Communication, Landed, is_heard, record
 from ..comm.protocol import Finish, Job, Locals
@@ -88,19 +88,11 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
         return [_made(quick(runs[0].local, runs[0].fresh))]
     if all(run.move.only for run in runs):  # nothing lies between; engines bound their buffers
         return _run_single(runs)
-    batches: list[list[Run]] = [[]]
-    total = 0
-    for run in runs:
-        held = run.held()
-        if batches[-1] and total + held > buffer_size():
-            batches.append([])
-            total = 0
-        batches[-1].append(run)
-        total += held
     ready: list[Ready] = []
-    for batch in batches[:-1]:
-        ready += [_made(each()) for each in _run_at_once(batch)]
-    return ready + _run_at_once(batches[-1])
+    for batch in batches([(run, run.held()) for run in runs], buffer_size()):
+        ready = [_made(each()) for each in ready]
+        ready += _run_at_once(batch)
+    return ready
 
 
 def _made(local: tuple[torch.Tensor, ...]) -> Ready:
@@ -123,17 +115,53 @@ def _run_single(runs: Sequence[Run]) -> list[Ready]:
 
 
 def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
-    states = [_State(run) for run in runs]
-    while waiting := [state for state in states if state.left]:
-        groups: dict[tuple[object, ...], list[_State]] = {}
-        for state in waiting:
-            groups.setdefault(state.alike(), []).append(state)
+    """Run moves in waves: the next collectives of all of them that are alike are one."""
+    trips = [_trip(run) for run in runs]
+    waves = [sum([not step.is_local for step in run.move.steps]) for run in runs]
+    ready: list[Any] = [_made(())] * len(runs)
+    for wave in range(max(waves)):
+        groups: dict[object, list[tuple[int, Step, Job]]] = {}
+        for index, run in enumerate(runs):
+            if wave < waves[index]:
+                step, job = trips[index].send(ready[index]() if wave else None)
+                groups.setdefault(step.alike(run.dtype), []).append((index, step, job))
         for members in groups.values():
-            steps = [state.left.pop(0) for state in members]
-            jobs = [state.job(step) for state, step in zip(members, steps, strict=True)]
-            for state, take in zip(members, _start(steps, jobs), strict=True):
-                state.arrive(take)
-    return [state.result() for state in states]
+            places, steps, jobs = zip(*members, strict=True)
+            for index, take in zip(places, _start(steps, jobs), strict=True):
+                ready[index] = take
+    return [
+        partial(_end, trip, take) if count else _made(next(trip))
+        for trip, count, take in zip(trips, waves, ready, strict=True)
+    ]
+
+
+def _end(trip: Generator[Any, Any, None], take: Ready) -> tuple[torch.Tensor, ...]:
+    result: tuple[torch.Tensor, ...] = trip.send(take())
+    return result
+
+
+def _trip(run: Run) -> Generator[Any, Any, None]:
+    """A move from collective to collective: yields the step and the job of each, is sent what came
+    of it, and yields the result at last. Local steps run when what follows them is asked for."""
+    move, fresh = run.move, run.fresh and run.move.is_view
+    now = run.local if move.enter is None else move.enter(run.local)
+    owned: tuple[torch.Tensor, ...] = ()  # what this run has made and nobody else has
+    for step in move.steps:
+        if step.kind == "slice":
+            now = sliced(step, now)
+            continue
+        if step.kind == "view":
+            now = _viewed(step, now)
+            continue
+        if step.is_local:
+            made = _make_partial(step, now, bool(owned))
+        else:
+            made = yield step, run.job(step, now)
+        if owned and not step.src.topology.virtual:
+            give_back(owned, made)  # what was made before is not needed any more
+        now = owned = made
+    made = finished(now, move.order, fresh)
+    yield made if move.leave is None else move.leave(made)
 
 
 def run_together(
@@ -220,69 +248,6 @@ class _Landing:
         self.land()
         made, self._made[index] = self._made[index], []
         return tuple(made)
-
-
-class _State:
-    """A run on its way: the collectives that are left, the local tensors, what must still land."""
-
-    __slots__ = ("_local_steps", "_now", "_owned", "_run", "_take", "left")
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        enter = run.move.enter
-        self._now: tuple[torch.Tensor, ...] = run.local if enter is None else enter(run.local)
-        self._owned: tuple[torch.Tensor, ...] = ()  # what this run has made and nobody else has
-        self._take: Ready | None = None  # gives what is under way
-        self._local_steps: list[Step] = []
-        self.left = list(run.move.steps)
-        self._take_local_steps()
-
-    def _take_local_steps(self) -> None:
-        """Ready the local steps up to the next collective; they run when their result is needed."""
-        while self.left and self.left[0].is_local:
-            self._local_steps.append(self.left.pop(0))
-
-    def alike(self) -> tuple[object, ...]:
-        """The key of runs whose next collectives are merged into one."""
-        return self.left[0].alike(self._run.dtype)
-
-    def job(self, step: Step) -> Job:
-        return self._run.job(step, self._settle())
-
-    def arrive(self, take: Ready) -> None:
-        self._take = take
-        self._take_local_steps()
-
-    def _settle(self) -> tuple[torch.Tensor, ...]:
-        """The local tensors now: what is under way has landed, local steps are done."""
-        if self._take is not None:
-            made, self._take = self._take(), None
-            self._becomes(made)
-        for step in self._local_steps:
-            if step.kind == "slice":
-                self._now = sliced(step, self._now)
-            elif step.kind == "view":
-                self._now = _viewed(step, self._now)
-            else:
-                self._becomes(_make_partial(step, self._now, bool(self._owned)))
-        self._local_steps = []
-        return self._now
-
-    def _becomes(self, made: tuple[torch.Tensor, ...]) -> None:
-        """Go on with what was made; what was made before is not needed any more."""
-        if self._owned and not self._run.move.cheapest[0].src.topology.virtual:
-            give_back(self._owned, made)
-        self._now = self._owned = made
-
-    def result(self) -> Ready:
-        """A function that gives the result; if nothing is under way the result is made now."""
-        return self.ready if self._take is not None else _made(self.ready())
-
-    def ready(self) -> tuple[torch.Tensor, ...]:
-        """The result."""
-        move = self._run.move
-        made = finished(self._settle(), move.order, self._run.fresh and move.is_view)
-        return made if move.leave is None else move.leave(made)
 
 
 def _viewed(step: Step, local: Locals) -> tuple[torch.Tensor, ...]:
