@@ -58,14 +58,20 @@ class ProcessEngine:
         if is_compared():
             compare(topology.ranks, "a comparison of one number")
         axes = tuple(range(topology.ndim))
-        low = torch.tensor([digest, -digest], device=topology.device_type)
         groups = reduction_groups(topology, axes)
-        received = sum([2 * (n - 1) * low.nbytes // n for n in [group.size() for group in groups]])
+        received = sum([32 * (n - 1) // n for n in [group.size() for group in groups]])
         landed = record(Communication("check", topology, axes, received))
-        for group in groups:
-            all_reduce(group, low, dist.ReduceOp.MIN)()
+        same = _is_same(groups, digest, topology.device_type)
         landed(())
-        return bool(low[0] == -low[1])
+        return same
+
+
+def _is_same(groups: Sequence[dist.ProcessGroup], digest: int, device_type: str) -> bool:
+    """True if the members of all groups have the same number."""
+    low = torch.tensor([digest, -digest], device=device_type)
+    for group in groups:
+        all_reduce(group, low, dist.ReduceOp.MIN)()
+    return bool(low[0] == -low[1])
 
 
 @unrecorded
@@ -77,13 +83,12 @@ def same_among_members(topology: Topology, digest_of: Callable[[tuple[int, ...]]
         return True
     _begin(topology)
     every = [(axis,) for axis in range(topology.ndim)] + sorted(topology.groups)
-    good = True
-    for group in [group for axes in every for group in reduction_groups(topology, axes)]:
+    groups = [group for axes in every for group in reduction_groups(topology, axes)]
+    same = []
+    for group in groups:
         digest = digest_of(tuple(dist.get_process_group_ranks(group)))
-        low = torch.tensor([digest, -digest], device=topology.device_type)
-        all_reduce(group, low, dist.ReduceOp.MIN)()
-        good = good and bool(low[0] == -low[1])
-    return good
+        same.append(_is_same([group], digest, topology.device_type))
+    return all(same)
 
 
 def broadcast_from(

@@ -29,10 +29,7 @@ class DimMap(NamedTuple):
 
     def at(self, coord: Coord, shape: tuple[int, ...]) -> Interval:
         """The interval of the rank at `coord` on a mesh of this shape."""
-        index = 0
-        for axis in self.axes:
-            index = index * shape[axis] + coord[axis]
-        return self.table[index]
+        return self.table[flat_index(coord, shape, self.axes)]
 
     def split(self, axes: Sequence[int], shape: tuple[int, ...]) -> DimMap:
         """The map in which the members along more axes share what each rank holds."""

@@ -10,6 +10,7 @@ from .execute import (
     run_between,
     run_together,
     start_together,
+    waited_once,
 )
 from .explain import Explanation, explain_redistribute
 from .prepare import once, ordered, prepared, steps_between
@@ -32,4 +33,5 @@ __all__ = [
     "run_together",
     "start_together",
     "steps_between",
+    "waited_once",
 ]

@@ -8,20 +8,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..comm import engine_of
 from ..comm.all_to_all import batches, buffer_size, give_back
 from ..comm.dtypes import identity
-from ..comm.events import Communication, Landed, is_heard, record
-from ..comm.protocol import Finish, Job, Locals
+from ..comm.events import Communication, is_heard, record
+from ..comm.protocol import Job, Locals
 from ..comm.step import Step
 from ..layout.geometry import box_shape, memory_order, stride_like
 from ..layout.spec import DTensorSpec
 from .prepare import Move, finished, ordered, prepared, sliced
 
+T = TypeVar("T")
 Ready = Callable[[], tuple[torch.Tensor, ...]]
 """Gives the local tensors of a redistribution, after a wait if it is still under way."""
 
@@ -208,10 +209,18 @@ def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Ready]:
     """Start one collective for the steps of several tensors. The functions give their results."""
     where = steps[0].src.topology
     landed = record(_event(steps, jobs)) if is_heard() else None
-    landing = _Landing(engine_of(where).start(jobs), landed)
+    finish = engine_of(where).start(jobs)
+
+    def wait() -> list[list[torch.Tensor]]:
+        made = finish()
+        if landed is not None:
+            landed(made)
+        return made
+
+    land = waited_once(wait)
     if where.virtual:
-        landing.land()  # there is nothing to wait for
-    return [partial(landing.take, index) for index in range(len(jobs))]
+        land()  # there is nothing to wait for
+    return [partial(_take, land, index) for index in range(len(jobs))]
 
 
 def _event(steps: Sequence[Step], jobs: Sequence[Job]) -> Communication:
@@ -224,30 +233,26 @@ def _event(steps: Sequence[Step], jobs: Sequence[Job]) -> Communication:
     return Communication(kind, steps[0].src.topology, axes, received, steps, dtypes)
 
 
-class _Landing:
-    """The results of a collective for several runs. The first that needs its own waits."""
+def waited_once(wait: Callable[[], T]) -> Callable[[], T]:
+    """A function that waits for a value when it is first called, in whichever thread; an error is
+    raised again."""
+    lock = threading.Lock()
 
-    __slots__ = ("_finish", "_landed", "_lock", "_made")
+    def value() -> T:
+        nonlocal wait
+        with lock:
+            made = wait()
+            wait = lambda: made  # noqa: E731  # lets go of what was waited for
+        return made
 
-    def __init__(self, finish: Finish, landed: Landed | None) -> None:
-        self._finish: Finish | None = finish
-        self._landed = landed
-        self._made: list[list[torch.Tensor]] = []
-        self._lock = threading.Lock()  # two threads may use results of one collective
+    return value
 
-    def land(self) -> None:
-        """Wait for the results."""
-        with self._lock:
-            if self._finish is not None:
-                self._made, self._finish = self._finish(), None
-                if self._landed is not None:
-                    self._landed(self._made)
 
-    def take(self, index: int) -> tuple[torch.Tensor, ...]:
-        """The results of one run, which are its own from now on."""
-        self.land()
-        made, self._made[index] = self._made[index], []
-        return tuple(made)
+def _take(land: Callable[[], list[list[torch.Tensor]]], index: int) -> tuple[torch.Tensor, ...]:
+    """The results of one run, which are its own from now on."""
+    every = land()
+    made, every[index] = every[index], []
+    return tuple(made)
 
 
 def _viewed(step: Step, local: Locals) -> tuple[torch.Tensor, ...]:
