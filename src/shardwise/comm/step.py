@@ -206,3 +206,15 @@ class Step:
         if self.kind == "transfer":
             links = [*self.src.topology.links, *self.dst.topology.links]
         return slowest(links, self.bytes_received(itemsize))
+
+
+def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
+    """The bytes that a rank receives in these steps, for the rank that receives most."""
+    if len(steps) == 1 or steps[0].kind == "transfer":
+        return sum(step.bytes_received(size) for step, size in zip(steps, itemsizes, strict=True))
+    axes = sorted({axis for step in steps for axis in (*step.src.axes, *step.dst.axes, *step.axes)})
+    topology = steps[0].src.topology
+    return max(
+        sum(step.received(coord, size) for step, size in zip(steps, itemsizes, strict=True))
+        for coord in topology.group_coords((0,) * topology.ndim, axes)
+    )

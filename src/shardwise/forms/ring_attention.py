@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..comm.step import Step
+from ..comm.step import Step, bytes_received
 from ..layout.geometry import (
     Interval,
     contiguous_stride,
@@ -29,7 +29,7 @@ from ..layout.geometry import (
 )
 from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import Ready, bytes_received, move, start_together
+from ..redistribute import Ready, move, start_together
 from ..storage import policy
 from ..storage.wrapper import Locals, wrap
 

@@ -75,7 +75,7 @@ class Layout:
             DimMap(axes, intervals(cuts))
             for axes, cuts in zip(spec.dim_axes, spec.dim_cuts, strict=True)
         ]
-        return Layout(spec.topology, tuple(maps), _pending(spec))
+        return Layout(spec.topology, tuple(maps), partial_axes(spec))
 
     @staticmethod
     def split(spec: DTensorSpec, groups: Groups) -> Layout | None:
@@ -88,7 +88,7 @@ class Layout:
             if found is None:
                 return None
             dims += found
-        return Layout(spec.topology, tuple(dims), _pending(spec))
+        return Layout(spec.topology, tuple(dims), partial_axes(spec))
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -124,12 +124,8 @@ class Layout:
         for (_, size), dim in zip(self.hull, self.dims, strict=True):
             by = ",".join(names[axis] for axis in dim.axes)
             dims.append(f"{size}@{by}" if by else str(size))
-        pending: dict[str, list[str]] = {}
-        for axis, op in self.partial:
-            pending.setdefault(op, []).append(names[axis])
-        text = f"{str(dtype).removeprefix('torch.')}[{', '.join(dims)}]"
-        waits = " and ".join(f"{op} over {', '.join(axes)}" for op, axes in pending.items())
-        return f"{text} ({waits})" if waits else text
+        values, waits = notation(dtype, dims, [(op, names[axis]) for axis, op in self.partial])
+        return f"{values} ({waits})" if waits else values
 
     def slot(self, coord: Coord) -> int:
         """The index of the local tensor of `coord`."""
@@ -159,7 +155,20 @@ class Layout:
         return Layout(self.topology, self.dims, left)
 
 
-def _pending(spec: DTensorSpec) -> tuple[tuple[int, str], ...]:
+def notation(
+    dtype: torch.dtype, dims: Sequence[str], partial: Sequence[tuple[str, str]]
+) -> tuple[str, str]:
+    """The texts of a layout, as `float32[8@dp, 4]`, and of its pending reductions, given with the
+    names of their axes, as `sum over tp`."""
+    axes: dict[str, list[str]] = {}
+    for op, name in partial:
+        axes.setdefault(op, []).append(name)
+    waits = " and ".join(f"{op} over {', '.join(names)}" for op, names in axes.items())
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(dims)}]", waits
+
+
+def partial_axes(spec: DTensorSpec) -> tuple[tuple[int, str], ...]:
+    """The axes on which a tensor is Partial, with the reductions."""
     places = enumerate(spec.placements)
     return tuple([(axis, place.reduce_op) for axis, place in places if isinstance(place, Partial)])
 

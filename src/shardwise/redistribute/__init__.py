@@ -3,7 +3,6 @@
 from .execute import (
     Ready,
     Run,
-    bytes_received,
     in_order,
     redistribute_locals,
     run_all,
@@ -20,7 +19,6 @@ __all__ = [
     "Explanation",
     "Ready",
     "Run",
-    "bytes_received",
     "explain_redistribute",
     "in_order",
     "move",

@@ -15,7 +15,7 @@ import torch
 from ..comm import engine_of
 from ..comm.all_to_all import batches, buffer_size, give_back
 from ..comm.dtypes import identity
-from ..comm.events import Communication, is_heard, record
+from ..comm.events import is_heard, moving, record
 from ..comm.protocol import Job, Locals
 from ..comm.step import Step
 from ..layout.geometry import box_shape, memory_order, stride_like
@@ -193,22 +193,10 @@ def start_together(
     return found
 
 
-def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
-    """The bytes that a rank receives in these steps, for the rank that receives most."""
-    if len(steps) == 1 or steps[0].kind == "transfer":
-        return sum(step.bytes_received(size) for step, size in zip(steps, itemsizes, strict=True))
-    axes = sorted({axis for step in steps for axis in (*step.src.axes, *step.dst.axes, *step.axes)})
-    topology = steps[0].src.topology
-    return max(
-        sum(step.received(coord, size) for step, size in zip(steps, itemsizes, strict=True))
-        for coord in topology.group_coords((0,) * topology.ndim, axes)
-    )
-
-
 def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Ready]:
     """Start one collective for the steps of several tensors. The functions give their results."""
     where = steps[0].src.topology
-    landed = record(_event(steps, jobs)) if is_heard() else None
+    landed = record(moving(steps, [job.dtype for job in jobs])) if is_heard() else None
     finish = engine_of(where).start(jobs)
 
     def wait() -> list[list[torch.Tensor]]:
@@ -221,16 +209,6 @@ def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Ready]:
     if where.virtual:
         land()  # there is nothing to wait for
     return [partial(_take, land, index) for index in range(len(jobs))]
-
-
-def _event(steps: Sequence[Step], jobs: Sequence[Job]) -> Communication:
-    """One collective for the steps of several tensors, as listeners hear of it."""
-    kinds = {step.kind for step in steps}
-    axes = tuple(sorted({axis for step in steps for axis in step.axes}))
-    dtypes = [job.dtype for job in jobs]
-    received = bytes_received(steps, [dtype.itemsize for dtype in dtypes])
-    kind = steps[0].kind if len(kinds) == 1 else "exchange"
-    return Communication(kind, steps[0].src.topology, axes, received, steps, dtypes)
 
 
 def waited_once(wait: Callable[[], T]) -> Callable[[], T]:

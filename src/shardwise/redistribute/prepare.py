@@ -16,7 +16,7 @@ import torch
 from ..comm import engine_of
 from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import check_reducible
-from ..comm.events import Communication, is_heard, record
+from ..comm.events import is_heard, moving, record
 from ..comm.protocol import Job, narrow
 from ..comm.step import Step
 from ..layout.geometry import box_shape, memory_order
@@ -228,11 +228,7 @@ def _quick(move: Move) -> Callable[[Locals, bool], Locals] | None:
     where = step.src.topology
 
     def run(local: Locals, fresh: bool) -> Locals:
-        landed = None
-        if is_heard():
-            nbytes = step.bytes_received(move.dtype.itemsize)
-            event = Communication(step.kind, where, step.axes, nbytes, [step], [move.dtype])
-            landed = record(event)
+        landed = record(moving([step], [move.dtype])) if is_heard() else None
         if not local:
             return ()  # this rank is not on the mesh
         job = Job(step, local, step.order, local[0].dtype, local[0].device)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from ..comm.step import Step
+from ..comm.step import Step, bytes_received
 from ..layout.geometry import Interval
 from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec
-from ..redistribute import bytes_received, move, run_together
+from ..redistribute import move, run_together
 from . import policy
 from .wrapper import Locals
 
