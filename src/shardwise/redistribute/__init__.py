@@ -7,7 +7,6 @@ from .execute import (
     redistribute_locals,
     run_all,
     run_between,
-    run_together,
     start_together,
     waited_once,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "redistribute_locals",
     "run_all",
     "run_between",
-    "run_together",
     "start_together",
     "steps_between",
     "waited_once",

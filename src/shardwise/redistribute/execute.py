@@ -165,18 +165,11 @@ def _trip(run: Run) -> Generator[Any, Any, None]:
     yield made if move.leave is None else move.leave(made)
 
 
-def run_together(
-    steps: Sequence[Step], locals_of: Sequence[Locals], strides: Sequence[Sequence[int]]
-) -> list[tuple[torch.Tensor, ...]]:
-    """The local tensors of several tensors after one step each, a slice, gather or exchange: one
-    collective for all, whatever their axes."""
-    return [ready() for ready in start_together(steps, locals_of, strides)]
-
-
 def start_together(
     steps: Sequence[Step], locals_of: Sequence[Locals], strides: Sequence[Sequence[int]]
 ) -> list[Ready]:
-    """As `run_together`, with the collective still under way."""
+    """The local tensors of several tensors after one step each, a slice, gather or exchange: one
+    collective for all, whatever their axes, which may still be under way."""
     tensors = list(zip(steps, locals_of, map(memory_order, strides), strict=True))
     jobs = [
         Job(step, local, order, local[0].dtype, local[0].device)

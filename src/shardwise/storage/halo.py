@@ -13,7 +13,7 @@ from ..comm.step import Step, bytes_received
 from ..layout.geometry import Interval
 from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec
-from ..redistribute import move, run_together
+from ..redistribute import move, start_together
 from . import policy
 from .wrapper import Locals
 
@@ -48,14 +48,14 @@ def fetch_all(
         received = bytes_received(*zip(*far, strict=True))
         policy.on_moves(op, [f"the edges of shards ({kind}, {received} B received per rank)"])
     made = iter(
-        run_together(
+        start_together(
             [step for _, step in moving],
             [local for (_, local, _), _ in moving],
             [spec.stride for (spec, _, _), _ in moving],
         )
     )
     return [
-        tuple(local) if step is None else next(made)
+        tuple(local) if step is None else next(made)()
         for (_, local, _), step in zip(wanted, steps, strict=True)
     ]
 
