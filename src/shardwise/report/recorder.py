@@ -16,9 +16,8 @@ from ..layout.layout import Layout
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
-from ..tools.causes import Cause, Causes
+from ..tools.causes import Cause, Causes, tensors_moving
 from ..tools.collectives import Collective, collective_of
-from ..tools.who_moves import tensors_moving
 
 EVERYWHERE = -1
 """The set of all ranks; sets of ranks are numbers with a bit for each rank."""

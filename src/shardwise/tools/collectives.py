@@ -12,9 +12,8 @@ import torch
 from ..comm.events import Communication
 from ..errors import CommunicationError
 from ..layout.layout import Layout
-from .causes import Cause, Causes
+from .causes import Cause, Causes, tensors_moving
 from .text_table import Table
-from .who_moves import tensors_moving
 
 MICROSECOND = 10**9
 """In the unit of prices."""
