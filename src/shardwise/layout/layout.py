@@ -177,8 +177,6 @@ def _split_dim(
     axes: tuple[int, ...], table: Sequence[Interval], parts: Sequence[int]
 ) -> list[DimMap] | None:
     """The maps of a dim that is split into `parts`; None if some interval is not a box of them."""
-    if len(parts) == 1:
-        return [DimMap(axes, tuple(table))]
     boxes = []
     for start, stop in table:
         box = _box(start, stop, parts)
@@ -199,17 +197,13 @@ def _box(start: int, stop: int, parts: Sequence[int]) -> list[Interval] | None:
     >>> _box(8, 12, (2, 8)), _box(8, 16, (4, 4)), _box(2, 6, (4, 4))
     ([(1, 2), (0, 4)], [(2, 4), (0, 4)], None)
     """
-    box: list[Interval] = []
-    inner = prod(parts)
-    for size in parts:
-        inner //= size
-        place = start // inner
-        aligned = start % inner == 0 and stop % inner == 0
-        if aligned or start >= stop:
-            box.append((place, stop // inner if aligned else place))
-            return [*box, *[(0, rest) for rest in parts[len(box) :]]]
-        if (stop - 1) // inner != place:
-            return None
-        box.append((place, place + 1))
-        start, stop = start - place * inner, stop - place * inner
-    return box
+    if len(parts) == 1:
+        return [(start, stop)]
+    inner = prod(parts[1:])
+    (first, before), (last, after) = divmod(start, inner), divmod(stop, inner)
+    if start >= stop or before == after == 0:
+        return [(first, max(first, last)), *[(0, size) for size in parts[1:]]]
+    if (stop - 1) // inner != first:
+        return None
+    rest = _box(before, before + stop - start, parts[1:])
+    return None if rest is None else [(first, first + 1), *rest]
