@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -52,6 +52,13 @@ class Step:
     op: str = ""
     reduced: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    _parcels: dict[tuple[Coord, Coord], Parcel | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _sources: dict[Coord, tuple[Coord, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _received: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def over(self) -> int:
@@ -86,10 +93,6 @@ class Step:
         """The part of the box of `dst` that `src` holds."""
         return intersect(self.src.box(src), self.dst.box(dst))
 
-    @cached_property
-    def _parcels(self) -> dict[tuple[Coord, Coord], Parcel | None]:
-        return {}
-
     def parcel(self, src: Coord, dst: Coord) -> Parcel | None:
         """The piece that `src` gives `dst`; None if there is none."""
         try:
@@ -99,10 +102,6 @@ class Step:
             some = box_numel(box) > 0 and self.sends(src, dst)
             found = Parcel.of(box, self.src.box(src), self.dst.box(dst)) if some else None
             return self._parcels.setdefault((src, dst), found)
-
-    @cached_property
-    def _sources(self) -> dict[Coord, tuple[Coord, ...]]:
-        return {}
 
     def sources(self, dst: Coord) -> tuple[Coord, ...]:
         """The coordinates that give a piece to `dst`, itself perhaps among them."""
@@ -181,10 +180,6 @@ class Step:
         others = [each for each in targets if self._on_source(each) != coord]
         pieces = [self.piece(coord, other) for other in others if coord in self.sources(other)]
         return sum(map(box_numel, pieces)) * itemsize
-
-    @cached_property
-    def _received(self) -> dict[int, int]:
-        return {}
 
     def bytes_received(self, itemsize: int) -> int:
         """The number of bytes that a rank receives, for the rank that receives most."""

@@ -7,7 +7,7 @@ therefore go from `Layout` to `Layout`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -67,6 +67,7 @@ class Layout:
     topology: Topology
     dims: tuple[DimMap, ...]
     partial: tuple[tuple[int, str], ...]
+    _boxes: dict[Coord, Box] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(spec: DTensorSpec) -> Layout:
@@ -132,10 +133,6 @@ class Layout:
         if not self.topology.virtual:
             return 0
         return flat_index(coord, self.topology.shape, self.axes)
-
-    @cached_property
-    def _boxes(self) -> dict[Coord, Box]:
-        return {}
 
     def box(self, coord: Coord) -> Box:
         """The region of the tensor that the rank at `coord` holds."""
