@@ -197,7 +197,8 @@ class Ring:
             ]
         steps = [_turn(spec, turn, self.causal)[home] for spec in specs]
         fine = [_split(spec, parts, piece if home else (0, 1)) for spec, parts in pairs]
-        return start_together(steps, fine, [(spec.fine or spec).stride for spec in specs])
+        strides = [(spec.fine or spec).stride for spec in specs]
+        return start_together(zip(steps, fine, strides, strict=True))
 
     def take(self, ready: Sequence[Ready]) -> list[Locals]:
         """The received tensors, once they are here."""

@@ -6,7 +6,7 @@ Many moves go out together: in each wave the next collectives of all of them tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from ..layout.spec import DTensorSpec
 from .prepare import Move, finished, ordered, prepared, sliced
 
 T = TypeVar("T")
+Groups = dict[object, list[tuple[int, Job]]]
 Ready = Callable[[], tuple[torch.Tensor, ...]]
 """Gives the local tensors of a redistribution, after a wait if it is still under way."""
 
@@ -102,34 +103,35 @@ def _made(local: tuple[torch.Tensor, ...]) -> Ready:
 
 def _run_single(runs: Sequence[Run]) -> list[Ready]:
     """Run moves of one collective each."""
-    groups: dict[object, list[int]] = {}
+    groups: Groups = {}
     for index, run in enumerate(runs):
-        groups.setdefault(run.move.alike, []).append(index)
-    ready: list[Any] = [None] * len(runs)
-    for members in groups.values():
-        steps: list[Any] = [runs[index].move.only for index in members]
-        pairs = zip(members, steps, strict=True)
-        jobs = [runs[index].job(step, runs[index].local) for index, step in pairs]
-        for index, take in zip(members, _start(steps, jobs), strict=True):
-            ready[index] = take
+        job = run.job(run.move.cheapest[0], run.local)
+        groups.setdefault(run.move.alike, []).append((index, job))
+    ready = [_made(())] * len(runs)
+    _start_all(groups, ready)
     return ready
+
+
+def _start_all(groups: Groups, ready: list[Ready]) -> None:
+    """Start one collective for each group of jobs, which are given with their places in `ready`."""
+    for members in groups.values():
+        places, jobs = zip(*members, strict=True)
+        for index, take in zip(places, _start(jobs), strict=True):
+            ready[index] = take
 
 
 def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
     """Run moves in waves: the next collectives of all of them that are alike are one."""
     trips = [_trip(run) for run in runs]
     waves = [sum([not step.is_local for step in run.move.steps]) for run in runs]
-    ready: list[Any] = [_made(())] * len(runs)
+    ready = [_made(())] * len(runs)
     for wave in range(max(waves)):
-        groups: dict[object, list[tuple[int, Step, Job]]] = {}
+        groups: Groups = {}
         for index, run in enumerate(runs):
             if wave < waves[index]:
-                step, job = trips[index].send(ready[index]() if wave else None)
-                groups.setdefault(step.alike(run.dtype), []).append((index, step, job))
-        for members in groups.values():
-            places, steps, jobs = zip(*members, strict=True)
-            for index, take in zip(places, _start(steps, jobs), strict=True):
-                ready[index] = take
+                job = trips[index].send(ready[index]() if wave else None)
+                groups.setdefault(job.step.alike(run.dtype), []).append((index, job))
+        _start_all(groups, ready)
     return [
         partial(_end, trip, take) if count else _made(next(trip))
         for trip, count, take in zip(trips, waves, ready, strict=True)
@@ -142,8 +144,8 @@ def _end(trip: Generator[Any, Any, None], take: Ready) -> tuple[torch.Tensor, ..
 
 
 def _trip(run: Run) -> Generator[Any, Any, None]:
-    """A move from collective to collective: yields the step and the job of each, is sent what came
-    of it, and yields the result at last. Local steps run when what follows them is asked for."""
+    """A move from collective to collective: yields the job of each, is sent what came of it,
+    and yields the result at last. Local steps run when what follows them is asked for."""
     move, fresh = run.move, run.fresh and run.move.is_view
     now = run.local if move.enter is None else move.enter(run.local)
     owned: tuple[torch.Tensor, ...] = ()  # what this run has made and nobody else has
@@ -157,7 +159,7 @@ def _trip(run: Run) -> Generator[Any, Any, None]:
         if step.is_local:
             made = _make_partial(step, now, bool(owned))
         else:
-            made = yield step, run.job(step, now)
+            made = yield run.job(step, now)
         if owned and not step.src.topology.virtual:
             give_back(owned, made)  # what was made before is not needed any more
         now = owned = made
@@ -165,29 +167,28 @@ def _trip(run: Run) -> Generator[Any, Any, None]:
     yield made if move.leave is None else move.leave(made)
 
 
-def start_together(
-    steps: Sequence[Step], locals_of: Sequence[Locals], strides: Sequence[Sequence[int]]
-) -> list[Ready]:
-    """The local tensors of several tensors after one step each, a slice, gather or exchange: one
-    collective for all, whatever their axes, which may still be under way."""
-    tensors = list(zip(steps, locals_of, map(memory_order, strides), strict=True))
+def start_together(tensors: Iterable[tuple[Step, Locals, Sequence[int]]]) -> list[Ready]:
+    """The local tensors of several tensors, given with their strides, after one step each, a slice,
+    gather or exchange: one collective for all, whatever their axes, which may be still under way.
+    """
+    moved = [(step, local, memory_order(stride)) for step, local, stride in tensors]
     jobs = [
         Job(step, local, order, local[0].dtype, local[0].device)
-        for step, local, order in tensors
+        for step, local, order in moved
         if local and not step.is_local
     ]
-    takes = iter(_start([step for step in steps if not step.is_local], jobs) if jobs else ())
-    found: list[Ready] = []
-    for step, local, order in tensors:
-        if step.is_local:
-            found.append(_made(finished(sliced(step, local), order, False)))
-        else:
-            found.append(next(takes) if local else _made(()))
-    return found
+    takes = iter(_start(jobs) if jobs else ())
+    return [
+        _made(finished(sliced(step, local), order, False))
+        if step.is_local
+        else next(takes, _made(()))
+        for step, local, order in moved
+    ]
 
 
-def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Ready]:
+def _start(jobs: Sequence[Job]) -> list[Ready]:
     """Start one collective for the steps of several tensors. The functions give their results."""
+    steps = [job.step for job in jobs]
     where = steps[0].src.topology
     landed = record(moving(steps, [job.dtype for job in jobs])) if is_heard() else None
     finish = engine_of(where).start(jobs)

@@ -47,13 +47,7 @@ def fetch_all(
         kind = far[0][0].kind if len(far) == 1 else "exchange"
         received = bytes_received(*zip(*far, strict=True))
         policy.on_moves(op, [f"the edges of shards ({kind}, {received} B received per rank)"])
-    made = iter(
-        start_together(
-            [step for _, step in moving],
-            [local for (_, local, _), _ in moving],
-            [spec.stride for (spec, _, _), _ in moving],
-        )
-    )
+    made = iter(start_together((step, local, spec.stride) for (spec, local, _), step in moving))
     return [
         tuple(local) if step is None else next(made)()
         for (_, local, _), step in zip(wanted, steps, strict=True)
