@@ -78,8 +78,8 @@ def make_wrapper(
     )
 
 
-_BOUND: dict[str, tuple[Any, str]] = {
-    "": (
+_BOUND: list[tuple[Any, str]] = [
+    (
         torch,
         "add.Tensor sub.Tensor mul.Tensor div.Tensor mm bmm addmm baddbmm relu exp log sqrt rsqrt "
         "tanh sigmoid abs sin cos where.self sum sum.dim_IntList mean mean.dim _softmax "
@@ -87,25 +87,20 @@ _BOUND: dict[str, tuple[Any, str]] = {
         "transpose.int permute unsqueeze cat stack clone detach embedding zeros_like ones_like "
         "empty_like",
     ),
-    "method": (
+    (
         torch.Tensor,
         "view expand select.int add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor copy_ zero_ "
         "addcmul_ addcdiv_ lerp_.Scalar",
     ),
-    "network": (torch._C._nn, "gelu silu"),
+    (torch._C._nn, "gelu silu"),
+]
+
+
+BOUND = {
+    f"aten.{name if '.' in name else f'{name}.default'}": getattr(space, name.split(".")[0])
+    for space, names in _BOUND
+    for name in names.split()
 }
-
-
-def _bound() -> dict[str, Any]:
-    found = {}
-    for space, names in _BOUND.values():
-        for name in names.split():
-            base, _, overload = name.partition(".")
-            found[f"aten.{base}.{overload or 'default'}"] = getattr(space, base)
-    return found
-
-
-BOUND = _bound()
 """PyTorch's Python functions that reach the same overload for every call of these operators."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,8 +20,13 @@ from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
 from .events import on_free
 from .group import Group, all_to_all
-from .protocol import Job, Launch, Out, Parcel, Wait, narrow
+from .protocol import Job, Launch, Out, Wait, narrow
 from .recording import recorder
+from .step import Parcel
+
+Part = tuple[Job, Out | None]
+"""A job, and this rank's result of it."""
+Item = TypeVar("Item")
 
 # --- the buffer ----------------------------------------------------------------------------------
 
@@ -48,6 +53,20 @@ def give_back(parts: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) 
                 observer(memory)
 
 
+def batches(items: Iterable[tuple[Item, int]], room: int) -> Iterator[list[Item]]:
+    """Items, given with their bytes: as many together as `room` has place for, at least one."""
+    some: list[Item] = []
+    total = 0
+    for item, nbytes in items:
+        if some and total + nbytes > room:
+            yield some
+            some, total = [], 0
+        some.append(item)
+        total += nbytes
+    if some:
+        yield some
+
+
 def chunks(box: Box, most: int) -> list[Box]:
     """A box cut into boxes of at most `most` elements, in order; none if it is empty.
 
@@ -66,46 +85,25 @@ def chunks(box: Box, most: int) -> list[Box]:
     return [each for end in ends for each in chunks((*box[:dim], end, *box[dim + 1 :]), most)]
 
 
-# --- rounds --------------------------------------------------------------------------------------
-
-
-def rounds(group: Group, jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
-    """The all-to-alls, one after another, that bring the pieces of all jobs into `outs`. Each must
-    be waited for before the next one is launched."""
-    small: list[Part] = []
-    # With several dtypes a received piece may be misaligned; it is then copied once more.
-    room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
-    total = 0
-    for job, out in zip(jobs, outs, strict=True):
-        nbytes = largest_share(group, job) * buffer_width(job.task, job.dtype)
-        if nbytes > room:
-            yield from _in_chunks(group, job, out)
-            continue
-        if total + nbytes > room:
-            yield partial(_launch, group, small)
-            small, total = [], 0
-        if nbytes:
-            small.append((job, out))
-            total += nbytes
-    if small:
-        yield partial(_launch, group, small)
+# --- who sends what ------------------------------------------------------------------------------
 
 
 def largest_share(group: Group, job: Job) -> int:
     """The elements that a rank sends or receives at most; the same number on every rank."""
-    task, count = job.task, len(group.ranks)
-    copies = count if task.kind in ("all_gather", "all_reduce") else 1
-    return max(task.src.most * copies, task.dst.most * (count if task.op else 1))
+    step, count = job.step, len(group.ranks)
+    copies = count if step.kind in ("all_gather", "all_reduce") else 1
+    return max(step.src.most * copies, step.dst.most * (count if step.op else 1))
 
 
-def _in_chunks(group: Group, job: Job, out: Out | None) -> Iterator[Launch]:
+def in_chunks(group: Group, part: Part) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
-    most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.task, job.dtype)))
+    job = part[0]
+    most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.step, job.dtype)))
     pairs = [(src, dst) for src in group.senders for dst in group.receivers if src and dst]
-    parcels = [parcel for pair in pairs if (parcel := job.task.parcel(*pair))]
+    parcels = [parcel for pair in pairs if (parcel := job.step.parcel(*pair))]
     counts = [len(chunks(parcel.box, most)) for parcel in parcels]
     for index in range(max(counts, default=0)):
-        yield partial(_launch, group, [(job, out)], index, most)
+        yield partial(launch, group, [part], index, most)
 
 
 class Packet(NamedTuple):
@@ -122,16 +120,12 @@ class Packet(NamedTuple):
 
     def held(self) -> torch.Tensor:
         """The piece in the source of its sender."""
-        return narrow(self.job.local[self.job.task.src.slot(self.src)], self.parcel.inside)
+        return narrow(self.job.local[self.job.step.src.slot(self.src)], self.parcel.inside)
 
     def place(self) -> torch.Tensor:
         """The place of the piece in the result."""
         assert self.out is not None
         return narrow(self.out.tensor(), self.parcel.place)
-
-
-Part = tuple[Job, Out | None]
-"""A job, and this rank's result of it."""
 
 
 def packets(
@@ -143,22 +137,22 @@ def packets(
     if src is None or dst is None:
         return found
     for job, out in parts:
-        parcel = job.task.parcel(src, dst)
+        parcel = job.step.parcel(src, dst)
         if parcel is None:
             continue
         if most:
             cut = chunks(parcel.box, most)[index : index + 1]
-            ends = job.task.src.box(src), job.task.dst.box(dst)
+            ends = job.step.src.box(src), job.step.dst.box(dst)
             found += [Packet(job, out, src, Parcel.of(box, *ends)) for box in cut]
         else:
             found.append(Packet(job, out, src, parcel))
     return found
 
 
-def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) -> Wait:
+def launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) -> Wait:
     """Start one all-to-all: the pieces of some jobs, or a chunk of each piece of one."""
     me, jobs = group.me, [job for job, _ in parts]
-    dtype = _one_dtype(jobs)
+    dtype = one_dtype(jobs)
     leaving = [packets(parts, group.senders[me], dst, index, most) for dst in group.receivers]
     own, leaving[me] = [(packet, packet.held()) for packet in leaving[me]], []
     coming = [
@@ -168,14 +162,11 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
     outgoing, incoming = (
         [sum([packet.nbytes for packet in each]) for each in way] for way in (leaving, coming)
     )
-    sent, received = (
-        torch.empty(sum(sizes), dtype=torch.uint8, device=jobs[0].device)
-        for sizes in (outgoing, incoming)
-    )
-    _pack(leaving, sent, dtype)
+    sent = pack(leaving, jobs[0], dtype)
+    received = sent.new_empty(sum(incoming))
     wait = all_to_all(group, received, sent, incoming, outgoing)
     if not any(job.async_op for job in jobs):
-        if not jobs[0].task.op:
+        if not jobs[0].step.op:
             _put(own)
             own = []
     else:  # the program may write into the source meanwhile
@@ -183,7 +174,7 @@ def _launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) 
 
     def land() -> None:
         wait()
-        _put([*_received(coming, received, dtype), *own])
+        _put([*unpacked(coming, received, dtype), *own])
         give_back([sent, received])
 
     return land
@@ -208,7 +199,7 @@ def _is_aligned(packet: Packet, raw: torch.Tensor) -> bool:
     return raw.storage_offset() % packet.job.dtype.itemsize == 0
 
 
-def _one_dtype(jobs: Iterable[Job]) -> torch.dtype | None:
+def one_dtype(jobs: Iterable[Job]) -> torch.dtype | None:
     """The dtype of real tensors, if all jobs are of one; few calls then serve them all."""
     found = {job.dtype for job in jobs}
     dtype = found.pop() if len(found) == 1 else None
@@ -223,18 +214,22 @@ def _flat(packets: list[tuple[Packet, torch.Tensor]]) -> list[torch.Tensor] | No
     return [value.view(-1) for value in found]
 
 
-def _pack(packets: list[list[Packet]], flat: torch.Tensor, dtype: torch.dtype | None) -> None:
+def pack(packets: list[list[Packet]], job: Job, dtype: torch.dtype | None) -> torch.Tensor:
+    """A buffer with the bytes of packets, on the device of `job`."""
     every = [(packet, packet.held()) for each in packets for packet in each]
+    nbytes = sum([packet.nbytes for packet, _ in every])
+    flat = torch.empty(nbytes, dtype=torch.uint8, device=job.device)
     values = None if dtype is None else _flat(every)
     if values and dtype is not None:
         torch.cat(values, out=flat.view(dtype))
-        return
+        return flat
     for packet, raw in _split(packets, flat):
         job, value = packet.job, packet.held()
         if _is_aligned(packet, raw):
             job.shaped(raw.view(job.dtype), packet.parcel.shape).copy_(value)
         else:
             raw.copy_(as_bytes(value.permute(job.order)))
+    return flat
 
 
 def _cloned(
@@ -254,7 +249,7 @@ def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet,
         yield packet, packet.job.shaped(part, packet.parcel.shape)
 
 
-def _received(
+def unpacked(
     packets: list[list[Packet]], flat: torch.Tensor, dtype: torch.dtype | None
 ) -> Iterator[tuple[Packet, torch.Tensor]]:
     """Each packet with its values."""
@@ -266,14 +261,19 @@ def _received(
         yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.shape)
 
 
+def put_in_place(pairs: Sequence[tuple[Packet, torch.Tensor]]) -> None:
+    """Copy pieces to their places in the results."""
+    places = [packet.place() for packet, _ in pairs]
+    torch._foreach_copy_(places, [value for _, value in pairs])
+
+
 def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
     """Put pieces into the results; those of one box are reduced if the jobs reduce."""
     pairs = list(received)
     if not pairs:
         return
-    if not pairs[0][0].job.task.op:
-        places = [packet.place() for packet, _ in pairs]
-        torch._foreach_copy_(places, [value for _, value in pairs])
+    if not pairs[0][0].job.step.op:
+        put_in_place(pairs)
         return
     reduced = list(by_place(pairs))
     if _adds_up(reduced):
@@ -284,15 +284,15 @@ def _put(received: Iterable[tuple[Packet, torch.Tensor]]) -> None:
             torch._foreach_add_(places, list(column))
         return
     for packet, values in reduced:
-        task = packet.job.task
-        reduce_list(values, task.op, task.over, out=packet.place())
+        step = packet.job.step
+        reduce_list(values, step.op, step.over, out=packet.place())
 
 
 def _adds_up(reduced: list[tuple[Packet, list[torch.Tensor]]]) -> bool:
     """True if all packets are sums of as many values, in a dtype in which sums are formed."""
     alike = len({len(values) for _, values in reduced}) == 1
     jobs = [packet.job for packet, _ in reduced]
-    return alike and all(job.task.op == "sum" and job.dtype in _SUMMED for job in jobs)
+    return alike and all(job.step.op == "sum" and job.dtype in _SUMMED for job in jobs)
 
 
 def by_place(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LayoutError
-from .protocol import Task
+from .step import Step
 
 _WIDER = {
     torch.int16: torch.int32,
@@ -144,11 +144,11 @@ def is_plain(dtype: torch.dtype, op: str) -> bool:
     return _wider(dtype, op) is dtype
 
 
-def buffer_width(task: Task, dtype: torch.dtype) -> int:
+def buffer_width(step: Step, dtype: torch.dtype) -> int:
     """The bytes per element in a buffer, with the copies that a reduction in another form makes."""
-    if task.kind == "all_reduce" and backends_reduce(dtype, task.op):
-        return dtype.itemsize if is_plain(dtype, task.op) else 32
-    return dtype.itemsize + (0 if not task.op or _wider(dtype, task.op) is dtype else 24)
+    if step.kind == "all_reduce" and backends_reduce(dtype, step.op):
+        return dtype.itemsize if is_plain(dtype, step.op) else 32
+    return dtype.itemsize + (0 if not step.op or _wider(dtype, step.op) is dtype else 24)
 
 
 def backend_op(dtype: torch.dtype, op: str) -> dist.ReduceOp.RedOpType:

@@ -12,7 +12,7 @@ import torch
 
 from ..layout.cost import slowest
 from ..layout.mesh import Topology
-from .protocol import Task
+from .step import Step, bytes_received
 
 Made = Sequence[Sequence[torch.Tensor]]
 """The results of a collective: for each of its steps the local tensors."""
@@ -28,7 +28,7 @@ class Communication:
     topology: Topology
     axes: tuple[int, ...]
     nbytes: int
-    tasks: Sequence[Task] = ()
+    steps: Sequence[Step] = ()
     dtypes: Sequence[torch.dtype] = ()
 
     @property
@@ -36,9 +36,17 @@ class Communication:
         """The price by the slowest link that is used."""
         links = [self.topology.links[axis] for axis in self.axes]
         if self.kind == "transfer":
-            links = [link for task in self.tasks for link in task.dst.topology.links]
+            links = [link for step in self.steps for link in step.dst.topology.links]
             links += self.topology.links
         return slowest(links, self.nbytes)
+
+
+def moving(steps: Sequence[Step], dtypes: Sequence[torch.dtype]) -> Communication:
+    """The collective that takes the steps of several tensors."""
+    kind = steps[0].kind if len({step.kind for step in steps}) == 1 else "exchange"
+    axes = tuple(sorted({axis for step in steps for axis in step.axes}))
+    received = bytes_received(steps, [dtype.itemsize for dtype in dtypes])
+    return Communication(kind, steps[0].src.topology, axes, received, steps, dtypes)
 
 
 Listener = Callable[[Communication], Landed | None]

@@ -21,8 +21,9 @@ from ..errors import CommunicationError
 from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import World, at_end
 from .failures import waiter
-from .protocol import Task, Wait
+from .protocol import Wait
 from .recording import recordable
+from .step import Step
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Group:
     me: int
 
 
-def group_of(tasks: Sequence[Task]) -> Group:
-    """The group for tasks that are sent as one collective."""
-    src, dst = tasks[0].src.topology, tasks[0].dst.topology
-    return _group(src, dst, tuple(sorted({axis for task in tasks for axis in task.axes})))
+def group_of(steps: Sequence[Step]) -> Group:
+    """The group for steps that are sent as one collective."""
+    src, dst = steps[0].src.topology, steps[0].dst.topology
+    return _group(src, dst, tuple(sorted({axis for step in steps for axis in step.axes})))
 
 
 @lru_cache(maxsize=4096)

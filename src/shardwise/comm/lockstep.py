@@ -116,10 +116,10 @@ def compare(ranks: tuple[int, ...], what: str) -> None:
 
 def describe(jobs: Sequence[Job]) -> str:
     """A collective in a few words, and a digest of its layouts."""
-    task, dtype = jobs[0].task, str(jobs[0].dtype).removeprefix("torch.")
-    how = f"{task.kind}({task.op})" if task.op else task.kind
-    digest = sha256(repr([(job.task, job.dtype) for job in jobs]).encode()).hexdigest()[:8]
-    return f"{how} of {len(jobs)} x {dtype} over axes {list(task.axes)}, layouts {digest}"
+    step, dtype = jobs[0].step, str(jobs[0].dtype).removeprefix("torch.")
+    how = f"{step.kind}({step.op})" if step.op else step.kind
+    digest = sha256(repr([(job.step, job.dtype) for job in jobs]).encode()).hexdigest()[:8]
+    return f"{how} of {len(jobs)} x {dtype} over axes {list(step.axes)}, layouts {digest}"
 
 
 def _exchange(world: World, ranks: tuple[int, ...], text: str) -> dict[int, str]:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from ..layout.mesh import Coord, Topology, VirtualMesh
 from ..layout.world import refuse_forked
-from .all_to_all import buffer_size, give_back, rounds
+from .all_to_all import Part, batches, buffer_size, give_back, in_chunks, largest_share, launch
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
 from .events import Communication, record
 from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
-from .native import batches, native_launcher
+from .native import is_native, launch_native, lies_in_rows
 from .protocol import Finish, Job, Launch, Out, Wait
 from .recording import unrecorded
 
@@ -36,14 +36,14 @@ class ProcessEngine:
     """
 
     def start(self, jobs: Sequence[Job]) -> Finish:
-        src, dst = jobs[0].task.src.topology, jobs[0].task.dst.topology
+        src, dst = jobs[0].step.src.topology, jobs[0].step.dst.topology
         _begin(src, dst)
         if src.coordinate is None and dst.coordinate is None:
             return lambda: [[] for _ in jobs]
         if is_compared():
-            compare(group_of([job.task for job in jobs]).ranks, describe(jobs))
+            compare(group_of([job.step for job in jobs]).ranks, describe(jobs))
         here = dst.coordinate
-        outs = [None if here is None else Out(job, job.task.dst.box(here)) for job in jobs]
+        outs = [None if here is None else Out(job, job.step.dst.box(here)) for job in jobs]
         try:
             return _run(_launches(jobs, outs), outs, src)
         except BaseException as error:  # of this rank alone, such as no memory for a buffer
@@ -58,14 +58,20 @@ class ProcessEngine:
         if is_compared():
             compare(topology.ranks, "a comparison of one number")
         axes = tuple(range(topology.ndim))
-        low = torch.tensor([digest, -digest], device=topology.device_type)
         groups = reduction_groups(topology, axes)
-        received = sum([2 * (n - 1) * low.nbytes // n for n in [group.size() for group in groups]])
+        received = sum([32 * (n - 1) // n for n in [group.size() for group in groups]])
         landed = record(Communication("check", topology, axes, received))
-        for group in groups:
-            all_reduce(group, low, dist.ReduceOp.MIN)()
+        same = _is_same(groups, digest, topology.device_type)
         landed(())
-        return bool(low[0] == -low[1])
+        return same
+
+
+def _is_same(groups: Sequence[dist.ProcessGroup], digest: int, device_type: str) -> bool:
+    """True if the members of all groups have the same number."""
+    low = torch.tensor([digest, -digest], device=device_type)
+    for group in groups:
+        all_reduce(group, low, dist.ReduceOp.MIN)()
+    return bool(low[0] == -low[1])
 
 
 @unrecorded
@@ -77,13 +83,12 @@ def same_among_members(topology: Topology, digest_of: Callable[[tuple[int, ...]]
         return True
     _begin(topology)
     every = [(axis,) for axis in range(topology.ndim)] + sorted(topology.groups)
-    good = True
-    for group in [group for axes in every for group in reduction_groups(topology, axes)]:
+    groups = [group for axes in every for group in reduction_groups(topology, axes)]
+    same = []
+    for group in groups:
         digest = digest_of(tuple(dist.get_process_group_ranks(group)))
-        low = torch.tensor([digest, -digest], device=topology.device_type)
-        all_reduce(group, low, dist.ReduceOp.MIN)()
-        good = good and bool(low[0] == -low[1])
-    return good
+        same.append(_is_same([group], digest, topology.device_type))
+    return all(same)
 
 
 def broadcast_from(
@@ -119,9 +124,9 @@ def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topol
             running[-1]()  # if it raises it stays: a missing value is never taken for a result
             running.pop()
 
-    for launch in launches:
+    for start in launches:
         land()
-        running.append(launch())
+        running.append(start())
 
     def finish() -> list[list[torch.Tensor]]:
         try:
@@ -135,58 +140,60 @@ def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topol
 
 
 def _launches(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
-    """The collectives of `torch.distributed` that serve the jobs."""
-    if jobs[0].task.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].task.op):
+    """The collectives of `torch.distributed` that serve the jobs, one after another: as many jobs
+    together as fit into the buffer."""
+    if jobs[0].step.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].step.op):
         yield from _all_reduces(jobs, outs)
         return
-    group = group_of([job.task for job in jobs])
-    launcher = native_launcher(group, jobs)
-    if launcher is None:
-        yield from rounds(group, jobs, outs)
-        return
-    for parts in batches(group, jobs, outs):
-        yield partial(launcher, group, parts)
+    group = group_of([job.step for job in jobs])
+    native = is_native(group, jobs)
+    # With several dtypes a received piece may be misaligned; it is then copied once more.
+    room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
+    small: list[tuple[Part, int]] = []
+    for part in zip(jobs, outs, strict=True):
+        job = part[0]
+        nbytes = largest_share(group, job) * buffer_width(job.step, job.dtype)
+        if 0 < nbytes <= room:
+            small.append((part, nbytes))
+        elif nbytes and native and lies_in_rows(group, job):
+            yield partial(launch_native, group, [part])
+        elif nbytes:
+            yield from in_chunks(group, part)
+    for parts in batches(small, room):
+        yield partial(launch_native if native else launch, group, parts)
 
 
 def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
     """Reduce as many tensors together as fit into the buffer. A larger one is reduced alone, in
     parts if it is reduced in another dtype."""
     job, room = jobs[0], buffer_size()
-    width, plain = buffer_width(job.task, job.dtype), is_plain(job.dtype, job.task.op)
-    some: list[tuple[torch.Tensor, torch.Tensor]] = []
-    total = 0
+    width, plain = buffer_width(job.step, job.dtype), is_plain(job.dtype, job.step.op)
+    pairs: list[tuple[tuple[torch.Tensor, torch.Tensor], int]] = []
     for each, out in zip(jobs, outs, strict=True):
         assert out is not None
         ends = each.flat(each.local[0].resolve_conj().resolve_neg()), each.flat(out.tensor())
         chunks = [(end,) if plain else end.split(max(1, room // width)) for end in ends]
-        for given, made in zip(*chunks, strict=True):
-            nbytes = made.numel() * width
-            if some and total + nbytes > room:
-                yield partial(_all_reduce, job, some)
-                some, total = [], 0
-            if nbytes:
-                some.append((given, made))
-                total += nbytes
-    if some:
-        yield partial(_all_reduce, job, some)
+        pairs += [(pair, pair[1].numel() * width) for pair in zip(*chunks, strict=True)]
+    for parts in batches([pair for pair in pairs if pair[1]], room):
+        yield partial(_all_reduce, job, parts)
 
 
 def _all_reduce(job: Job, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
     """Reduce flat tensors into others; one alone in place."""
-    task, outs = job.task, [made for _, made in parts]
+    step, outs = job.step, [made for _, made in parts]
     given = [part for part, _ in parts]
     value = outs[0].copy_(given[0]) if len(parts) == 1 else torch.cat(given)
-    value = to_backend(value, task.op)
+    value = to_backend(value, step.op)
     wait: Wait | None = None
-    for group in reduction_groups(task.src.topology, task.axes):
+    for group in reduction_groups(step.src.topology, step.axes):
         if wait is not None:
             wait()
-        wait = all_reduce(group, value, backend_op(job.dtype, task.op))
+        wait = all_reduce(group, value, backend_op(job.dtype, step.op))
 
     def land() -> None:
         if wait is not None:
             wait()
-        total = from_backend(value, job.dtype, task.op, task.over)
+        total = from_backend(value, job.dtype, step.op, step.over)
         if len(outs) > 1 or total.data_ptr() != outs[0].data_ptr():
             torch._foreach_copy_(outs, total.split_with_sizes([out.numel() for out in outs]))
             give_back([value], kept=outs)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from ..layout.geometry import Box, box_shape, relative, stride_like
-from ..layout.mesh import Coord, Topology
+from ..layout.geometry import Box, box_shape, stride_like
+from ..layout.mesh import Topology
+from .step import Step
 
 Locals = Sequence[torch.Tensor]
 Wait = Callable[[], None]
@@ -19,61 +19,7 @@ Wait = Callable[[], None]
 Launch = Callable[[], Wait]
 """Starts a collective."""
 Finish = Callable[[], list[list[torch.Tensor]]]
-"""Waits for a collective; gives for each job one tensor for each slot of its task's `dst`."""
-
-
-class Boxes(Protocol):
-    """A layout: the box of each rank, the index (slot) of its local tensor, the box around all of
-    them, the elements of the largest one, and the axes that are Partial, with the reduction."""
-
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def slots(self) -> tuple[Coord, ...]: ...
-    @property
-    def hull(self) -> Box: ...
-    @property
-    def most(self) -> int: ...
-    @property
-    def partial(self) -> tuple[tuple[int, str], ...]: ...
-    def slot(self, coord: Coord) -> int: ...
-    def box(self, coord: Coord) -> Box: ...
-
-
-class Parcel(NamedTuple):
-    """A piece that one rank sends another: its box, and where it is in the two local tensors."""
-
-    box: Box
-    shape: tuple[int, ...]
-    numel: int
-    inside: Box
-    place: Box
-
-    @staticmethod
-    def of(box: Box, held: Box, wanted: Box) -> Parcel:
-        shape = box_shape(box)
-        return Parcel(box, shape, prod(shape), relative(box, held), relative(box, wanted))
-
-
-class Task(Protocol):
-    """A collective: `kind`, the axes whose members talk, the axes that are reduced, the layouts
-    before and after."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def axes(self) -> tuple[int, ...]: ...
-    @property
-    def reduced(self) -> tuple[int, ...]: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def over(self) -> int: ...
-    @property
-    def src(self) -> Boxes: ...
-    @property
-    def dst(self) -> Boxes: ...
-    def parcel(self, src: Coord, dst: Coord) -> Parcel | None: ...
+"""Waits for a collective; gives for each job one tensor for each slot of its step's `dst`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +30,7 @@ class Job:
     sent is copied first.
     """
 
-    task: Task
+    step: Step
     local: Locals
     order: tuple[int, ...]
     dtype: torch.dtype

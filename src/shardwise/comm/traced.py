@@ -18,7 +18,8 @@ from ..layout.mesh import Topology
 from .all_to_all import Packet, by_place, largest_share, packets
 from .dtypes import backend_op, backends_reduce, from_backend, reduce_list, to_backend
 from .group import Group, group_of, reduction_groups
-from .protocol import Finish, Job, Parcel, narrow
+from .protocol import Finish, Job, narrow
+from .step import Parcel
 
 _MOVED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8)
 """dtypes that every backend moves as they are; others travel as bytes."""
@@ -37,27 +38,27 @@ class TracedEngine:
 
 
 def _run(job: Job) -> list[torch.Tensor]:
-    task = job.task
-    here = task.dst.topology.coordinate
-    if task.src.topology.coordinate is None and here is None:
+    step = job.step
+    here = step.dst.topology.coordinate
+    if step.src.topology.coordinate is None and here is None:
         return []
-    if task.kind == "all_reduce" and backends_reduce(job.dtype, task.op):
+    if step.kind == "all_reduce" and backends_reduce(job.dtype, step.op):
         return [_all_reduce(job)]
-    received = _exchange(group_of([task]), job)
-    return [] if here is None else [_assembled(job, task.dst.box(here), received)]
+    received = _exchange(group_of([step]), job)
+    return [] if here is None else [_assembled(job, step.dst.box(here), received)]
 
 
 def _all_reduce(job: Job) -> torch.Tensor:
-    task, value = job.task, job.local[0]
+    step, value = job.step, job.local[0]
     if not value.numel():
         return value.clone()
-    sent = to_backend(job.flat(value), task.op)
+    sent = to_backend(job.flat(value), step.op)
     pairs = sent.is_complex()
     sent = torch.view_as_real(sent) if pairs else sent
-    for group in reduction_groups(task.src.topology, task.axes):
-        sent = functional_all_reduce(sent, backend_op(job.dtype, task.op), group)
+    for group in reduction_groups(step.src.topology, step.axes):
+        sent = functional_all_reduce(sent, backend_op(job.dtype, step.op), group)
     sent = torch.view_as_complex(sent) if pairs else sent
-    total = from_backend(sent, job.dtype, task.op, task.over)
+    total = from_backend(sent, job.dtype, step.op, step.over)
     return job.shaped(total, value.shape)
 
 
@@ -68,7 +69,7 @@ def _exchange(group: Group, job: Job) -> list[tuple[Packet, torch.Tensor]]:
         return []
     if group.process_group is None:
         raise CommunicationError(
-            f"{job.task.kind} among ranks {list(group.ranks)} cannot be compiled: they have no "
+            f"{job.step.kind} among ranks {list(group.ranks)} cannot be compiled: they have no "
             "process group of their own, and messages between pairs of ranks are not traced. Use "
             "a mesh over all processes, or call redistribute outside of the compiled function."
         )
@@ -94,10 +95,10 @@ def _exchange(group: Group, job: Job) -> list[tuple[Packet, torch.Tensor]]:
 
 def _assembled(job: Job, box: Box, received: list[tuple[Packet, torch.Tensor]]) -> torch.Tensor:
     """The local tensor with the pieces in their places; those of one place are reduced."""
-    task = job.task
+    step = job.step
     pieces: list[tuple[Parcel, torch.Tensor]] = []
     for packet, values in by_place(received):
-        value = reduce_list(values, task.op, task.over) if task.op else values[0]
+        value = reduce_list(values, step.op, step.over) if step.op else values[0]
         pieces.append((packet.parcel, value))
     if pieces and job.fills([parcel.box for parcel, _ in pieces], box):
         return job.shaped(torch.cat([job.flat(value) for _, value in pieces]), box_shape(box))

@@ -24,14 +24,14 @@ class VirtualEngine:
 
 
 def _results(job: Job) -> list[torch.Tensor]:
-    task, dst = job.task, job.task.dst
-    parts = _reduced(job) if task.op else dict(zip(task.src.slots, job.local, strict=True))
-    if task.kind == "all_reduce":
+    step, dst = job.step, job.step.dst
+    parts = _reduced(job) if step.op else dict(zip(step.src.slots, job.local, strict=True))
+    if step.kind == "all_reduce":
         return [parts[coord] for coord in dst.slots]
     # A result that stays Partial has one tensor per coordinate on the Partial axes.
-    pending = [axis for axis, _ in task.src.partial if axis not in task.reduced]
+    pending = [axis for axis, _ in step.src.partial if axis not in step.reduced]
     wholes = _wholes(job, parts, pending)
-    if len(dst.slots) == 1 and dst.box(dst.slots[0]) == task.src.hull:
+    if len(dst.slots) == 1 and dst.box(dst.slots[0]) == step.src.hull:
         made = list(wholes.values())
         if not any(whole is part for whole in made for part in job.local):
             return made
@@ -47,13 +47,13 @@ def _at(coord: Coord, axes: Sequence[int]) -> tuple[int, ...]:
 
 def _reduced(job: Job) -> dict[Coord, torch.Tensor]:
     """The local tensors after the reduction, by coordinates that are 0 on the reduced axes."""
-    task = job.task
+    step = job.step
     found: dict[Coord, list[torch.Tensor]] = {}
-    for coord, part in zip(task.src.slots, job.local, strict=True):
-        left = tuple([0 if axis in task.reduced else at for axis, at in enumerate(coord)])
+    for coord, part in zip(step.src.slots, job.local, strict=True):
+        left = tuple([0 if axis in step.reduced else at for axis, at in enumerate(coord)])
         found.setdefault(left, []).append(part)
     return {
-        coord: reduce_list(parts, task.op, task.over, out=job.empty(task.src.box(coord)))
+        coord: reduce_list(parts, step.op, step.over, out=job.empty(step.src.box(coord)))
         for coord, parts in found.items()
     }
 
@@ -62,7 +62,7 @@ def _wholes(
     job: Job, parts: dict[Coord, torch.Tensor], pending: Sequence[int]
 ) -> dict[tuple[int, ...], torch.Tensor]:
     """The whole tensor, for each coordinate on the axes that stay Partial."""
-    src, found = job.task.src, dict[tuple[int, ...], torch.Tensor]()
+    src, found = job.step.src, dict[tuple[int, ...], torch.Tensor]()
     for coord, part in parts.items():
         key, box = _at(coord, pending), src.box(coord)
         if box == src.hull:

@@ -12,7 +12,7 @@ from itertools import combinations
 from math import prod
 
 from ..comm.events import choosers
-from ..layout.cost import debt, move_cost, recut_cost
+from ..layout.cost import debt, move_cost
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Replicate, Shard
@@ -257,7 +257,7 @@ class _Choice:
             have, want = spec.placements[axis], row.inputs[operand]
             nbytes = self.sizes[operand] // (count if have.is_shard() else 1)
             if have is want:
-                total += recut_cost(count, nbytes, link)
+                total += link.price((count - 1) * nbytes // count)
             else:
                 total += move_cost(have, want, count, nbytes, link)
                 if have.is_partial() and want.is_replicate():

@@ -14,8 +14,9 @@ from ..dispatch.fallback import laid_out
 from ..dispatch.infer import meta_of
 from ..dispatch.operator import register_form
 from ..layout.geometry import Interval, intervals
+from ..layout.layout import DimMap
 from ..layout.spec import DTensorSpec
-from ..redistribute import DimMap, in_order
+from ..redistribute import in_order
 from ..rules import Call
 from ..storage.halo import fetch_all
 from ..storage.ragged import reduce_partial

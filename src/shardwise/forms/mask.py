@@ -12,20 +12,14 @@ from typing import Any
 
 import torch
 
+from ..config import current
 from ..dispatch.fallback import fallback_form, laid_out, mesh_of
 from ..dispatch.operator import register_form
 from ..errors import OutOfRangeError
 from ..layout.placement import Placement, Replicate, Shard
 from ..rules import Call
 from ..rules.indexing import has_mask
-from ..storage.ragged import (
-    as_dtensor,
-    gather_plain,
-    is_requested,
-    joined,
-    move_to,
-    reduce_partial,
-)
+from ..storage.ragged import as_dtensor, gather_plain, joined, move_to, reduce_partial
 
 aten = torch.ops.aten
 
@@ -39,7 +33,7 @@ def nonzero(x: Any) -> Any:
     op = aten.nonzero.default
     true = reduce_partial(op, x) != 0
     spec = true._spec
-    if not is_requested() or not spec.slot_axes or spec.dim_axes[0] != spec.slot_axes:
+    if not current().ragged or not spec.slot_axes or spec.dim_axes[0] != spec.slot_axes:
         return laid_out(op(gather_plain(op, true)), spec.topology)
     parts = []
     for coord, part in zip(spec.slots, true._locals, strict=True):
@@ -113,7 +107,7 @@ def masked_index(x: Any, indices: Sequence[Any]) -> Any:
     rank picks from its shard of dim 0."""
     op = aten.index.Tensor
     mask = _only_mask(x, indices)
-    if mask is not None and is_requested():
+    if mask is not None and current().ragged:
         mesh = mesh_of(op, [x, mask])
         x = reduce_partial(op, as_dtensor(x, mesh))
         own, inner = x._spec.dim_axes[0], x._spec.dim_axes[1 : mask.ndim]

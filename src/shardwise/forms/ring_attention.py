@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..comm.step import Step, bytes_received
 from ..layout.geometry import (
     Interval,
     contiguous_stride,
@@ -26,8 +27,9 @@ from ..layout.geometry import (
     memory_order,
     stride_like,
 )
+from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import DimMap, Layout, Ready, Step, bytes_received, move, start_together
+from ..redistribute import Ready, move, start_together
 from ..storage import policy
 from ..storage.wrapper import Locals, wrap
 
@@ -195,7 +197,8 @@ class Ring:
             ]
         steps = [_turn(spec, turn, self.causal)[home] for spec in specs]
         fine = [_split(spec, parts, piece if home else (0, 1)) for spec, parts in pairs]
-        return start_together(steps, fine, [(spec.fine or spec).stride for spec in specs])
+        strides = [(spec.fine or spec).stride for spec in specs]
+        return start_together(zip(steps, fine, strides, strict=True))
 
     def take(self, ready: Sequence[Ready]) -> list[Locals]:
         """The received tensors, once they are here."""

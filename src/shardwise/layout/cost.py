@@ -134,8 +134,3 @@ def debt(partial: bool, count: int, nbytes: int, link: Link = DEFAULT) -> int:
         return 0
     whole = link.price((count - 1) * nbytes // count)
     return whole - link.price(0) // 2 if partial else whole
-
-
-def recut_cost(count: int, nbytes: int, link: Link = DEFAULT) -> int:
-    """The price of cutting a sharded dim in other places."""
-    return link.price((count - 1) * nbytes // count)

@@ -50,15 +50,15 @@ class Placement:
 
     def is_replicate(self) -> bool:
         """True for `Replicate()`."""
-        return False
+        return isinstance(self, Replicate)
 
     def is_shard(self, dim: int | None = None) -> bool:
         """True for a `Shard`, of `dim` if one is given."""
-        return False
+        return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """True for a `Partial`, of `reduce_op` if one is given."""
-        return False
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
     @property
     def code(self) -> str:
@@ -82,9 +82,6 @@ class Replicate(Placement):
 
     def __new__(cls) -> Replicate:
         return cls._interned()
-
-    def is_replicate(self) -> bool:
-        return True
 
     def __repr__(self) -> str:
         return "R"
@@ -122,9 +119,6 @@ class Shard(Placement):
             raise LayoutError(f"Shard: the split must be at least 1, but got {split}.")
         return cls._interned(dim, split)
 
-    def is_shard(self, dim: int | None = None) -> bool:
-        return dim is None or dim == self.dim
-
     @property
     def code(self) -> str:
         return f"Shard({self.dim})" if self.split == 1 else f"Shard({self.dim}, {self.split})"
@@ -153,9 +147,6 @@ class Partial(Placement):
             ops = ", ".join(map(repr, REDUCE_OPS))
             raise LayoutError(f"Partial: unknown reduce op {reduce_op!r}. Use one of {ops}{also}.")
         return cls._interned(reduce_op)
-
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        return reduce_op is None or reduce_op == self.reduce_op
 
     @property
     def code(self) -> str:

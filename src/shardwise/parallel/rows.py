@@ -17,10 +17,10 @@ from torch import Tensor
 from ..config import communication
 from ..forms.grouped_mm import laid
 from ..layout.geometry import Cuts, flat_index, intervals
+from ..layout.layout import DimMap
 from ..layout.mesh import Coord, Topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
-from ..redistribute import DimMap
 from ..storage.halo import fetch_all
 from ..storage.ragged import move_to
 from ..storage.wrapper import Locals, wrap

@@ -3,28 +3,21 @@
 from .execute import (
     Ready,
     Run,
-    bytes_received,
     in_order,
     redistribute_locals,
     run_all,
     run_between,
-    run_together,
     start_together,
+    waited_once,
 )
 from .explain import Explanation, explain_redistribute
-from .layout import DimMap, Layout
 from .prepare import once, ordered, prepared, steps_between
 from .routes import move
-from .step import Step
 
 __all__ = [
-    "DimMap",
     "Explanation",
-    "Layout",
     "Ready",
     "Run",
-    "Step",
-    "bytes_received",
     "explain_redistribute",
     "in_order",
     "move",
@@ -34,7 +27,7 @@ __all__ = [
     "redistribute_locals",
     "run_all",
     "run_between",
-    "run_together",
     "start_together",
     "steps_between",
+    "waited_once",
 ]

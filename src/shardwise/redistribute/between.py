@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..comm.step import Step
 from ..layout.geometry import all_coords, contains
-from .layout import Layout
+from ..layout.layout import Layout
 from .plan import reduce
-from .step import Step
 
 
 def between(now: Layout, goal: Layout) -> Iterator[Step]:

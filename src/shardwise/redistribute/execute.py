@@ -6,22 +6,24 @@ Many moves go out together: in each wave the next collectives of all of them tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..comm import engine_of
-from ..comm.all_to_all import buffer_size, give_back
+from ..comm.all_to_all import batches, buffer_size, give_back
 from ..comm.dtypes import identity
-from ..comm.events import Communication, Landed, is_heard, record
-from ..comm.protocol import Finish, Job, Locals
+from ..comm.events import is_heard, moving, record
+from ..comm.protocol import Job, Locals
+from ..comm.step import Step
 from ..layout.geometry import box_shape, memory_order, stride_like
 from ..layout.spec import DTensorSpec
 from .prepare import Move, finished, ordered, prepared, sliced
-from .step import Step
 
+T = TypeVar("T")
+Groups = dict[object, list[tuple[int, Job]]]
 Ready = Callable[[], tuple[torch.Tensor, ...]]
 """Gives the local tensors of a redistribution, after a wait if it is still under way."""
 
@@ -88,19 +90,11 @@ def run_all(runs: Sequence[Run]) -> list[Ready]:
         return [_made(quick(runs[0].local, runs[0].fresh))]
     if all(run.move.only for run in runs):  # nothing lies between; engines bound their buffers
         return _run_single(runs)
-    batches: list[list[Run]] = [[]]
-    total = 0
-    for run in runs:
-        held = run.held()
-        if batches[-1] and total + held > buffer_size():
-            batches.append([])
-            total = 0
-        batches[-1].append(run)
-        total += held
     ready: list[Ready] = []
-    for batch in batches[:-1]:
-        ready += [_made(each()) for each in _run_at_once(batch)]
-    return ready + _run_at_once(batches[-1])
+    for batch in batches([(run, run.held()) for run in runs], buffer_size()):
+        ready = [_made(each()) for each in ready]
+        ready += _run_at_once(batch)
+    return ready
 
 
 def _made(local: tuple[torch.Tensor, ...]) -> Ready:
@@ -109,180 +103,128 @@ def _made(local: tuple[torch.Tensor, ...]) -> Ready:
 
 def _run_single(runs: Sequence[Run]) -> list[Ready]:
     """Run moves of one collective each."""
-    groups: dict[object, list[int]] = {}
+    groups: Groups = {}
     for index, run in enumerate(runs):
-        groups.setdefault(run.move.alike, []).append(index)
-    ready: list[Any] = [None] * len(runs)
-    for members in groups.values():
-        steps: list[Any] = [runs[index].move.only for index in members]
-        pairs = zip(members, steps, strict=True)
-        jobs = [runs[index].job(step, runs[index].local) for index, step in pairs]
-        for index, take in zip(members, _start(steps, jobs), strict=True):
-            ready[index] = take
+        job = run.job(run.move.cheapest[0], run.local)
+        groups.setdefault(run.move.alike, []).append((index, job))
+    ready = [_made(())] * len(runs)
+    _start_all(groups, ready)
     return ready
 
 
+def _start_all(groups: Groups, ready: list[Ready]) -> None:
+    """Start one collective for each group of jobs, which are given with their places in `ready`."""
+    for members in groups.values():
+        places, jobs = zip(*members, strict=True)
+        for index, take in zip(places, _start(jobs), strict=True):
+            ready[index] = take
+
+
 def _run_at_once(runs: Sequence[Run]) -> list[Ready]:
-    states = [_State(run) for run in runs]
-    while waiting := [state for state in states if state.left]:
-        groups: dict[tuple[object, ...], list[_State]] = {}
-        for state in waiting:
-            groups.setdefault(state.alike(), []).append(state)
-        for members in groups.values():
-            steps = [state.left.pop(0) for state in members]
-            jobs = [state.job(step) for state, step in zip(members, steps, strict=True)]
-            for state, take in zip(members, _start(steps, jobs), strict=True):
-                state.arrive(take)
-    return [state.result() for state in states]
+    """Run moves in waves: the next collectives of all of them that are alike are one."""
+    trips = [_trip(run) for run in runs]
+    waves = [sum([not step.is_local for step in run.move.steps]) for run in runs]
+    ready = [_made(())] * len(runs)
+    for wave in range(max(waves)):
+        groups: Groups = {}
+        for index, run in enumerate(runs):
+            if wave < waves[index]:
+                job = trips[index].send(ready[index]() if wave else None)
+                groups.setdefault(job.step.alike(run.dtype), []).append((index, job))
+        _start_all(groups, ready)
+    return [
+        partial(_end, trip, take) if count else _made(next(trip))
+        for trip, count, take in zip(trips, waves, ready, strict=True)
+    ]
 
 
-def run_together(
-    steps: Sequence[Step], locals_of: Sequence[Locals], strides: Sequence[Sequence[int]]
-) -> list[tuple[torch.Tensor, ...]]:
-    """The local tensors of several tensors after one step each, a slice, gather or exchange: one
-    collective for all, whatever their axes."""
-    return [ready() for ready in start_together(steps, locals_of, strides)]
+def _end(trip: Generator[Any, Any, None], take: Ready) -> tuple[torch.Tensor, ...]:
+    result: tuple[torch.Tensor, ...] = trip.send(take())
+    return result
 
 
-def start_together(
-    steps: Sequence[Step], locals_of: Sequence[Locals], strides: Sequence[Sequence[int]]
-) -> list[Ready]:
-    """As `run_together`, with the collective still under way."""
-    tensors = list(zip(steps, locals_of, map(memory_order, strides), strict=True))
+def _trip(run: Run) -> Generator[Any, Any, None]:
+    """A move from collective to collective: yields the job of each, is sent what came of it,
+    and yields the result at last. Local steps run when what follows them is asked for."""
+    move, fresh = run.move, run.fresh and run.move.is_view
+    now = run.local if move.enter is None else move.enter(run.local)
+    owned: tuple[torch.Tensor, ...] = ()  # what this run has made and nobody else has
+    for step in move.steps:
+        if step.kind == "slice":
+            now = sliced(step, now)
+            continue
+        if step.kind == "view":
+            now = _viewed(step, now)
+            continue
+        if step.is_local:
+            made = _make_partial(step, now, bool(owned))
+        else:
+            made = yield run.job(step, now)
+        if owned and not step.src.topology.virtual:
+            give_back(owned, made)  # what was made before is not needed any more
+        now = owned = made
+    made = finished(now, move.order, fresh)
+    yield made if move.leave is None else move.leave(made)
+
+
+def start_together(tensors: Iterable[tuple[Step, Locals, Sequence[int]]]) -> list[Ready]:
+    """The local tensors of several tensors, given with their strides, after one step each, a slice,
+    gather or exchange: one collective for all, whatever their axes, which may be still under way.
+    """
+    moved = [(step, local, memory_order(stride)) for step, local, stride in tensors]
     jobs = [
         Job(step, local, order, local[0].dtype, local[0].device)
-        for step, local, order in tensors
+        for step, local, order in moved
         if local and not step.is_local
     ]
-    takes = iter(_start([step for step in steps if not step.is_local], jobs) if jobs else ())
-    found: list[Ready] = []
-    for step, local, order in tensors:
-        if step.is_local:
-            found.append(_made(finished(sliced(step, local), order, False)))
-        else:
-            found.append(next(takes) if local else _made(()))
-    return found
+    takes = iter(_start(jobs) if jobs else ())
+    return [
+        _made(finished(sliced(step, local), order, False))
+        if step.is_local
+        else next(takes, _made(()))
+        for step, local, order in moved
+    ]
 
 
-def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
-    """The bytes that a rank receives in these steps, for the rank that receives most."""
-    if len(steps) == 1 or steps[0].kind == "transfer":
-        return sum(step.bytes_received(size) for step, size in zip(steps, itemsizes, strict=True))
-    axes = sorted({axis for step in steps for axis in (*step.src.axes, *step.dst.axes, *step.axes)})
-    topology = steps[0].src.topology
-    return max(
-        sum(step.received(coord, size) for step, size in zip(steps, itemsizes, strict=True))
-        for coord in topology.group_coords((0,) * topology.ndim, axes)
-    )
-
-
-def _start(steps: Sequence[Step], jobs: Sequence[Job]) -> list[Ready]:
+def _start(jobs: Sequence[Job]) -> list[Ready]:
     """Start one collective for the steps of several tensors. The functions give their results."""
+    steps = [job.step for job in jobs]
     where = steps[0].src.topology
-    landed = record(_event(steps, jobs)) if is_heard() else None
-    landing = _Landing(engine_of(where).start(jobs), landed)
+    landed = record(moving(steps, [job.dtype for job in jobs])) if is_heard() else None
+    finish = engine_of(where).start(jobs)
+
+    def wait() -> list[list[torch.Tensor]]:
+        made = finish()
+        if landed is not None:
+            landed(made)
+        return made
+
+    land = waited_once(wait)
     if where.virtual:
-        landing.land()  # there is nothing to wait for
-    return [partial(landing.take, index) for index in range(len(jobs))]
+        land()  # there is nothing to wait for
+    return [partial(_take, land, index) for index in range(len(jobs))]
 
 
-def _event(steps: Sequence[Step], jobs: Sequence[Job]) -> Communication:
-    """One collective for the steps of several tensors, as listeners hear of it."""
-    kinds = {step.kind for step in steps}
-    axes = tuple(sorted({axis for step in steps for axis in step.axes}))
-    dtypes = [job.dtype for job in jobs]
-    received = bytes_received(steps, [dtype.itemsize for dtype in dtypes])
-    kind = steps[0].kind if len(kinds) == 1 else "exchange"
-    return Communication(kind, steps[0].src.topology, axes, received, steps, dtypes)
+def waited_once(wait: Callable[[], T]) -> Callable[[], T]:
+    """A function that waits for a value when it is first called, in whichever thread; an error is
+    raised again."""
+    lock = threading.Lock()
+
+    def value() -> T:
+        nonlocal wait
+        with lock:
+            made = wait()
+            wait = lambda: made  # noqa: E731  # lets go of what was waited for
+        return made
+
+    return value
 
 
-class _Landing:
-    """The results of a collective for several runs. The first that needs its own waits."""
-
-    __slots__ = ("_finish", "_landed", "_lock", "_made")
-
-    def __init__(self, finish: Finish, landed: Landed | None) -> None:
-        self._finish: Finish | None = finish
-        self._landed = landed
-        self._made: list[list[torch.Tensor]] = []
-        self._lock = threading.Lock()  # two threads may use results of one collective
-
-    def land(self) -> None:
-        """Wait for the results."""
-        with self._lock:
-            if self._finish is not None:
-                self._made, self._finish = self._finish(), None
-                if self._landed is not None:
-                    self._landed(self._made)
-
-    def take(self, index: int) -> tuple[torch.Tensor, ...]:
-        """The results of one run, which are its own from now on."""
-        self.land()
-        made, self._made[index] = self._made[index], []
-        return tuple(made)
-
-
-class _State:
-    """A run on its way: the collectives that are left, the local tensors, what must still land."""
-
-    __slots__ = ("_local_steps", "_now", "_owned", "_run", "_take", "left")
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        enter = run.move.enter
-        self._now: tuple[torch.Tensor, ...] = run.local if enter is None else enter(run.local)
-        self._owned: tuple[torch.Tensor, ...] = ()  # what this run has made and nobody else has
-        self._take: Ready | None = None  # gives what is under way
-        self._local_steps: list[Step] = []
-        self.left = list(run.move.steps)
-        self._take_local_steps()
-
-    def _take_local_steps(self) -> None:
-        """Ready the local steps up to the next collective; they run when their result is needed."""
-        while self.left and self.left[0].is_local:
-            self._local_steps.append(self.left.pop(0))
-
-    def alike(self) -> tuple[object, ...]:
-        """The key of runs whose next collectives are merged into one."""
-        return self.left[0].alike(self._run.dtype)
-
-    def job(self, step: Step) -> Job:
-        return self._run.job(step, self._settle())
-
-    def arrive(self, take: Ready) -> None:
-        self._take = take
-        self._take_local_steps()
-
-    def _settle(self) -> tuple[torch.Tensor, ...]:
-        """The local tensors now: what is under way has landed, local steps are done."""
-        if self._take is not None:
-            made, self._take = self._take(), None
-            self._becomes(made)
-        for step in self._local_steps:
-            if step.kind == "slice":
-                self._now = sliced(step, self._now)
-            elif step.kind == "view":
-                self._now = _viewed(step, self._now)
-            else:
-                self._becomes(_make_partial(step, self._now, bool(self._owned)))
-        self._local_steps = []
-        return self._now
-
-    def _becomes(self, made: tuple[torch.Tensor, ...]) -> None:
-        """Go on with what was made; what was made before is not needed any more."""
-        if self._owned and not self._run.move.cheapest[0].src.topology.virtual:
-            give_back(self._owned, made)
-        self._now = self._owned = made
-
-    def result(self) -> Ready:
-        """A function that gives the result; if nothing is under way the result is made now."""
-        return self.ready if self._take is not None else _made(self.ready())
-
-    def ready(self) -> tuple[torch.Tensor, ...]:
-        """The result."""
-        move = self._run.move
-        made = finished(self._settle(), move.order, self._run.fresh and move.is_view)
-        return made if move.leave is None else move.leave(made)
+def _take(land: Callable[[], list[list[torch.Tensor]]], index: int) -> tuple[torch.Tensor, ...]:
+    """The results of one run, which are its own from now on."""
+    every = land()
+    made, every[index] = every[index], []
+    return tuple(made)
 
 
 def _viewed(step: Step, local: Locals) -> tuple[torch.Tensor, ...]:

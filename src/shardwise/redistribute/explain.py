@@ -11,13 +11,13 @@ import torch
 
 from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import buffer_width, is_plain
+from ..comm.step import Step
 from ..errors import LayoutError
 from ..layout.geometry import all_coords, box_numel
+from ..layout.layout import Layout
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec
-from .layout import Layout
 from .prepare import steps_between
-from .step import Step
 
 
 @dataclass(frozen=True)

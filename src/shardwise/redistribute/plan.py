@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from .layout import DimMap, Layout
+from ..comm.step import Step
+from ..layout.layout import DimMap, Layout
 from .routes import move
-from .step import Step
 
 _LINEAR = ("sum", "avg")
 Steps = tuple[Step, ...]
@@ -90,16 +90,10 @@ def _axes_to_reduce(now: Layout, goal: Layout) -> set[int]:
     have, want = dict(now.partial), dict(goal.partial)
     reduced = {axis for axis, op in have.items() if want.get(axis) != op}
     made = {axis: op for axis, op in want.items() if have.get(axis) != op}
-    grown = True
-    while grown:
-        grown = False
-        for axis, op in have.items():
-            if axis in reduced:
-                continue
-            blocked = any(b < axis and not _commute(op, have[b]) for b in reduced)
-            if blocked or any(not _commute(op, other) for other in made.values()):
-                reduced.add(axis)
-                grown = True
+    for axis, op in sorted(have.items()):
+        before = [have[other] for other in reduced if other < axis]
+        if not all(_commute(op, other) for other in (*before, *made.values())):
+            reduced.add(axis)
     return reduced
 
 

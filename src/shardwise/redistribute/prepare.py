@@ -1,6 +1,6 @@
 """`Move`: a redistribution between two specs, prepared once.
 
-- Only one index of a dim of stride 0, as `expand` makes it, is moved.
+- Only one index of a dim of stride 0, as `expand` makes it, is moved, if the dim is not sharded.
 - Dims that are sharded block by block are split, so that every shard is a box, and merged at the
   end. If source and target have no common refinement, the tensor goes through a third layout.
 """
@@ -16,16 +16,16 @@ import torch
 from ..comm import engine_of
 from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import check_reducible
-from ..comm.events import Communication, is_heard, record
+from ..comm.events import is_heard, moving, record
 from ..comm.protocol import Job, narrow
-from ..layout.geometry import Cuts, box_shape, memory_order
-from ..layout.placement import Partial, Placement, Replicate, Shard
+from ..comm.step import Step
+from ..layout.geometry import box_shape, memory_order
+from ..layout.layout import Layout
+from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec, Groups, TensorMeta
 from ..layout.split_dims import common, rounded, trivial
 from .between import between
-from .layout import Layout
 from .plan import Steps, candidates
-from .step import Step
 
 Locals = tuple[torch.Tensor, ...]
 Change = Callable[[Locals], Locals]
@@ -86,25 +86,17 @@ def prepared(src: DTensorSpec, dst: DTensorSpec) -> Move:
     for place in (*src.placements, *dst.placements):
         if isinstance(place, Partial):
             check_reducible(place.reduce_op, src.dtype)
-    if (pair := _first_places(src, dst)) is not None:
-        return _repeated(src, dst, *pair)
+    if src.meta.repeated or dst.meta.repeated:
+        return _repeated(src, dst)
+    return _prepared(src, dst)
+
+
+def _prepared(src: DTensorSpec, dst: DTensorSpec) -> Move:
+    """As `prepared`, whatever the strides."""
     if src.fine is not None or dst.fine is not None:
-        move = _in_blocks(src, dst)
-    else:
-        move = _between_boxes(Layout.of(src), Layout.of(dst), dst, memory_order(dst.stride))
-        move = replace(move, run=_quick(move))
-    return _expanded(move, dst.meta) if dst.meta.repeated else move
-
-
-def _expanded(move: Move, meta: TensorMeta) -> Move:
-    """A move whose results repeat along dims of stride 0, as the tensor does."""
-    inner = move.leave
-
-    def leave(made: Locals) -> Locals:
-        made = made if inner is None else inner(made)
-        return tuple([once(part, meta).expand(part.shape) for part in made])
-
-    return replace(move, leave=leave, run=None)
+        return _in_blocks(src, dst)
+    move = _between_boxes(Layout.of(src), Layout.of(dst), dst, memory_order(dst.stride))
+    return replace(move, run=_quick(move))
 
 
 def once(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -193,63 +185,30 @@ def _reshaped(shapes: Sequence[tuple[int, ...]]) -> Change:
 # --- dims of stride 0 ----------------------------------------------------------------------------
 
 
-def _first_places(src: DTensorSpec, dst: DTensorSpec) -> tuple[DTensorSpec, DTensorSpec] | None:
-    """The layouts of the first index of each dim of stride 0; None if there is no such dim, or if
-    some rank holds no index of it."""
-    dims = src.meta.repeated
-    if not dims or 0 in src.meta.shape:
-        return None
-    groups = src.groups or trivial(src.meta.shape)
-    for dim in dims:
-        first = sum(map(len, groups[:dim]))
-        cuts = (src.fine or src).dim_cuts[first : first + len(groups[dim])]
-        if any(0 in sizes for sizes in cuts):
-            return None
-    return _first_place(src), _first_place(dst)
-
-
-def _first_place(spec: DTensorSpec) -> DTensorSpec:
-    """The layout of the first index of each dim of stride 0: every rank that holds an index of the
-    dim holds it."""
-    dims = spec.meta.repeated
-    places: list[Placement] = [
-        Replicate() if isinstance(place, Shard) and place.dim in dims else place
-        for place in spec.placements
-    ]
-    groups = spec.groups or trivial(spec.meta.shape)
-    given = iter(spec.cuts or [None] * sum(map(len, groups)))
-    cuts: list[Cuts | None] = []
-    for dim, group in enumerate(groups):
-        own = [next(given) for _ in group]
-        cuts += [None] if dim in dims else own
-    shape = tuple(1 if dim in dims else size for dim, size in enumerate(spec.meta.shape))
-    return DTensorSpec(spec.topology, places, spec.meta._replace(shape=shape), cuts=cuts)
-
-
-def _repeated(src: DTensorSpec, dst: DTensorSpec, have: DTensorSpec, want: DTensorSpec) -> Move:
-    """The move of one index of each dim of stride 0, which is expanded again at the end."""
-    inner, dims = prepared(have, want), src.meta.repeated
-    slots = [src.slot(coord) for coord in have.slots]
-    ends = [(want.slot(coord), dst.local_shape(coord)) for coord in dst.slots]
+def _repeated(src: DTensorSpec, dst: DTensorSpec) -> Move:
+    """The move of a tensor with dims of stride 0: of their first index where they are not sharded,
+    and the results repeat as the tensor does."""
+    meta, dims = dst.meta, src.meta.repeated
+    first = not any(spec.dim_axes[dim] for spec in (src, dst) for dim in dims)
+    if first and dims == meta.repeated:
+        shape = tuple(1 if dim in dims else size for dim, size in enumerate(meta.shape))
+        have, want = (
+            DTensorSpec(s.topology, s.placements, s.meta._replace(shape=shape), cuts=s.cuts)
+            for s in (src, dst)
+        )
+        inner = _prepared(have, want)
+    else:
+        first, inner = False, _prepared(src, dst)
+    shapes = [dst.local_shape(coord) for coord in dst.slots]
 
     def enter(local: Locals) -> Locals:
-        parts = []
-        for slot in slots:
-            part = local[slot]
-            for dim in dims:
-                part = part.narrow(dim, 0, 1)
-            parts.append(part)
-        return tuple(parts) if inner.enter is None else inner.enter(tuple(parts))
+        local = tuple([once(part, src.meta) for part in local]) if first else local
+        return local if inner.enter is None else inner.enter(local)
 
     def leave(made: Locals) -> Locals:
         made = made if inner.leave is None else inner.leave(made)
-        taken: set[int] = set()
-        found = []
-        for slot, shape in ends:
-            part = made[slot].clone() if slot in taken else made[slot]
-            taken.add(slot)
-            found.append(part.expand(shape))
-        return tuple(found)
+        pairs = zip(made, shapes, strict=True)
+        return tuple([once(part, meta).expand(shape) for part, shape in pairs])
 
     return replace(inner, enter=enter, leave=leave, run=None)
 
@@ -269,11 +228,7 @@ def _quick(move: Move) -> Callable[[Locals, bool], Locals] | None:
     where = step.src.topology
 
     def run(local: Locals, fresh: bool) -> Locals:
-        landed = None
-        if is_heard():
-            nbytes = step.bytes_received(move.dtype.itemsize)
-            event = Communication(step.kind, where, step.axes, nbytes, [step], [move.dtype])
-            landed = record(event)
+        landed = record(moving([step], [move.dtype])) if is_heard() else None
         if not local:
             return ()  # this rank is not on the mesh
         job = Job(step, local, step.order, local[0].dtype, local[0].device)

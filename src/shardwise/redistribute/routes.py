@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..comm.step import Step
 from ..layout.geometry import Interval
+from ..layout.layout import DimMap, Layout
 from ..layout.mesh import Coord, Topology
-from .layout import DimMap, Layout
-from .step import Step
 
 
 def move(now: Layout, goal: Layout) -> Step:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout.geometry import all_coords
+from ..layout.layout import Layout
 from ..layout.mesh import Coord
 from ..layout.picture import Intervals, as_html, panels_of
-from ..redistribute.layout import Layout
 
 if TYPE_CHECKING:
     from .step_report import StepReport

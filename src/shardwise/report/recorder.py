@@ -11,14 +11,13 @@ import torch
 
 from .._torch import DispatchMode, memory_of, untraced
 from ..comm.events import Communication, Landed, Made, listen, on_free, unlisten
-from ..comm.protocol import Boxes
 from ..layout.geometry import all_coords
+from ..layout.layout import Layout
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
-from ..tools.causes import Cause, Causes
+from ..tools.causes import Cause, Causes, tensors_moving
 from ..tools.collectives import Collective, collective_of
-from ..tools.who_moves import tensors_moving
 
 EVERYWHERE = -1
 """The set of all ranks; sets of ranks are numbers with a bit for each rank."""
@@ -234,8 +233,8 @@ class Recorder(DispatchMode):
             self._in_collective = False
             into[index] = one.timed(begin / _SECOND, now / _SECOND)
             if virtual:
-                for task, parts in zip(event.tasks, made, strict=True):
-                    for part, ranks in zip(parts, _ranks_by_slot(task.dst), strict=True):
+                for step, parts in zip(event.steps, made, strict=True):
+                    for part, ranks in zip(parts, _ranks_by_slot(step.dst), strict=True):
                         self._hold(part, now, ranks, one.cause).held_by(ranks)
 
         return landed
@@ -253,7 +252,7 @@ def _memory_there() -> set[int]:
     return found
 
 
-def _ranks_by_slot(layout: DTensorSpec | Boxes) -> tuple[int, ...]:
+def _ranks_by_slot(layout: DTensorSpec | Layout) -> tuple[int, ...]:
     """For each local tensor of a virtual mesh the ranks that hold it."""
     where = layout.topology
     found = [0] * len(layout.slots)

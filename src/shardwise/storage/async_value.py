@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from .._torch import make_wrapper
 from ..layout.spec import DTensorSpec
-from ..redistribute import Ready
+from ..redistribute import Ready, waited_once
 from .wrapper import Locals, Wrapper, wrap
-
-
-class _Once:
-    """A value that is waited for once, whichever thread asks first; an error is raised again."""
-
-    __slots__ = ("_lock", "_made", "_ready")
-
-    def __init__(self, ready: Ready) -> None:
-        self._ready: Ready | None = ready
-        self._made: Locals = ()
-        self._lock = threading.Lock()
-
-    def __call__(self) -> Locals:
-        with self._lock:
-            if self._ready is not None:
-                self._made = self._ready()
-                self._ready = None
-            return self._made
 
 
 class AsyncValue:
@@ -57,5 +38,5 @@ def pending(spec: DTensorSpec, ready: Ready) -> Any:
     kind = Wrapper.pending  # type: ignore[attr-defined]
     device = torch.device(topology.device_type)
     made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
-    made._spec, made._ready = spec, _Once(ready)  # type: ignore[attr-defined]
+    made._spec, made._ready = spec, waited_once(ready)  # type: ignore[attr-defined]
     return made

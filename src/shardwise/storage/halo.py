@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from ..comm.step import Step, bytes_received
 from ..layout.geometry import Interval
+from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec
-from ..redistribute import DimMap, Layout, Step, bytes_received, move, run_together
+from ..redistribute import move, start_together
 from . import policy
 from .wrapper import Locals
 
@@ -45,15 +47,9 @@ def fetch_all(
         kind = far[0][0].kind if len(far) == 1 else "exchange"
         received = bytes_received(*zip(*far, strict=True))
         policy.on_moves(op, [f"the edges of shards ({kind}, {received} B received per rank)"])
-    made = iter(
-        run_together(
-            [step for _, step in moving],
-            [local for (_, local, _), _ in moving],
-            [spec.stride for (spec, _, _), _ in moving],
-        )
-    )
+    made = iter(start_together((step, local, spec.stride) for (spec, local, _), step in moving))
     return [
-        tuple(local) if step is None else next(made)
+        tuple(local) if step is None else next(made)()
         for (_, local, _), step in zip(wanted, steps, strict=True)
     ]
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import RuleError
-from ..layout.geometry import memory_order
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import ordered
+from ..redistribute import in_order
 from .wrapper import Wrapper, wrap
 
 
@@ -39,7 +38,7 @@ def in_memory_order(spec: DTensorSpec, local: torch.Tensor) -> torch.Tensor:
     """A local tensor with the dtype and the order of dims in memory of the global tensor."""
     if is_in_memory_order(spec, local):
         return local
-    return ordered(local.to(spec.dtype), memory_order(spec.meta.stride))
+    return in_order([local.to(spec.dtype)], spec.meta.stride)[0]
 
 
 def conforming(form: Callable[..., Any], metas: Sequence[TensorMeta]) -> Callable[..., Any]:
@@ -67,5 +66,4 @@ def _as(made: Any, metas: Iterator[TensorMeta]) -> Any:
         made = torch.ops.aten._to_copy.default(made, dtype=meta.dtype)
     if tuple(made.stride()) == tuple(meta.stride):
         return made
-    order = memory_order(meta.stride)
-    return wrap(made._spec.with_meta(meta), tuple(ordered(part, order) for part in made._locals))
+    return wrap(made._spec.with_meta(meta), in_order(made._locals, meta.stride))

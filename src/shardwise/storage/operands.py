@@ -86,59 +86,47 @@ def in_layout(tensor: Any, spec: DTensorSpec, *, fresh: bool = False) -> Locals:
         return tuple(own_copy(t, spec.meta) for t in tensor._locals) if fresh else tensor._locals
     if not src.sums:
         return redistribute_locals(src, spec, tensor._locals, fresh=fresh)
-    found = None if fresh or not tensor._memo else tensor._memo.get(spec)
-    if found is not None and found[0] == version_stamp(tensor):
-        return found[1]  # type: ignore[no-any-return]
-    base, local = _source(tensor, spec)
+    found = None if fresh else _cached(tensor, spec)
+    if found is not None:
+        return found
+    base, local = _source(tensor)
     made = redistribute_locals(base, spec, local, fresh=fresh)
     if not fresh:  # a fresh one is about to be written
         cache_reduction(tensor, spec, made)
     return made
 
 
-def _source(tensor: Any, target: DTensorSpec) -> tuple[DTensorSpec, Locals]:
-    """The layout and local tensors from which a tensor goes to `target`: a reduced value is not
-    reduced again."""
-    kept = _kept(tensor)
-    for spec, value in kept.items():
-        if not spec.sums:
+def _cached(tensor: Any, spec: DTensorSpec) -> Locals | None:
+    """The local tensors of a Partial that are cached for a layout."""
+    found = tensor._memo.get(spec) if tensor._memo else None
+    return found[1] if found is not None and found[0] == version_stamp(tensor) else None
+
+
+def _source(tensor: Any) -> tuple[DTensorSpec, Locals]:
+    """The layout and local tensors from which a tensor goes elsewhere: those of its cached
+    reduction, if there is one."""
+    memo: dict[DTensorSpec, tuple[Any, Locals]] = tensor._memo or {}
+    now = version_stamp(tensor) if memo else None
+    for spec, (stamp, value) in memo.items():
+        if stamp == now and not spec.sums and spec.topology is tensor._spec.topology:
             return spec, value
-    own = {tensor._spec: tensor._locals, **kept}
-    best = min(own, key=lambda spec: _price(spec, target)) if kept else tensor._spec
-    return best, own[best]
-
-
-def _price(src: DTensorSpec, dst: DTensorSpec) -> int:
-    return sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst))
+    return tensor._spec, tensor._locals
 
 
 def cached_reduction(tensor: Any) -> tuple[DTensorSpec, Locals] | None:
     """The cached reduction of a Partial: its layout and local tensors; None if there is none."""
-    kept = _kept(tensor)
-    if not kept:
-        return None
     whole: DTensorSpec = tensor._spec.reduced
-    best = whole if whole in kept else min(kept, key=lambda at: len(at.sums))
-    if any(step.kind != "slice" for step in steps_between(best, whole)):
-        return best, kept[best]
+    if (found := _cached(tensor, whole)) is not None:
+        return whole, found
+    spec, value = _source(tensor)
+    if spec is tensor._spec:
+        return None
+    if any(step.kind != "slice" for step in steps_between(spec, whole)):
+        return spec, value
     # Some call needed more of it on each rank than the tensor has: others need not.
-    made = redistribute_locals(best, whole, kept[best])
+    made = redistribute_locals(spec, whole, value)
     cache_reduction(tensor, whole, made)
     return whole, made
-
-
-def _kept(tensor: Any) -> dict[DTensorSpec, Locals]:
-    """Layouts on the tensor's own mesh with less pending, in which its value is there."""
-    memo: dict[DTensorSpec, tuple[Any, Locals]] | None = tensor._memo
-    if not memo:
-        return {}
-    now, spec = version_stamp(tensor), tensor._spec
-    count, mesh = len(spec.sums), spec.topology
-    return {
-        at: value
-        for at, (seen, value) in memo.items()
-        if seen == now and len(at.sums) < count and at.topology is mesh
-    }
 
 
 def cache_reduction(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
@@ -150,7 +138,7 @@ def cache_reduction(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
 
 
 def _run(tensor: Any, spec: DTensorSpec, fresh: bool, async_op: bool = False) -> Run:
-    base, local = _source(tensor, spec)
+    base, local = _source(tensor)
     return run_between(base, spec, local, fresh=fresh, async_op=async_op)
 
 
@@ -172,11 +160,10 @@ def all_in_layout(moves: Sequence[tuple[Any, DTensorSpec, bool]]) -> list[Locals
     runs: dict[tuple[Any, ...], tuple[Any, DTensorSpec, bool]] = {}
     keys = [(id(t), spec, index if fresh else -1) for index, (t, spec, fresh) in enumerate(moves)]
     for key, (tensor, spec, fresh) in zip(keys, moves, strict=True):
-        cached = tensor._memo.get(spec) if tensor._memo and not fresh else None
         if tensor._spec is spec:
             found[key] = in_layout(tensor, spec, fresh=fresh)
-        elif cached is not None and cached[0] == version_stamp(tensor):
-            found[key] = cached[1]
+        elif not fresh and (cached := _cached(tensor, spec)) is not None:
+            found[key] = cached
         else:
             runs[key] = (tensor, spec, fresh)
     made = run_all([_run(*run) for run in runs.values()])
@@ -194,7 +181,7 @@ def announce_moves(op: Any, moves: Sequence[Move], operands: Sequence[Any]) -> N
     """
     if policy.current().silent:
         return
-    sources = {index: _source(operands[index], spec)[0] for index, spec in moves}
+    sources = {index: _source(operands[index])[0] for index, _ in moves}
     specs = [sources.get(index, operand._spec) for index, operand in enumerate(operands)]
     if texts := describe_moves(moves, specs, [parameter_text(each) for each in operands]):
         policy.on_moves(op, texts)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..config import current
 from ..errors import MeshError
 from ..layout.geometry import Cuts, contiguous_stride
 from ..layout.mesh import Topology
@@ -25,11 +24,6 @@ from . import policy
 from .operands import describe_moves, in_layout
 from .plain import adopt
 from .wrapper import Wrapper, wrap
-
-
-def is_requested() -> bool:
-    """True if the user asked for results with ragged cuts."""
-    return current().ragged
 
 
 def move_to(op: object, x: Any, spec: DTensorSpec) -> Any:

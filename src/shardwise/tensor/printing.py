@@ -10,6 +10,7 @@ import torch
 from ..comm.events import unheard
 from ..config import Block
 from ..dispatch.views import DeferredView
+from ..layout.layout import notation, partial_axes
 from ..layout.picture import as_html, panels
 from ..layout.placement import Shard
 from ..layout.spec import DTensorSpec, default_placements
@@ -51,6 +52,13 @@ def layout_notation(spec: DTensorSpec) -> str:
     `8@dp,tp` is sharded by two axes, the first is the outer one. `5@dp(1+4)` has pieces of its own
     sizes, and `12@tp(split=2)` is sharded block by block.
     """
+    values, waits = notation_of(spec)
+    text = f"{values} on {spec.topology}"
+    return f"{text}, not reduced yet: {waits}" if waits else text
+
+
+def notation_of(spec: DTensorSpec) -> tuple[str, str]:
+    """The texts of a layout without its mesh, and of its pending reductions."""
     names, meta = spec.topology.names, spec.meta
     cuts = spec.cuts if spec.groups is None else None
     dims = []
@@ -64,13 +72,7 @@ def layout_notation(spec: DTensorSpec) -> str:
         if cuts is not None and cuts[dim] is not None:
             text += f"({'+'.join(map(str, cuts[dim] or ()))})"
         dims.append(f"{size}@{text}" if text else str(size))
-    dtype = str(meta.dtype).removeprefix("torch.")
-    text = f"{dtype}[{', '.join(dims)}] on {spec.topology}"
-    pending: dict[str, list[str]] = {}
-    for axis in spec.sums:
-        pending.setdefault(spec.placements[axis].reduce_op, []).append(names[axis])  # type: ignore[attr-defined]
-    waits = " and ".join(f"{op} over {', '.join(axes)}" for op, axes in pending.items())
-    return f"{text}, not reduced yet: {waits}" if waits else text
+    return notation(meta.dtype, dims, [(op, names[axis]) for axis, op in partial_axes(spec)])
 
 
 def _values(tensor: Any) -> str:

@@ -1,4 +1,5 @@
-"""What the program is doing: the user's line, the module, the operator and the pass.
+"""What the program is doing: the user's line, the module, the operator and the pass, and the
+tensors that a collective moves.
 
 All of it is read from the calls that led here, so that programs nobody watches pay nothing.
 """
@@ -9,13 +10,16 @@ import os
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from .._torch import autograd_node, keep_forward_lines, next_node_number
 from ..dispatch.dispatch import dispatch
-from ..layout.user_line import RUNS_BACKWARD, forward_operator, forward_place, is_users
+from ..layout.user_line import RUNS_BACKWARD, forward_operator, forward_place, frames, is_users
+from ..storage.operands import all_in_layout, in_layout, start_moves
+from ..tensor.gradients import Bucket
 from .running_module import Chain, RunningModule
-from .who_moves import leaves_reduced
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _USERS, _OURS, _DISPATCH, _BACKWARD, _OTHERS = range(5)
@@ -137,3 +141,34 @@ def _kind(code: CodeType) -> int:
     if code.co_name == RUNS_BACKWARD:
         return _BACKWARD
     return _OURS if code.co_filename.startswith(_PACKAGE) else _OTHERS
+
+
+# --- what moves ----------------------------------------------------------------------------------
+
+
+def leaves_reduced() -> list[torch.Tensor]:
+    """The leaves whose gradients a collective reduces: one, or those of a bucket."""
+    leaf = getattr(autograd_node(), "variable", None)
+    if leaf is not None:
+        return [leaf]
+    starts = (frame for frame in frames() if frame.f_code is Bucket.start.__code__)
+    return [each.leaf for frame in starts for each in frame.f_locals["waiting"]]
+
+
+def tensors_moving() -> list[torch.Tensor]:
+    """The tensors in whose move a collective takes part; of gradients the leaves."""
+    if leaves := leaves_reduced():
+        return leaves
+    for frame in frames():
+        take = _MOVERS.get(frame.f_code)
+        if take is not None:
+            return list(take(frame.f_locals))
+    return []
+
+
+_MOVERS: dict[Any, Any] = {
+    in_layout.__code__: lambda values: [values["tensor"]],
+    start_moves.__code__: lambda values: values["tensors"],
+    all_in_layout.__code__: lambda values: [tensor for tensor, _, _ in values["moves"]],
+}
+"""The functions that move tensors, with where their arguments are."""

@@ -11,10 +11,9 @@ import torch
 
 from ..comm.events import Communication
 from ..errors import CommunicationError
-from ..redistribute.layout import Layout
-from .causes import Cause, Causes
+from ..layout.layout import Layout
+from .causes import Cause, Causes, tensors_moving
 from .text_table import Table
-from .who_moves import tensors_moving
 
 MICROSECOND = 10**9
 """In the unit of prices."""
@@ -67,7 +66,7 @@ class Collective:
 def collective_of(event: Communication, causes: Causes) -> Collective:
     """The record of a collective that starts now."""
     names = (causes.modules.name_of(each) for each in tensors_moving())
-    pairs = zip(event.tasks, event.dtypes, strict=True)
+    pairs = zip(event.steps, event.dtypes, strict=True)
     return Collective(
         event.kind,
         tuple(event.topology.names[axis] for axis in event.axes),
@@ -75,7 +74,7 @@ def collective_of(event: Communication, causes: Causes) -> Collective:
         event.price / MICROSECOND,
         causes.of_collective(),
         tuple(dict.fromkeys(name for name in names if name)),
-        tuple(Moved(dtype, task.src, task.dst) for task, dtype in pairs),  # type: ignore[arg-type]
+        tuple(Moved(dtype, step.src, step.dst) for step, dtype in pairs),
     )
 
 

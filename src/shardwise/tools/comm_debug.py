@@ -187,9 +187,7 @@ class CommDebugMode:
             )
         if noise_level < 1:
             rows = [(row[0], *row[2:]) for row in rows]
-        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, wide)).rstrip() for row in rows)
-        return "\n".join(lines)
+        return str(Table(rows[0], tuple(rows[1:])))
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3

@@ -12,7 +12,7 @@ from ..dispatch.plans import tensors_in
 from ..errors import LayoutError
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
-from ..tensor.printing import layout_notation
+from ..tensor.printing import notation_of
 from .text_table import Table
 
 _MICROSECOND = 10**9  # of prices
@@ -86,9 +86,8 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Cal
 
 def _layout(spec: DTensorSpec) -> str:
     """A layout without its mesh: `float32[8@dp, 4]`, or `float32[8, 4] (sum over tp)`."""
-    text = layout_notation(spec).replace(f" on {spec.topology}", "")
-    values, _, pending = text.partition(", not reduced yet: ")
-    return f"{values} ({pending})" if pending else values
+    values, waits = notation_of(spec)
+    return f"{values} ({waits})" if waits else values
 
 
 def _choice(

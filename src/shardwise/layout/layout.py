@@ -7,18 +7,18 @@ therefore go from `Layout` to `Layout`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 import torch
 
-from ..layout.geometry import Box, Interval, chunk_cuts, flat_index, intervals
-from ..layout.mesh import Coord, Topology
-from ..layout.placement import Partial
-from ..layout.spec import DTensorSpec, Groups
-from ..layout.split_dims import finer_parts, trivial
+from .geometry import Box, Interval, chunk_cuts, flat_index, intervals
+from .mesh import Coord, Topology
+from .placement import Partial
+from .spec import DTensorSpec, Groups
+from .split_dims import finer_parts, trivial
 
 
 class DimMap(NamedTuple):
@@ -29,10 +29,7 @@ class DimMap(NamedTuple):
 
     def at(self, coord: Coord, shape: tuple[int, ...]) -> Interval:
         """The interval of the rank at `coord` on a mesh of this shape."""
-        index = 0
-        for axis in self.axes:
-            index = index * shape[axis] + coord[axis]
-        return self.table[index]
+        return self.table[flat_index(coord, shape, self.axes)]
 
     def split(self, axes: Sequence[int], shape: tuple[int, ...]) -> DimMap:
         """The map in which the members along more axes share what each rank holds."""
@@ -70,6 +67,7 @@ class Layout:
     topology: Topology
     dims: tuple[DimMap, ...]
     partial: tuple[tuple[int, str], ...]
+    _boxes: dict[Coord, Box] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(spec: DTensorSpec) -> Layout:
@@ -78,7 +76,7 @@ class Layout:
             DimMap(axes, intervals(cuts))
             for axes, cuts in zip(spec.dim_axes, spec.dim_cuts, strict=True)
         ]
-        return Layout(spec.topology, tuple(maps), _pending(spec))
+        return Layout(spec.topology, tuple(maps), partial_axes(spec))
 
     @staticmethod
     def split(spec: DTensorSpec, groups: Groups) -> Layout | None:
@@ -91,7 +89,7 @@ class Layout:
             if found is None:
                 return None
             dims += found
-        return Layout(spec.topology, tuple(dims), _pending(spec))
+        return Layout(spec.topology, tuple(dims), partial_axes(spec))
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -127,22 +125,14 @@ class Layout:
         for (_, size), dim in zip(self.hull, self.dims, strict=True):
             by = ",".join(names[axis] for axis in dim.axes)
             dims.append(f"{size}@{by}" if by else str(size))
-        pending: dict[str, list[str]] = {}
-        for axis, op in self.partial:
-            pending.setdefault(op, []).append(names[axis])
-        text = f"{str(dtype).removeprefix('torch.')}[{', '.join(dims)}]"
-        waits = " and ".join(f"{op} over {', '.join(axes)}" for op, axes in pending.items())
-        return f"{text} ({waits})" if waits else text
+        values, waits = notation(dtype, dims, [(op, names[axis]) for axis, op in self.partial])
+        return f"{values} ({waits})" if waits else values
 
     def slot(self, coord: Coord) -> int:
         """The index of the local tensor of `coord`."""
         if not self.topology.virtual:
             return 0
         return flat_index(coord, self.topology.shape, self.axes)
-
-    @cached_property
-    def _boxes(self) -> dict[Coord, Box]:
-        return {}
 
     def box(self, coord: Coord) -> Box:
         """The region of the tensor that the rank at `coord` holds."""
@@ -162,7 +152,20 @@ class Layout:
         return Layout(self.topology, self.dims, left)
 
 
-def _pending(spec: DTensorSpec) -> tuple[tuple[int, str], ...]:
+def notation(
+    dtype: torch.dtype, dims: Sequence[str], partial: Sequence[tuple[str, str]]
+) -> tuple[str, str]:
+    """The texts of a layout, as `float32[8@dp, 4]`, and of its pending reductions, given with the
+    names of their axes, as `sum over tp`."""
+    axes: dict[str, list[str]] = {}
+    for op, name in partial:
+        axes.setdefault(op, []).append(name)
+    waits = " and ".join(f"{op} over {', '.join(names)}" for op, names in axes.items())
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(dims)}]", waits
+
+
+def partial_axes(spec: DTensorSpec) -> tuple[tuple[int, str], ...]:
+    """The axes on which a tensor is Partial, with the reductions."""
     places = enumerate(spec.placements)
     return tuple([(axis, place.reduce_op) for axis, place in places if isinstance(place, Partial)])
 
@@ -171,8 +174,6 @@ def _split_dim(
     axes: tuple[int, ...], table: Sequence[Interval], parts: Sequence[int]
 ) -> list[DimMap] | None:
     """The maps of a dim that is split into `parts`; None if some interval is not a box of them."""
-    if len(parts) == 1:
-        return [DimMap(axes, tuple(table))]
     boxes = []
     for start, stop in table:
         box = _box(start, stop, parts)
@@ -193,17 +194,13 @@ def _box(start: int, stop: int, parts: Sequence[int]) -> list[Interval] | None:
     >>> _box(8, 12, (2, 8)), _box(8, 16, (4, 4)), _box(2, 6, (4, 4))
     ([(1, 2), (0, 4)], [(2, 4), (0, 4)], None)
     """
-    box: list[Interval] = []
-    inner = prod(parts)
-    for size in parts:
-        inner //= size
-        place = start // inner
-        aligned = start % inner == 0 and stop % inner == 0
-        if aligned or start >= stop:
-            box.append((place, stop // inner if aligned else place))
-            return [*box, *[(0, rest) for rest in parts[len(box) :]]]
-        if (stop - 1) // inner != place:
-            return None
-        box.append((place, place + 1))
-        start, stop = start - place * inner, stop - place * inner
-    return box
+    if len(parts) == 1:
+        return [(start, stop)]
+    inner = prod(parts[1:])
+    (first, before), (last, after) = divmod(start, inner), divmod(stop, inner)
+    if start >= stop or before == after == 0:
+        return [(first, max(first, last)), *[(0, size) for size in parts[1:]]]
+    if (stop - 1) // inner != first:
+        return None
+    rest = _box(before, before + stop - start, parts[1:])
+    return None if rest is None else [(first, first + 1), *rest]

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-from ..comm.protocol import Parcel
 from ..layout.cost import slowest
 from ..layout.geometry import Box, all_coords, box_numel, box_shape, flat_index, intersect, relative
+from ..layout.layout import Layout
 from ..layout.mesh import Coord
-from .layout import Layout
+
+
+class Parcel(NamedTuple):
+    """A piece that one rank sends another: its box, and where it is in the two local tensors."""
+
+    box: Box
+    shape: tuple[int, ...]
+    numel: int
+    inside: Box
+    place: Box
+
+    @staticmethod
+    def of(box: Box, held: Box, wanted: Box) -> Parcel:
+        shape = box_shape(box)
+        return Parcel(box, shape, prod(shape), relative(box, held), relative(box, wanted))
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,13 @@ class Step:
     op: str = ""
     reduced: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    _parcels: dict[tuple[Coord, Coord], Parcel | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _sources: dict[Coord, tuple[Coord, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _received: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def over(self) -> int:
@@ -71,10 +93,6 @@ class Step:
         """The part of the box of `dst` that `src` holds."""
         return intersect(self.src.box(src), self.dst.box(dst))
 
-    @cached_property
-    def _parcels(self) -> dict[tuple[Coord, Coord], Parcel | None]:
-        return {}
-
     def parcel(self, src: Coord, dst: Coord) -> Parcel | None:
         """The piece that `src` gives `dst`; None if there is none."""
         try:
@@ -84,10 +102,6 @@ class Step:
             some = box_numel(box) > 0 and self.sends(src, dst)
             found = Parcel.of(box, self.src.box(src), self.dst.box(dst)) if some else None
             return self._parcels.setdefault((src, dst), found)
-
-    @cached_property
-    def _sources(self) -> dict[Coord, tuple[Coord, ...]]:
-        return {}
 
     def sources(self, dst: Coord) -> tuple[Coord, ...]:
         """The coordinates that give a piece to `dst`, itself perhaps among them."""
@@ -167,10 +181,6 @@ class Step:
         pieces = [self.piece(coord, other) for other in others if coord in self.sources(other)]
         return sum(map(box_numel, pieces)) * itemsize
 
-    @cached_property
-    def _received(self) -> dict[int, int]:
-        return {}
-
     def bytes_received(self, itemsize: int) -> int:
         """The number of bytes that a rank receives, for the rank that receives most."""
         found = self._received.get(itemsize)
@@ -191,3 +201,15 @@ class Step:
         if self.kind == "transfer":
             links = [*self.src.topology.links, *self.dst.topology.links]
         return slowest(links, self.bytes_received(itemsize))
+
+
+def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
+    """The bytes that a rank receives in these steps, for the rank that receives most."""
+    if len(steps) == 1 or steps[0].kind == "transfer":
+        return sum(step.bytes_received(size) for step, size in zip(steps, itemsizes, strict=True))
+    axes = sorted({axis for step in steps for axis in (*step.src.axes, *step.dst.axes, *step.axes)})
+    topology = steps[0].src.topology
+    return max(
+        sum(step.received(coord, size) for step, size in zip(steps, itemsizes, strict=True))
+        for coord in topology.group_coords((0,) * topology.ndim, axes)
+    )
