@@ -380,6 +380,41 @@ def test_a_list_of_numbers_enters_the_key_by_its_ends(numbers_: tuple[float, flo
             torch.testing.assert_close(a.full_tensor(), b, equal_nan=True)
 
 
+_NUMBERS = (0.1, 1 / 3, -2.7, 1e-20, 3e38, 1e300, 0.0, -0.0, float("inf"), float("nan"), 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("name", ["add", "mul", "div"])
+def test_numbers_give_the_bits_of_one_device(name: str, dtype: torch.dtype) -> None:
+    """Numbers are tensors in the local calls of some lists. They are rounded as PyTorch does."""
+    values = [(numbers(*shape) * 9).to(dtype) for shape in ((5, 3), (), (7,))]
+    for number in _NUMBERS:
+        for given in (number, [number, 0.7, 1 / 3]):
+            ours = [spread(value.clone(), virtual(2), [R]) for value in values]
+            make, write = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
+            for _ in range(2):  # the second call finds the plan
+                found, wanted = make(ours, given), make(values, given)
+                for have, want in zip(found, wanted, strict=True):
+                    whole = have.full_tensor()
+                    assert whole.dtype is want.dtype
+                    torch.testing.assert_close(whole, want, rtol=0, atol=0, equal_nan=True)
+            if dtype.is_floating_point:
+                plain = [value.clone() for value in values]
+                write(ours, given)
+                write(plain, given)
+                for have, want in zip(ours, plain, strict=True):
+                    torch.testing.assert_close(
+                        have.full_tensor(), want, rtol=0, atol=0, equal_nan=True
+                    )
+
+
+def test_numbers_of_a_list_are_made_where_the_list_is() -> None:
+    ours = [spread(numbers(3).float(), virtual(2), [R])]
+    with torch.device("meta"):
+        torch._foreach_mul_(ours, 0.3)
+    assert torch.equal(ours[0].full_tensor(), numbers(3).float() * 0.3)
+
+
 def test_clipping_is_one_communication() -> None:
     """As users call it: PyTorch chooses list operators for DTensors too."""
     layouts = [(R, R), (S0, R), (S0, S1), (R, S0), (P, S1)]

@@ -10,6 +10,7 @@ they do so.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -130,6 +131,7 @@ def _numbers(key: tuple[Any, ...]) -> set[int]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def _order(meta: TensorMeta) -> tuple[int, ...] | None:
     """The order of dims in memory of a tensor without gaps; () if contiguous, None if it has
     some."""
@@ -140,6 +142,7 @@ def _order(meta: TensorMeta) -> tuple[int, ...] | None:
     return order if _dense(shape, order) == stride else None
 
 
+@lru_cache(maxsize=4096)
 def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor without gaps whose dims lie in this order, outer first."""
     if not order:

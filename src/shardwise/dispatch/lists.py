@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from math import isnan
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from .._torch import OpOverload, local_function, new_wrapper, wrapper_arguments
+from .._torch import OpOverload, local_function, modes_of_thread, new_wrapper, wrapper_arguments
 from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
@@ -188,13 +188,15 @@ class ListPlan(Plan):
             slots = [(i, spec.slot(coord)) for index in indices for i, spec in pairs[index]]
             self._sites += [(indices, slots)] if indices else []
 
-    def set_quick(self, operands: Sequence[Any], writes: Sequence[int]) -> None:
+    def set_quick(
+        self, operands: Sequence[Any], writes: Sequence[int], args: Sequence[Any]
+    ) -> None:
         """Make `quick(args, kwargs)`, if there is one local call and all operands can stay.
 
         `writes` are the arguments that are written.
         """
-        call = local_function(self._op)
         device = next(o.device for o in operands if isinstance(o, Wrapper))
+        call = _local_call(self._op, device, {o._spec.dtype for o in operands}, args)
         outputs = wrappings(self._outputs, device)
         every, shared = self._listing.lists, tuple(self._listing.shared)
         lists = [name for name, ids in every.items() if isinstance(operands[ids.start], Wrapper)]
@@ -212,9 +214,9 @@ class ListPlan(Plan):
                 given[place] = given[place]._locals[0]
             values = call(*given, **kwargs)
             for place in writes:
-                for cell in [tensor._cell for tensor in args[place]]:
-                    if cell is not None:
-                        cell.writes += 1
+                for tensor in args[place]:
+                    if tensor._cell is not None:
+                        tensor._cell.writes += 1
                 if sums:
                     any(map(mark_written, args[place]))
             return wrap_each(outputs, values) if outputs else None
@@ -254,6 +256,42 @@ class ListPlan(Plan):
             mark_written(operands[index])
 
 
+_NUMBERED = frozenset(
+    f"aten::_foreach_{name}.{overload}"
+    for name in ("add", "add_", "mul", "mul_", "div", "div_")
+    for overload in ("Scalar", "ScalarList")
+)
+_ORDINARY = (float, (float, None))
+"""The keys of numbers that are finite in single precision."""
+
+
+def _local_call(
+    op: OpOverload, device: torch.device, dtypes: Set[torch.dtype], args: Sequence[Any]
+) -> Callable[..., Any]:
+    """The function that runs a list operator on local tensors.
+
+    On CPU PyTorch turns a number into a tensor again for each element, and casts it to the dtype of
+    the element. Where all elements have one dtype that is done before, with the same values.
+    """
+    call: Callable[..., Any] = local_function(op)
+    if device.type != "cpu" or op.name() not in _NUMBERED or len(args) != 2:
+        return call
+    numbers = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    ordinary = all(number_key(number) in _ORDINARY for number in numbers)
+    if not ordinary or dtypes not in ({torch.float32}, {torch.float64}):
+        return call
+    (dtype,) = dtypes
+    named = {"alpha": 1} if "_add" in op.name() else {}  # else it takes the tensor for a number
+
+    def run(tensors: list[torch.Tensor], number: Any) -> Any:
+        if modes_of_thread():  # they record numbers
+            return call(tensors, number)
+        made = torch.tensor(number, dtype=dtype, device=device)
+        return call(tensors, made.unbind() if made.ndim else made, **named)
+
+    return run
+
+
 Wrapping = tuple[DTensorSpec, tuple[Any, ...]]
 
 
@@ -265,12 +303,10 @@ def wrappings(specs: Sequence[DTensorSpec], device: torch.device) -> list[Wrappi
 
 def wrap_each(how: Sequence[Wrapping], values: Sequence[torch.Tensor]) -> list[Any]:
     """DTensors of one local tensor each."""
-    made: list[Any] = []
-    for (spec, arguments), value in zip(how, values, strict=True):
-        new = new_wrapper(*arguments)
+    made: list[Any] = [new_wrapper(*arguments) for _, arguments in how]
+    for new, (spec, _), value in zip(made, how, values, strict=True):
         new._spec = spec
         new._locals = (value,)
-        made.append(new)
     return made
 
 
@@ -482,5 +518,5 @@ def _build(
     lists = [{*map(type, operands[ids.start : ids.stop])} for ids in listing.lists.values()]
     usual = all(kinds in ({Wrapper.public}, {Plain}) for kinds in lists)
     if usual and all(type(operands[i]) is Wrapper.public for i in listing.shared.values()):
-        made.set_quick(operands, entry.writes)
+        made.set_quick(operands, entry.writes, args)
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import getitem, is_not
 from typing import Any, NamedTuple
 
@@ -477,6 +477,7 @@ def _resized(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
     return DTensorSpec._intern(spec.topology, spec.placements, meta, None)
 
 
+@cache
 def _returned_type(op: Any) -> type:
     return list if op._schema.returns[0].type.kind() == "ListType" else tuple
 
@@ -514,6 +515,7 @@ class FormPlan(Plan):
         return made if _returns(self._op) else None
 
 
+@cache  # PyTorch makes new objects for a schema each time
 def _returns(op: Any) -> bool:
     """True if the operator returns something: some write and return nothing."""
     return bool(op._schema.returns)

@@ -66,12 +66,13 @@ class _Reduction:
         """The numbers of the tensors."""
         if self._moves:
             whole = all_in_layout([(t, t._spec.reduced, False) for t in tensors])
-        else:
-            whole = [tensor._locals for tensor in tensors]
         pending = self._pending
         parts: list[Any] = []
         for slots in self._counted:
-            here = [whole[i][slot] for i, slot in slots.items()]
+            if self._moves:
+                here = [whole[i][slot] for i, slot in slots.items()]
+            else:
+                here = [tensors[i]._locals[slot] for i, slot in slots.items()]
             part = torch.stack(self._local(here, ord, pending.dtype)) if here else None
             if len(here) < len(tensors):
                 every = torch.zeros(len(tensors), dtype=pending.dtype, device=self._device)
@@ -103,7 +104,10 @@ def _metas(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any) -> Sequence[Te
 
 def _each(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> list[Any]:
     """The sum of powers of each tensor of a list, or its root. Every rank knows the numbers."""
-    key = (op, ord, dtype, *[getattr(tensor, "_spec", None) for tensor in tensors])
+    try:
+        key = (op, ord, dtype, *[tensor._spec for tensor in tensors])
+    except AttributeError:  # of a plain tensor
+        key = ()
     plan = _plans.get(key)
     if plan is None:
         meshes = by_mesh(tensors)
