@@ -17,7 +17,17 @@ import torch.distributed as dist
 import torch.multiprocessing.reductions
 import torch.utils._pytree
 from torch._library.opaque_object import register_opaque_type
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -726,6 +736,18 @@ def hooks_of_modules(modules: Iterable[Any], optimizers: Iterable[Any]) -> list[
     for optimizer in optimizers:
         found += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     return found
+
+
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """The dicts of the hooks of all modules and of all optimizers."""
+    return [
+        _global_forward_hooks,
+        _global_forward_pre_hooks,
+        _global_backward_hooks,
+        _global_backward_pre_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    ]
 
 
 def outer_saved_tensor_hooks() -> tuple[Any, Any] | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.models import transformer
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.capture import inductor
@@ -21,7 +22,7 @@ from .test_capture_refusals import Trainer, batch, in_step
 GPT = Scenario(lambda: transformer.GPT(layers=1), GPT_PLAN, DATA, sgd)
 
 
-@pytest.mark.parametrize("name", ["foreach", "checkpoint", "autocast", "gpt", "resnet"])
+@pytest.mark.parametrize("name", ["foreach", "checkpoint", "autocast", "gpt", "resnet", "lstm"])
 def test_a_step_in_parts_is_the_eager_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the operators' own kernels in each part: to the bit."""
     monkeypatch.setattr(inductor, "inductor", lambda module, _: module.forward)
@@ -31,6 +32,71 @@ def test_a_step_in_parts_is_the_eager_one(name: str, monkeypatch: pytest.MonkeyP
     assert "local_0(" in step._graph().source
     for one, other in zip(have, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def taken_apart(step: Any, fewest: int, monkeypatch: pytest.MonkeyPatch, chosen: Any) -> Any:
+    """A captured step in parts of at least `fewest` operations, after its first replays."""
+    monkeypatch.setattr(inductor, "inductor", lambda module, _: module.forward)
+    monkeypatch.setattr(inductor, "_FEWEST", fewest)
+    captured = sw.capture(step, backend="inductor", passes=chosen)
+    for number in range(8):
+        have, want = captured(batch(number)), step(batch(number))
+        for one, other in zip(have, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert captured.stats()["replayed"] == 2
+    return captured._graph().source
+
+
+STATE = torch.zeros(4, 6)
+
+
+def unused(x: Tensor) -> Any:
+    _ = x.sin().cos()  # all of a part
+    STATE.add_(1)
+    return (x.exp() * 2).sum(), STATE * 0
+
+
+def later(x: Tensor) -> Any:
+    y, z = x.sin() * 2, x.cos() * 3
+    STATE.add_(1)
+    w = y.exp() + 1
+    STATE.mul_(0)
+    return w * 2 + z, w - STATE
+
+
+def shown(x: Tensor) -> Any:
+    view, row = x.t(), x.sin()[1]
+    STATE.copy_(x)
+    doubled = view * 2 + row.sum()
+    STATE.zero_()
+    return doubled + view, row * 2 + doubled.sum()
+
+
+def tuples(x: Tensor) -> Any:
+    values, places = x.max(1)
+    first, second, third = x.split(2, 1)
+    STATE.add_(1)
+    y = first.exp() * values.sum() + places.sum()
+    STATE.mul_(0)
+    return y + second * third + third.sin(), torch.cat([first, second], 1) * 2
+
+
+def written(x: Tensor) -> Any:
+    y = x.sin() * 2
+    view = y[:, 1:]
+    z = view.exp() + 1
+    y.add_(1)
+    return view * z + y.cos()[:, 1:], z
+
+
+@pytest.mark.parametrize("chosen", [None, []], ids=["passes", "no passes"])
+@pytest.mark.parametrize("fewest", [1, 2])
+@pytest.mark.parametrize("step", [unused, later, shown, tuples, written])
+def test_results_reach_the_parts_that_use_them(
+    step: Any, fewest: int, chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unused, used two parts later, views of inputs, of a tuple or list, or written meanwhile."""
+    assert "= local_" in taken_apart(step, fewest, monkeypatch, chosen)
 
 
 @pytest.mark.thorough

@@ -76,11 +76,11 @@ class Graph:
 
     def run(self, flat: Sequence[Any]) -> Any:
         """Replay the step."""
+        owners = self._owners(flat)  # before a gradient among them is dropped
         made, grads = self._run(flat)
         tensors = self.state.tensors
         for (place, _), grad in zip(self.recording.grads, grads, strict=True):
             tensors[place].grad = grad
-        owners = self._owners(flat)
         increment_version(owners)
         for owner in owners:
             if owner._cell is not None or owner._memo:
@@ -114,9 +114,10 @@ class Graph:
         """Replay the step, take back what it wrote, and run it eagerly: what the eager step returns
         and, in words, in what the two differ."""
         generators = self._generators()
-        made, grads, replayed, drawn = self._rehearse(flat)
+        written = self._written(flat)
+        made, grads, replayed, drawn = self._rehearse(flat, written)
         result = eager()
-        pairs = list(zip(self._labels, self._written(flat), replayed, strict=True))
+        pairs = list(zip(self._labels, written, replayed, strict=True))
         returned = pytree.tree_leaves(result)
         pairs.append(("the number of values that the step returns", len(returned), len(made)))
         pairs += [("a value that the step returns", *pair) for pair in zip(returned, made)]  # noqa: B905
@@ -132,12 +133,11 @@ class Graph:
     def _generators(self) -> list[torch.Generator]:
         return [torch.default_generator, *self.recording.seen.generators]
 
-    def _rehearse(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+    def _rehearse(self, flat: Sequence[Any], written: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Replay the step and take back what it wrote and drew: results, new gradients, what it
         wrote, and the random states that it left."""
         generators = self._generators()
         states = [generator.get_state() for generator in generators]
-        written = self._written(flat)
         before = [tensor.clone() for tensor in written]
         made, grads = self._run(flat)
         replayed = [tensor.clone() for tensor in written]
@@ -166,7 +166,7 @@ class Graph:
         if verify:
             own = {names[each.nodes[0]]: each.compared(differences) for each in found}
             self._function = emit(self.recording, graph, {**self._names, **own}, calls)[1]
-            self._rehearse(flat)
+            self._rehearse(flat, self._written(flat))
         own = {names[each.nodes[0]]: each.run for each in found}
         self.source, self._function = emit(self.recording, graph, {**self._names, **own}, calls)
         return all_agree(self.meshes, None, next(iter(differences), None))

@@ -15,6 +15,8 @@ from ..errors import CaptureError
 from .passes import has_effects, is_view, root_of, written_roots
 
 aten = torch.ops.aten
+RECURRENT = aten.mkldnn_rnn_layer.default
+"""It gives other results where gradients are not enabled, as nowhere in compiled code."""
 _FEWEST = 2
 """Fewer operations that compute are not worth a call."""
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -69,6 +71,8 @@ def stretches(graph: fx.Graph) -> list[Stretch]:
         own = set(nodes)
         inputs = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own))
         outputs = [n for n in nodes if "val" in n.meta and any(u not in own for u in n.users)]
+        if not outputs:  # nobody uses them, and a pass that drops them was left out
+            continue
         module = _module(nodes, inputs, outputs)
         layouts = tuple([(*node.meta["val"], node.meta["device"]) for node in inputs])
         key = str(module.graph), layouts
@@ -112,6 +116,7 @@ def _fits(node: fx.Node, written: set[fx.Node]) -> bool:
         isinstance(node.target, OpOverload)
         and root_of(node) not in written
         and not has_effects(node)
+        and node.target is not RECURRENT
         and torch.Tag.data_dependent_output not in node.target.tags
         and torch.Tag.dynamic_output_shape not in node.target.tags
         and all("val" in each.meta for each in node.all_input_nodes)

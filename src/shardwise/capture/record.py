@@ -94,6 +94,8 @@ def record(
         for each in variables
         if not isinstance(each.value, torch.Tensor) or f"variables[{each.name!r}]" in texts
     ]
+    # The length of a list to which the step appends is no matter of a replay.
+    variables = [each for each in variables if not each.may_grow or each.is_same()]
     for each in variables:
         if not each.is_same():
             recorder.refuse(f"the step changes the variable {each.name!r}, and a replay would not")

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._torch import hooks_of, hooks_of_modules
+from .._torch import hooks_of, hooks_of_all_modules, hooks_of_modules
 from ..config import Settings, current
 from ..layout.mesh import Topology
 from ..storage.wrapper import Wrapper
-from .variables import Variable, variables_of
+from .variables import Variable, is_users, variables_of
 
 Place = tuple[torch.Tensor, str, str, Any]
 """A local tensor, the expression that finds it, words for it, and the spec of its DTensor."""
@@ -35,6 +35,10 @@ class State:
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], step: Any
     ) -> None:
         self._step = step
+        # Averaged weights are not called, and gradients may be accumulated in the first call.
+        held = [each.value for each in variables_of(step, modules)]
+        modules = [*modules, *[each for each in held if isinstance(each, nn.Module)]]
+        optimizers = [*optimizers, *[each for each in held if isinstance(each, Optimizer)]]
         every = [part for module in modules for part in module.modules()]
         self.modules = list({id(part): part for part in every}.values())
         self.optimizers = list({id(each): each for each in optimizers}.values())
@@ -42,7 +46,7 @@ class State:
         tensors = [part for part in self.now if isinstance(part, torch.Tensor)]
         self.tensors = list({id(t): t for t in tensors}.values())
         self.labels = _labels(self.modules, self.tensors)
-        self._hooks = hooks_of_modules(self.modules, self.optimizers)
+        self._own_hooks = hooks_of_modules(self.modules, self.optimizers)
 
     def _parts_now(self) -> list[Any]:
         """All parameters, buffers and modules in modules."""
@@ -73,8 +77,7 @@ class State:
             tuple([layout_of(tensor) for tensor in tensors]),
             tuple([layout_of(tensor.grad) for tensor in tensors if tensor.is_leaf]),
             tuple([tensor.requires_grad for tensor in tensors]),
-            tuple([_hook_count(tensor) for tensor in tensors]),
-            tuple(chain.from_iterable(self._hooks)),
+            tuple(chain.from_iterable(self._hooks())),
             tuple([len(optimizer.state) for optimizer in self.optimizers]),
             tuple([_group_key(group) for o in self.optimizers for group in o.param_groups]),
         )
@@ -107,9 +110,18 @@ class State:
                 _add(found, each.value, text, f"the variable {each.name}")
         return found
 
+    def _hooks(self) -> Iterator[dict[int, Any]]:
+        """The hooks by number, which are never used again; of those of all modules the user's."""
+        yield from self._own_hooks
+        for tensor in self.tensors:
+            yield from [hooks for hooks in hooks_of(tensor) if hooks]
+        for hooks in hooks_of_all_modules():
+            yield {number: hook for number, hook in hooks.items() if is_users(hook)}
+
     def variables(self) -> list[Variable]:
         """The variables that the step reads, as they are now."""
-        return variables_of(self._step, self.modules)
+        hooks = [hook for hooks in self._hooks() for hook in hooks.values() if is_users(hook)]
+        return variables_of(self._step, self.modules, hooks)
 
     def names(self) -> dict[str, Any]:
         """The names in the expressions."""
@@ -169,10 +181,6 @@ def layout_of(value: Any) -> Any:
     if isinstance(value, Wrapper):
         return value._spec
     return value.shape, value.stride(), value.dtype, value.device
-
-
-def _hook_count(tensor: Any) -> tuple[int, ...]:
-    return tuple([len(hooks) for hooks in hooks_of(tensor) if hooks])
 
 
 def _group_key(group: dict[str, Any]) -> tuple[Any, ...]:

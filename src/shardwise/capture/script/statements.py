@@ -16,6 +16,7 @@ from ...errors import CaptureError
 from ..agree import COLLECTIVES
 from ..emit import INFIX, infix
 from ..graph import Graph
+from ..inductor import RECURRENT
 from ..passes import has_effects, is_view, root_of, written_roots
 from ..passes.memory import changes_views, nodes_in, shows
 from ..recorder import finish, set_random_state
@@ -151,7 +152,7 @@ class Writer:
 
     def _function(self, target: Any) -> str:
         if isinstance(target, OpOverload):
-            if target is aten.mkldnn_rnn_layer.default:
+            if target is RECURRENT:
                 raise CaptureError("code: an LSTM cannot be written as operators of no_grad mode.")
             name = str(target).removesuffix(".default")
             return name if target.namespace == "aten" else f"torch.ops.{name}"
