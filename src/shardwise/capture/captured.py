@@ -58,6 +58,13 @@ class Captured:
         verify: bool,
         backend: str | None,
     ) -> None:
+        need("capture", step, Callable, "a function", CaptureError)
+        words = "a list of functions of shardwise.capture.passes"
+        need("capture: passes", passes, Sequence | None, words, CaptureError)
+        for each in passes or ():
+            need("capture: passes", each, Callable, words, CaptureError)
+        if backend not in (None, "inductor"):
+            raise CaptureError(f"capture: backend is None or 'inductor', not {backend!r}.")
         functools.update_wrapper(self, step)
         self.eager = step
         self._number = next(self._made)
@@ -135,6 +142,7 @@ class Captured:
 
         `batches` are the arguments of the next calls: a list for each call, or its only argument.
         """
+        need("save_inputs", batches, list | tuple, "a list of arguments", CaptureError)
         listed = [each if isinstance(each, (list, tuple)) else [each] for each in batches]
         save_inputs(self._graph(), prefix, listed)
 
@@ -328,11 +336,4 @@ def capture(
     """
     if step is None:
         return functools.partial(capture, passes=passes, verify=verify, backend=backend)
-    need("capture", step, Callable, "a function", CaptureError)
-    words = "a list of functions of shardwise.capture.passes"
-    need("capture: passes", passes, Sequence | None, words, CaptureError)
-    for each in passes or ():
-        need("capture: passes", each, Callable, words, CaptureError)
-    if backend not in (None, "inductor"):
-        raise CaptureError(f"capture: backend is None or 'inductor', not {backend!r}.")
     return Captured(step, passes, verify, backend)

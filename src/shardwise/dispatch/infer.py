@@ -243,8 +243,7 @@ def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any, **more: Any
 ) -> torch.Tensor:
     """PyTorch's meta kernel takes bfloat16 alone. Rows lie a multiple of 16 bytes apart."""
-    groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else a.shape[0]
-    if a.shape[-1] != b.shape[-2] or not {a.ndim, b.ndim} <= {2, 3}:
+    if not {a.ndim, b.ndim} <= {2, 3} or a.shape[-1] != b.shape[-2]:
         raise RuntimeError(
             f"_grouped_mm: shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied"
         )
@@ -253,6 +252,7 @@ def _grouped_mm(
         raise RuntimeError(
             f"_grouped_mm: {len(offs)} offsets were given for {len(matrices)} matrices"
         )
+    groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else a.shape[0]
     rows, columns = a.shape[-2], b.shape[-1]
     width = columns + -columns % (16 // a.element_size())
     shape = (rows, columns) if a.ndim != b.ndim else (groups, rows, columns)

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import LayoutError, need
 from ..layout.placement import Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor, distribute_tensor
-from .in_place import Layout, convert_module
+from .in_place import Layout, convert_module, listed_optimizers
 from .module import keep_layouts
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,10 +36,7 @@ def follow_layouts(model: M, *, optimizers: Iterable[torch.optim.Optimizer] = ()
     ((R,), (S(0),))
     """
     need("follow_layouts", model, nn.Module, "a module")
-    need("follow_layouts", optimizers, Iterable, "a list of optimizers")
-    optimizers = list(optimizers)
-    for each in optimizers:
-        need("follow_layouts", each, torch.optim.Optimizer, "a list of optimizers")
+    optimizers = listed_optimizers("follow_layouts", optimizers)
     meshes = {
         each._spec.topology: each.device_mesh
         for each in [*model.parameters(), *model.buffers()]

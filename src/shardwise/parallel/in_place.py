@@ -17,7 +17,7 @@ from torch import nn
 
 from .._torch import PARAMETER, Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
 from ..comm import engine_of
-from ..errors import LayoutError
+from ..errors import LayoutError, need
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
@@ -69,6 +69,7 @@ def convert_module(
     the mesh, or with None their own. Tensors whose ids are in `ignored` stay plain. Returns the
     submodules that have some of the tensors.
     """
+    optimizers = listed_optimizers(what, optimizers)
     changes: dict[int, _Change] = {}
     owners: dict[nn.Module, None] = {}
     for prefix, part in module.named_modules():
@@ -86,6 +87,17 @@ def convert_module(
                 change.states.append(optimizer.state[change.tensor])
     _convert_all(what, every, device_mesh, src_data_rank)
     return list(owners)
+
+
+def listed_optimizers(
+    what: str, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """The optimizers that `what` was given, as a list; an error if something else was given."""
+    need(what, optimizers, Iterable, "a list of optimizers")
+    given = list(optimizers)
+    for each in given:
+        need(what, each, torch.optim.Optimizer, "a list of optimizers")
+    return given
 
 
 @dataclass

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from ..comm.events import Communication, listen, unlisten
+from ..errors import need
 from ..layout.placement import Placement
 from ..tensor.dtensor import DTensor
 from .causes import Causes
@@ -176,6 +178,7 @@ class CommDebugMode:
             Sequential.0
             Sequential.1  weight [S(1)], bias [R]    all_reduce 1
         """
+        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
         rows: list[tuple[str, ...]] = [("module", "parameters", "forward", "backward")]
         for entry in self._entries():
             rows.append(
@@ -195,12 +198,15 @@ class CommDebugMode:
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
         """Write the table of modules into a file."""
+        need("CommDebugMode", file_name, str | PathLike, "a file name")
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
         """Write the rows of the table of modules into a file, as JSON."""
+        need("CommDebugMode", file_name, str | PathLike, "a file name")
+        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
         skip = ("parameters",) if noise_level < 1 else ()
         rows = [
             {key: value for key, value in entry.items() if key not in skip}
