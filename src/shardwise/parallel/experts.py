@@ -314,7 +314,7 @@ def route_experts(model: nn.Module) -> None:
 
 
 def _experts_forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """What such a module does, on the ranks that hold its experts."""
+    """The forward of such a module, on the ranks that hold its experts."""
     up = "gate_up_proj" if self.has_gate else "up_proj"
     sent = dispatch_tokens(tokens, chosen, weights, getattr(self, up))
 

@@ -64,7 +64,7 @@ class Memory:
 
 @dataclass(frozen=True, repr=False)
 class StepReport:
-    """What a step did. `print` shows it, `write_html` makes a page of it.
+    """The report of a step. `print` shows it, `write_html` makes a page of it.
 
     - `collectives` are in the order in which they began; `checks` are those that compare ranks.
     - `calls` are the operators that ran on local tensors.
@@ -88,7 +88,7 @@ class StepReport:
 
     @property
     def price(self) -> float:
-        """What the collectives take by the links of their meshes, in microseconds."""
+        """The time that the collectives take by the links of their meshes, in microseconds."""
         return sum(one.price for one in self.collectives)
 
     @property

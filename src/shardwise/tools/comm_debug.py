@@ -45,7 +45,7 @@ class CommDebugMode:
     random states) are counted in `checks`.
 
     `comm_module_counts` has the numbers by module, `"Global"` for all of them, and by pass, forward
-    or backward. What a style does before and after `forward` counts for its module, and the
+    or backward. The moves of a style before and after `forward` count for its module, and the
     reduction of gradients for the module that has the parameters. `table` says which lines,
     modules, operators or axes communicate. `collectives` has each with its cause and price.
 
@@ -126,7 +126,7 @@ class CommDebugMode:
     def table(self, by: By = "line") -> Table:
         """Which lines, modules, operators or axes communicate, those with most bytes first.
 
-        What happens in a backward counts for the line, and the module, of the forward. Gradients of
+        A collective in a backward counts for the line, and the module, of its forward. Gradients of
         parameters that are reduced together count for the line of the backward, and the module
         that has all of them. A parameter is named if it moves, or its gradient.
 
