@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, wraps
 from types import SimpleNamespace
@@ -437,6 +438,34 @@ def functional_all_to_all(
     exchange = torch.ops._c10d_functional.all_to_all_single.default
     value = _in_its_pass(value)
     return _waited(exchange(value, list(incoming), list(outgoing), group.group_name))
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's garbage collector off where many objects are made that stay: it would look
+    through all objects of the program, several times."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def take_operators(function: Callable[..., Any], *classes: Any) -> None:
+    """Let PyTorch call `function` for its operators on tensors of these classes.
+
+    Their `__torch_dispatch__` is the same function. But before PyTorch calls that, it asks whether
+    the tensor is its own DTensor, and imports that to know: half a second in the first call of any
+    subclass. For a rule by operator and class it does not ask. Operators of other libraries, and
+    with `out=`, have no rule.
+    """
+    with no_garbage_collection():
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("aten::") and not name.endswith("out"):
+                for each in classes:
+                    torch.library.register_torch_dispatch(name, each, function, lib=_library)
 
 
 def take_composite(op: Any, kernel: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed.tensor as torch_dtensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .errors import LayoutError, MeshError
+from .errors import LayoutError, MeshError, need
 from .layout.mesh import VirtualMesh
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .tensor.dtensor import DTensor
@@ -13,6 +13,7 @@ from .tensor.dtensor import DTensor
 
 def from_torch(tensor: torch_dtensor.DTensor) -> DTensor:
     """A Shardwise DTensor over the same local tensor."""
+    need("from_torch", tensor, torch_dtensor.DTensor, "a DTensor of PyTorch")
     places: list[Placement] = []
     for place in tensor.placements:
         if isinstance(place, torch_dtensor.Shard):
@@ -44,6 +45,7 @@ def _in_blocks(place: _StridedShard, tensor: torch_dtensor.DTensor) -> Placement
 def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
     """PyTorch's DTensor over the same local tensor; ragged cuts are made even first, and dims that
     are sharded block by block consecutive."""
+    need("to_torch", tensor, DTensor, "a DTensor of Shardwise")
     mesh = tensor.device_mesh
     if isinstance(mesh, VirtualMesh):
         raise MeshError("to_torch: PyTorch's DTensor needs real processes; this mesh is virtual.")

@@ -14,6 +14,8 @@ import shardwise
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.dispatch import infer
+from shardwise.dispatch.infer import _product, meta_of
+from shardwise.layout.spec import TensorMeta
 
 from ..compare import check, ints, numbers, spread, virtual
 
@@ -136,11 +138,49 @@ def test_errors_of_other_libraries_are_those_of_their_kernels() -> None:
         kept_boxes(*given, 0)
 
 
-def test_a_first_call_imports_no_compiler() -> None:
+def test_first_calls_import_neither_the_compiler_nor_pytorchs_dtensor() -> None:
+    """Each takes a third of a second and more; `sympy` comes with the compiler's symbols."""
     program = """
 import sys, torch, shardwise as sw
 x = sw.distribute_tensor(torch.ones(4, 4), sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)])
-((x + x) * 2.0 @ x).relu().sum().item()
-assert "torch._dynamo" not in sys.modules
+x[1] += 1
+y = x.redistribute(placements=[sw.Shard(1)], async_op=True) * 2
+torch.addmm(y, x, y).relu().sum().item()
+print(x @ x.t())
+heavy = {"torch._dynamo", "torch.distributed.tensor", "sympy"} & set(sys.modules)
+assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_products_have_the_metas_of_pytorchs_kernels(
+    sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    m, k, n = sizes
+    left, right = torch.zeros(m, k, dtype=dtype), torch.zeros(k, n, dtype=dtype)
+    turned = torch.zeros(n, k, dtype=dtype).t()
+    for second in (right, turned):
+        calls: list[tuple[Any, ...]] = [
+            (aten.mm.default, left, second),
+            (aten.bmm.default, left.expand(2, m, k), second.expand(2, k, n)),
+            (aten.addmm.default, torch.zeros(n, dtype=dtype), left, second),
+            (aten.addmm.default, torch.zeros(m, n, dtype=dtype), left, second),
+        ]
+        for op, *given in calls:
+            made = op(*(tensor.to("meta") for tensor in given))
+            want = TensorMeta(tuple(made.shape), made.stride(), made.dtype)
+            assert _product([meta_of(tensor) for tensor in given]) == want
+
+
+def test_products_that_do_not_fit_are_left_to_pytorch() -> None:
+    def metas(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[TensorMeta]:
+        return [meta_of(torch.empty(shape, dtype=dtype)) for shape in shapes]
+
+    assert _product(metas((3, 4), (5, 4))) is None
+    assert _product(metas((2, 3, 4), (3, 4, 5))) is None
+    assert _product(metas((3, 4), (2, 4, 5))) is None
+    assert _product(metas((4,), (4,))) is None
+    assert _product(metas((3,), (3, 4), (4, 5))) is None
+    assert _product([*metas((3, 4)), *metas((4, 5), dtype=torch.float64)]) is None

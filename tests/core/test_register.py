@@ -266,6 +266,14 @@ def test_a_rule_for_another_number_of_tensors_is_a_clear_error() -> None:
         OPS.join([x, x], 0)
 
 
+def test_a_rule_for_a_result_of_other_dims_is_a_clear_error() -> None:
+    register_rule(OPS.matmul2, "m k!, k! n -> m")
+    with pytest.raises(RuleError, match=r"result 0 has shape \[4, 4\], which does not fit rule"):
+        OPS.matmul2(spread(numbers(4, 4), virtual(2), [Shard(0)]), numbers(4, 4))
+    with pytest.raises(RuleError, match="which does not fit rule"):
+        shardwise.verify(OPS.matmul2, numbers(4, 4), numbers(4, 4))
+
+
 def test_an_unknown_reduction_is_a_clear_error() -> None:
     with pytest.raises(LayoutError, match="unknown reduce op 'mean'"):
         register_rule(OPS.square, "m -> m", reduce="mean")

@@ -94,7 +94,7 @@ def _ranks(node: fx.Node) -> tuple[int, ...]:
 
 
 def _row(node: fx.Node) -> tuple[Any, ...]:
-    """What must be the same on all ranks of a collective."""
+    """The properties of a collective that must be equal on all of its ranks."""
     target: Any = node.target
     shape, _, dtype = node.args[1].meta["val"]  # type: ignore[union-attr]
     even = target.__name__ in ("all_reduce", "broadcast")

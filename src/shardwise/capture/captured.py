@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .._torch import memory_of, pytree
+from .._torch import memory_of, no_garbage_collection, pytree
 from ..comm.events import is_reported
 from ..comm.recording import recorder
 from ..config import current
@@ -60,6 +58,13 @@ class Captured:
         verify: bool,
         backend: str | None,
     ) -> None:
+        need("capture", step, Callable, "a function", CaptureError)
+        words = "a list of functions of shardwise.capture.passes"
+        need("capture: passes", passes, Sequence | None, words, CaptureError)
+        for each in passes or ():
+            need("capture: passes", each, Callable, words, CaptureError)
+        if backend not in (None, "inductor"):
+            raise CaptureError(f"capture: backend is None or 'inductor', not {backend!r}.")
         functools.update_wrapper(self, step)
         self.eager = step
         self._number = next(self._made)
@@ -137,6 +142,7 @@ class Captured:
 
         `batches` are the arguments of the next calls: a list for each call, or its only argument.
         """
+        need("save_inputs", batches, list | tuple, "a list of arguments", CaptureError)
         listed = [each if isinstance(each, (list, tuple)) else [each] for each in batches]
         save_inputs(self._graph(), prefix, listed)
 
@@ -214,7 +220,7 @@ class Captured:
         meshes = state.topologies(flat)
         all_record(self._name, meshes, self._call())
         self._counts["recorded"] += 1
-        with _no_garbage_collection():
+        with no_garbage_collection():
             result, made = record(self.eager, flat, tree, state)
         first, case.first = case.first, None
         reason = next(iter(made.seen.refusals), None)
@@ -229,7 +235,7 @@ class Captured:
             case.calls += 1
         else:
             assert first is not None
-            with _no_garbage_collection():
+            with no_garbage_collection():
                 case.graphs.append(Graph(made, first, state, meshes, self._passes))
             self._counts["graphs"] += 1
         return _detached(result)
@@ -273,19 +279,6 @@ class Captured:
             case.graphs.remove(graph)
             self._refuse(case, reason)
         return _detached(result)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep Python's garbage collector off: a graph has so many new objects that it would look
-    through all objects of the program."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _shared(flat: Sequence[Any]) -> tuple[int, ...]:
@@ -343,11 +336,4 @@ def capture(
     """
     if step is None:
         return functools.partial(capture, passes=passes, verify=verify, backend=backend)
-    need("capture", step, Callable, "a function", CaptureError)
-    words = "a list of functions of shardwise.capture.passes"
-    need("capture: passes", passes, Sequence | None, words, CaptureError)
-    for each in passes or ():
-        need("capture: passes", each, Callable, words, CaptureError)
-    if backend not in (None, "inductor"):
-        raise CaptureError(f"capture: backend is None or 'inductor', not {backend!r}.")
     return Captured(step, passes, verify, backend)

@@ -1,5 +1,5 @@
-"""What a step uses beside its arguments: the modules and optimizers that it calls, and tensors in
-variables. Each tensor has an expression that finds it before a replay."""
+"""The state that a step uses beside its arguments: modules and optimizers that it calls, and
+tensors in variables. Each tensor has an expression that finds it before a replay."""
 
 from __future__ import annotations
 

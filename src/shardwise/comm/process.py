@@ -1,6 +1,6 @@
 """The process engine: one rank per process, collectives through `torch.distributed`.
 
-What is only moved travels as bytes, so any dtype does. Metadata is known to every rank: a
+Data that is only moved travels as bytes, so any dtype works. Metadata is known to every rank: a
 collective that would carry nothing is skipped by all.
 
 With gloo everything but an all_reduce is one uneven all-to-all: gloo is up to three times slower

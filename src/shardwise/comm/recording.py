@@ -19,7 +19,7 @@ class Recorder(Protocol):
     """Records the calls of the thread that it was started in, and of that thread's backward."""
 
     def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run a recordable function and record it. What it returns is None, or a `Wait`."""
+        """Run a recordable function and record it. It returns None or a `Wait`."""
 
     def paused(self) -> AbstractContextManager[Any]:
         """A context in which nothing is recorded."""

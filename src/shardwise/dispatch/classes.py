@@ -1,10 +1,10 @@
 """Layout classes: a call with new sizes takes the decision of one that differs in nothing else.
 
-What an operator of `_NAMES` does to layouts depends on which sizes are equal, or 1, or named by an
-argument, and on no size itself. A Partial beside operands of its own size is passed on, or reduced
-into their layout, whatever that size is. So calls that agree in these run in the same layouts, and
-the results have the sizes of the same operands. Views that split or merge dims are compared by how
-they do so.
+The layouts in which an operator of `_NAMES` runs depend on which sizes are equal, or 1, or named by
+an argument, and on no size itself. A Partial beside operands of its own size is passed on, or
+reduced into their layout, whatever that size is. So calls that agree in these run in the same
+layouts, and the results have the sizes of the same operands. Views that split or merge dims are
+compared by how they do so.
 """
 
 from __future__ import annotations

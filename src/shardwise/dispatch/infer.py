@@ -78,6 +78,8 @@ def _infer(
         found = _pointwise(op, args, kwargs, metas)
         if found is not None:
             return found
+    if op in _PRODUCTS and (product := _product(metas)) is not None:
+        return (product,), 0
     tensors = [torch.empty_strided(*meta[:2], dtype=meta.dtype, device="meta") for meta in metas]
     given, named = filled(args, kwargs, iter(tensors))
     if named.get("device") is not None:
@@ -122,6 +124,25 @@ def _pointwise(
     if not isinstance(made, torch.Tensor) or made.shape != (1,):
         return None
     return (TensorMeta(shape, stride, made.dtype),), 0
+
+
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+
+
+def _product(metas: Sequence[TensorMeta]) -> TensorMeta | None:
+    """The result of a matrix product, of which the last two operands are the matrices; None if they
+    do not fit, which PyTorch's meta kernel says in words.
+
+    It would also import `sympy` when it is first called, which takes a third of a second.
+    """
+    *added, left, right = [meta.shape for meta in metas]
+    same = len({meta.dtype for meta in metas}) == 1 and len(left) == len(right) > 1
+    if not same or (*left[:-2], left[-1]) != right[:-1]:
+        return None
+    shape = (*left[:-1], right[-1])
+    if any(bias not in (shape, shape[-1:]) for bias in added):
+        return None
+    return TensorMeta(shape, contiguous_stride(shape), metas[0].dtype)
 
 
 def _spare_the_meta_kernel(name: str, op: Any, given: list[Any]) -> None:
@@ -222,8 +243,7 @@ def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any, **more: Any
 ) -> torch.Tensor:
     """PyTorch's meta kernel takes bfloat16 alone. Rows lie a multiple of 16 bytes apart."""
-    groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else a.shape[0]
-    if a.shape[-1] != b.shape[-2] or not {a.ndim, b.ndim} <= {2, 3}:
+    if not {a.ndim, b.ndim} <= {2, 3} or a.shape[-1] != b.shape[-2]:
         raise RuntimeError(
             f"_grouped_mm: shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied"
         )
@@ -232,6 +252,7 @@ def _grouped_mm(
         raise RuntimeError(
             f"_grouped_mm: {len(offs)} offsets were given for {len(matrices)} matrices"
         )
+    groups = offs.shape[0] if offs is not None and a.ndim == b.ndim == 2 else a.shape[0]
     rows, columns = a.shape[-2], b.shape[-1]
     width = columns + -columns % (16 // a.element_size())
     shape = (rows, columns) if a.ndim != b.ndim else (groups, rows, columns)

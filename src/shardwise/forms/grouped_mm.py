@@ -145,7 +145,7 @@ def laid(
 
 
 def _forward_way(rows: Placement, experts: Placement) -> Way:
-    """What an axis does that does not shard experts: `s k, _ k n -> s n`."""
+    """The rule on an axis that does not shard experts: `s k, _ k n -> s n`."""
     if isinstance(experts, Shard) and experts.dim == 2:
         return _R, experts, Shard(1, experts.split)
     for inner in (experts, rows):
@@ -155,7 +155,7 @@ def _forward_way(rows: Placement, experts: Placement) -> Way:
 
 
 def _gradient_way(a: Placement, b: Placement) -> Way:
-    """What an axis does that does not shard rows: `m s, s n -> _ m n`."""
+    """The rule on an axis that does not shard rows: `m s, s n -> _ m n`."""
     if isinstance(a, Shard) and a.dim == 0:
         return a, _R, Shard(1, a.split)
     if isinstance(b, Shard) and b.dim == 1:

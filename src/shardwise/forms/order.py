@@ -99,7 +99,7 @@ def _candidates(
     local: Callable[[torch.Tensor, Box], tuple[torch.Tensor, ...]],
     dtypes: Sequence[torch.dtype],
 ) -> list[Any]:
-    """What `local(part, box)` gives on every shard, gathered along `dim`.
+    """The results of `local(part, box)` on every shard, gathered along `dim`.
 
     The results of `local` have the size of the shard along `dim`, at most `most`. An empty shard
     gives an empty result, so no value has to stand for it.

@@ -77,7 +77,11 @@ class VirtualMesh(_MeshInterface):
         return self.mesh.ndim
 
     def size(self, mesh_dim: int | None = None) -> int:
-        return self.mesh.numel() if mesh_dim is None else self.mesh.size(mesh_dim)
+        if mesh_dim is None:
+            return self.mesh.numel()
+        if not isinstance(mesh_dim, int) or not -self.ndim <= mesh_dim < self.ndim:
+            raise MeshError(f"size: {mesh_dim!r} is no axis of {self!r}. Give its number.")
+        return self.mesh.size(mesh_dim)
 
     def __getitem__(self, names: str | Sequence[str]) -> VirtualMesh:
         """The sub-mesh of the named axes that the first rank is in."""
@@ -309,8 +313,8 @@ def _entered() -> AnyMesh:
     found: AnyMesh | None = meshes[-1] if meshes else entered_torch_mesh()
     if found is None:
         raise MeshError(
-            "a device mesh is needed, but none is given. Give one (device_mesh= or mesh=), or make "
-            "the call in `with mesh:`. Make a mesh with "
+            "a device mesh is needed, but none is given. Give one as device_mesh= (mesh= of "
+            "fully_shard and replicate), or make the call in `with mesh:`. Make a mesh with "
             "shardwise.init_device_mesh(device_type, shape)."
         )
     return found

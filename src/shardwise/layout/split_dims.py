@@ -1,7 +1,7 @@
 """Layouts of a tensor whose dims are split, and merged again.
 
 A rank that holds its piece of every block of a dim holds a box of the tensor with that dim split:
-`view(64)` of a (4, 16) tensor sharded on dim 1 is sharded inside each of 4 blocks. Whatever works
+`view(64)` of a (4, 16) tensor sharded on dim 1 is sharded inside each of 4 blocks. All that works
 for boxes works for blocks on the split shape. This module finds that shape and translates.
 """
 

@@ -1,6 +1,6 @@
 """The default process group of `torch.distributed`, for as long as it lives.
 
-Whatever this library keeps for a group is kept by its `World`, and goes with it.
+All state that this library keeps for a group is in its `World`, and goes with it.
 """
 
 from __future__ import annotations

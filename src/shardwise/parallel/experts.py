@@ -103,6 +103,8 @@ class Dispatched:
     def grouped_mm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Each row times the matrix of its expert, `weight[expert]`, plus `bias[expert]`."""
         self._check("grouped_mm", rows)
+        for each in (weight,) if bias is None else (weight, bias):
+            need("grouped_mm", each, Tensor, "a tensor with an entry for each expert")
         made = F.grouped_mm(rows.to(weight.dtype), self._served(weight), offs=self._ends)
         if bias is None:
             return made
@@ -125,6 +127,7 @@ class Dispatched:
         return Add.apply([self._rows], rows)[0]  # type: ignore[no-any-return]
 
     def _check(self, name: str, rows: Tensor) -> None:
+        need(name, rows, Tensor, "a tensor with a row for each token and expert")
         if not rows.ndim or rows.shape[0] != self.tokens.shape[0]:
             raise LayoutError(
                 f"{name}: got a tensor of shape {list(rows.shape)}, but {self.tokens.shape[0]} "
@@ -311,7 +314,7 @@ def route_experts(model: nn.Module) -> None:
 
 
 def _experts_forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """What such a module does, on the ranks that hold its experts."""
+    """The forward of such a module, on the ranks that hold its experts."""
     up = "gate_up_proj" if self.has_gate else "up_proj"
     sent = dispatch_tokens(tokens, chosen, weights, getattr(self, up))
 

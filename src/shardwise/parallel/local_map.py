@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._torch import pytree
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.geometry import all_coords
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Partial, Placement, Replicate
@@ -136,12 +136,16 @@ class _Mapped:
 
 def _one_per_result(places: Any) -> tuple[Places, ...]:
     """The placements of each result. One result needs no tuple around its placements."""
+    if places is not None:
+        need("local_map", places, (list, tuple), "a list of placements for each result")
     if places is None or (places and all(isinstance(place, Placement) for place in places)):
         return (places,)
     return tuple(places)
 
 
 def _check_count(what: str, places: Any, positional: int, count: int) -> None:
+    words = f"a list with an entry for each argument as {what}"
+    need("local_map", places, list | tuple | None, words)
     if places is not None and len(places) not in (positional, count):
         raise LayoutError(
             f"local_map: {what} has {len(places)} entries, but the function is called with "

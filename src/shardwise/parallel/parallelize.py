@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..errors import MeshError
+from ..errors import MeshError, need
 from ..layout.mesh import AnyMesh, Topology, topology
 from .saving.pretrained import gather_in_save_pretrained
 from .style import ParallelStyle
@@ -40,6 +40,7 @@ def parallelize_module(
     >>> model(torch.ones(3, 4)).shape
     torch.Size([3, 4])
     """
+    need("parallelize_module", module, nn.Module, "a module")
     where = _one_axis(topology(device_mesh))
     if parallelize_plan is None:
         warnings.warn(

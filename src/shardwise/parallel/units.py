@@ -53,8 +53,8 @@ _running = _Running()
 
 
 class _Saved(NamedTuple):
-    """What autograd saves of a gathered parameter or a view of it: which one, where in it, and the
-    stamp of its values."""
+    """The stand-in that autograd saves for a gathered parameter or a view of it: which one, where
+    in it, and the stamp of its values."""
 
     unit: Unit
     at: int

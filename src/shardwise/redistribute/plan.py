@@ -112,7 +112,7 @@ def _shrink(now: Layout, goal: Layout) -> Iterator[Step]:
 
 def _part(now: Layout, have: DimMap, want: DimMap, busy: set[int]) -> DimMap | None:
     """The wanted shards of a dim as far as axes that are not busy can make them, if the dim only
-    shrinks. What busy axes will share later stays together."""
+    shrinks. Parts that busy axes will share later stay together."""
     if not set(have.axes) <= set(want.axes):
         return None  # the dim also grows along an axis: slicing now would lose what that needs
     where = now.topology

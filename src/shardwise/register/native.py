@@ -10,7 +10,7 @@ from typing import Any
 
 from .._torch import OpOverload
 from ..dispatch.decide import Decision
-from ..errors import RuleError
+from ..errors import RuleError, need
 from ..layout.placement import Partial
 from ..rules import Call, Dims, Family, Local, Registered, Rule, Scaled, notation, parse
 from .operators import check_shapes, overloads, put
@@ -56,6 +56,9 @@ def register_rule(
     ops = overloads("register_rule", op)
     if reduce is not None:
         Partial(reduce)  # raises if there is no such reduction
+    sets = [linear, *linear] if isinstance(linear, (list, tuple)) else [linear]
+    for given in (*sets, added):
+        need("register_rule", given, list | tuple, "lists of operands", RuleError)
     if isinstance(rule, str):
         _check_notation(ops, rule, [*chain(*linear), *added])
         family = notation(rule, linear=linear, added=added, reduce=reduce)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._torch import memory_of
+from ..errors import LayoutError, need
 from ..storage.wrapper import Wrapper
 from ..tools.causes import Cause
 from ..tools.collectives import By, Collective, totals
@@ -63,7 +64,7 @@ class Memory:
 
 @dataclass(frozen=True, repr=False)
 class StepReport:
-    """What a step did. `print` shows it, `write_html` makes a page of it.
+    """The report of a step. `print` shows it, `write_html` makes a page of it.
 
     - `collectives` are in the order in which they began; `checks` are those that compare ranks.
     - `calls` are the operators that ran on local tensors.
@@ -87,7 +88,7 @@ class StepReport:
 
     @property
     def price(self) -> float:
-        """What the collectives take by the links of their meshes, in microseconds."""
+        """The time that the collectives take by the links of their meshes, in microseconds."""
         return sum(one.price for one in self.collectives)
 
     @property
@@ -103,6 +104,8 @@ class StepReport:
         """The memory of a rank of this process; without one that of the rank that held most."""
         if rank is None:
             rank = max(self.ranks, key=lambda each: (self._memory[each].peak, -each))
+        if rank not in self.ranks:
+            raise LayoutError(f"StepReport.memory: rank {rank!r} is none of {list(self.ranks)}.")
         return self._memory[rank]
 
     @cached_property
@@ -134,6 +137,7 @@ class StepReport:
 
 
 def _write(file: str | os.PathLike[str], text: str) -> Path:
+    need("StepReport", file, str | os.PathLike, "a file name")
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

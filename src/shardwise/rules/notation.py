@@ -152,6 +152,12 @@ def notation(
         whole = {name for p in patterns for dim in p if dim.whole for name in dim.factors}
         made = [_expand(pattern, rank) for pattern in _returned(call, outputs)]
         unasked = [i for i, r in enumerate(call.results) if r.shape == (0,) and len(made[i]) != 1]
+        for index, result in enumerate(call.results):
+            if index not in unasked and _fitted(made[index], len(result.shape)) is None:
+                raise RuleError(
+                    f"{call.name}: result {index} has shape {list(result.shape)}, which does not "
+                    f"fit rule {text!r}."
+                )
         rule = Rule(
             inputs=tuple(
                 _dims(pattern, call.shape(operand), sizes, whole)

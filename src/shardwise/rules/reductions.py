@@ -74,7 +74,7 @@ def _holds_some(site: Site) -> bool:
 
 
 def _is_whole(site: Site) -> bool:
-    """Whether no pending sum comes out: the dims that are reduced are whole."""
+    """True if the dims that are reduced are whole, so that no result is Partial."""
     return not site.outputs[0].sums
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
@@ -14,7 +14,7 @@ from .._torch import PARAMETER, called_in_graph, is_tracing, untraced
 from ..comm import engine_of
 from ..comm.dtypes import as_bytes
 from ..comm.process import broadcast_from
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, need
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..layout.placement import Placement, Replicate, Shard
@@ -240,6 +240,9 @@ def _held(local: Any, mesh: Topology, ask: bool) -> dict[Coord, Part] | None:
     return told_by_all(mesh, own) if ask and mesh.coordinate is not None else None
 
 
+_INTS = "shape and stride as lists of ints"
+
+
 def _inferred(
     mesh: Topology,
     places: tuple[Placement, ...],
@@ -260,6 +263,10 @@ def _inferred(
             pieces = _pieces(mesh, places, held, dim, axes)
         sizes.append(sum(pieces))
         cuts += _part_cuts(places, dim, pieces)
+    for given in (shape, stride):
+        need("from_local", given, Sequence | None, _INTS)
+        for each in given or ():
+            need("from_local", each, SupportsIndex | torch.SymInt, _INTS)
     if shape is not None:
         if held is None or tuple(shape) != tuple(sizes):
             cuts = []

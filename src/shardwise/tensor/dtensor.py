@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._torch import disabled_torch_function, take_lists, untraced
+from .._torch import disabled_torch_function, take_lists, take_operators, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError, need
@@ -293,6 +293,7 @@ Wrapper.watch_func_leaves = staticmethod(watch_func_leaves)
 Wrapper.pending = _Pending  # type: ignore[attr-defined]
 Wrapper.deferred = _Deferred  # type: ignore[attr-defined]
 take_lists(DTensor, _Pending, _Deferred)
+take_operators(dispatch, DTensor, _Pending, _Deferred)
 
 
 def _target(

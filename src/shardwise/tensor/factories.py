@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import torch
 
-from ..errors import LayoutError
+from ..errors import LayoutError, need
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.spec import (
@@ -57,6 +57,8 @@ def _made(
 ) -> DTensor:
     """A tensor whose ranks make their local tensors; a Partial one is made replicated first."""
     _check_names(where)
+    need(name, where.get("dtype"), torch.dtype | None, "a dtype")
+    need(name, where.get("requires_grad", False), bool, "True or False as requires_grad")
     mesh = topology(where.get("device_mesh"))
     kind = where.get("dtype") or torch.get_default_dtype()
     meta = TensorMeta(shape, contiguous_stride(shape), kind)
@@ -154,6 +156,8 @@ def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) 
         )
     *limits, size = bounds
     low, high = (0, *limits) if len(limits) == 1 else limits
+    for each in (low, high):
+        need("randint", each, SupportsIndex, "an int for each bound")
     where["dtype"] = where.get("dtype") or torch.int64
     return _random("random_", (low, high), _sizes((size,)), generator, where)
 

@@ -37,6 +37,11 @@ class PerRank:
 
     def at(self, coord: Coord) -> Any:
         """The value of the rank at `coord`."""
+        words = isinstance(coord, tuple | list) and [type(each) for each in coord]
+        if words != [int] * self.mesh.ndim:
+            raise LayoutError(
+                f"PerRank.at: a coordinate on mesh {self.mesh} is needed, but got {coord!r}."
+            )
         return self.parts[flat_index(coord, self.mesh.shape, self.axes)]
 
     def __getattr__(self, name: str) -> Any:

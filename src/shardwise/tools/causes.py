@@ -1,4 +1,4 @@
-"""What the program is doing: the user's line, the module, the operator and the pass, and the
+"""The place where a program is (the user's line, the module, the operator and the pass), and the
 tensors that a collective moves.
 
 All of it is read from the calls that led here, so that programs nobody watches pay nothing.

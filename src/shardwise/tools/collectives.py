@@ -79,7 +79,7 @@ def collective_of(event: Communication, causes: Causes) -> Collective:
 
 
 class _Total:
-    """What collectives of one cause add up to."""
+    """The totals of the collectives of one cause."""
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from ..comm.events import Communication, listen, unlisten
+from ..errors import need
 from ..layout.placement import Placement
 from ..tensor.dtensor import DTensor
 from .causes import Causes
@@ -43,7 +45,7 @@ class CommDebugMode:
     random states) are counted in `checks`.
 
     `comm_module_counts` has the numbers by module, `"Global"` for all of them, and by pass, forward
-    or backward. What a style does before and after `forward` counts for its module, and the
+    or backward. The moves of a style before and after `forward` count for its module, and the
     reduction of gradients for the module that has the parameters. `table` says which lines,
     modules, operators or axes communicate. `collectives` has each with its cause and price.
 
@@ -124,7 +126,7 @@ class CommDebugMode:
     def table(self, by: By = "line") -> Table:
         """Which lines, modules, operators or axes communicate, those with most bytes first.
 
-        What happens in a backward counts for the line, and the module, of the forward. Gradients of
+        A collective in a backward counts for the line, and the module, of its forward. Gradients of
         parameters that are reduced together count for the line of the backward, and the module
         that has all of them. A parameter is named if it moves, or its gradient.
 
@@ -176,6 +178,7 @@ class CommDebugMode:
             Sequential.0
             Sequential.1  weight [S(1)], bias [R]    all_reduce 1
         """
+        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
         rows: list[tuple[str, ...]] = [("module", "parameters", "forward", "backward")]
         for entry in self._entries():
             rows.append(
@@ -193,12 +196,15 @@ class CommDebugMode:
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
         """Write the table of modules into a file."""
+        need("CommDebugMode", file_name, str | PathLike, "a file name")
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
         """Write the rows of the table of modules into a file, as JSON."""
+        need("CommDebugMode", file_name, str | PathLike, "a file name")
+        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
         skip = ("parameters",) if noise_level < 1 else ()
         rows = [
             {key: value for key, value in entry.items() if key not in skip}

@@ -78,7 +78,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 class Effects:
-    """What one or more operations need and change: nodes, and memory that is read or written."""
+    """The effects of one or more operations: nodes they need, memory they read or write."""
 
     __slots__ = ("nodes", "reads", "uses", "writes")
 

@@ -33,7 +33,7 @@ _COPIES = frozenset(
         aten.div.Scalar,
     )
 )
-"""What brings tensors into a collective's buffer, and results out of it."""
+"""Operators that bring tensors into a collective's buffer, and results out of it."""
 
 
 def _goes_along(node: fx.Node) -> bool:

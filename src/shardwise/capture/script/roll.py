@@ -98,7 +98,7 @@ class _Program:
         return tuple(made)
 
     def escaping(self, start: int, size: int) -> Iterator[tuple[int, int, str]]:
-        """What is used behind a stretch: the places of a reference in it, and the reference."""
+        """The references used after a stretch: the place of each in it, and the reference."""
         inside = range(start, start + size)
         for ref, used in self.used.items():
             places = self.assigned.get(_variable(ref), ())

@@ -47,7 +47,7 @@ def refuse_classes(part, num_classes):
         raise RuntimeError(f"Class values must be non-negative and below {num_classes}.")
 """,
 }
-"""What checks of indices are in a script, by the name of the function in a graph."""
+"""The checks of indices as they stand in a script, by the name of the function in a graph."""
 
 
 class Writer:
@@ -225,7 +225,7 @@ def _effects_before(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _made_of_nothing(graph: fx.Graph) -> dict[fx.Node, None]:
-    """What depends on no input and is never written."""
+    """The nodes that depend on no input and are never written."""
     found: dict[fx.Node, None] = {}
     written = written_roots(graph)
     for node in graph.nodes:

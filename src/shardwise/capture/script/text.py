@@ -85,7 +85,7 @@ def _with_lists(lines: Sequence[str]) -> list[str]:
 
 
 def block(head: str, lines: Sequence[str]) -> list[str]:
-    """A definition with its statements. Those that are for some ranks stand behind `if`."""
+    """A definition with its statements. Statements for some ranks alone are under an `if`."""
     made, condition = hang(head), ""
     for line in lines:
         found = _CONDITION.match(line)

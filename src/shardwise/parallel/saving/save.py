@@ -1,6 +1,6 @@
 """`save_checkpoint` and `save_safetensors`: every rank writes its parts into ordinary files.
 
-What is written where follows from the layouts, so nothing is gathered. New files get names that no
+The layouts say which rank writes which bytes, so nothing is gathered. New files get names that no
 complete checkpoint uses; one rename, the last thing that happens, puts them in its place.
 """
 
