@@ -42,7 +42,8 @@ def compiled(function: Any, **options: Any) -> Any:
 def test_a_fully_sharded_model_runs_between_graphs(whole: bool) -> None:
     mesh = virtual(2, names=("dp",))
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(2)]).double()
+    layers = [[torch.nn.LayerNorm(6), torch.nn.Linear(6, 6)] for _ in range(2)]
+    model = torch.nn.Sequential(*[torch.nn.Sequential(*pair) for pair in layers]).double()
     made: Any = copy.deepcopy(model)
     for layer in made:
         sw.fully_shard(layer, mesh)
@@ -56,6 +57,28 @@ def test_a_fully_sharded_model_runs_between_graphs(whole: bool) -> None:
     for want, have in zip(model.parameters(), made.parameters(), strict=True):
         assert have.placements == (S0,)
         torch.testing.assert_close(have.grad.full_tensor(), want.grad)
+
+
+def test_a_compiled_forward_rounds_no_parameter() -> None:
+    """It computes in bfloat16. What it writes stays, and the rest stays in float32."""
+    mesh = virtual(2, names=("dp",))
+    layer = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 6))
+    layer.append(torch.nn.Embedding(6, 6, max_norm=0.5))
+    whole = copy.deepcopy(layer)
+    policy = sw.MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    made: Any = sw.fully_shard(layer, mesh, mp_policy=policy)
+
+    def run(model: Any, x: Any) -> Any:
+        return model[1](model[0](x)) + model[2](torch.arange(4))
+
+    made.forward = lambda x: run(made, x)
+    made.compile(backend="aot_eager")
+    made(distribute_tensor(numbers(4, 6).bfloat16(), mesh, [S0])).square().mean().backward()
+    run(whole, numbers(4, 6).float())
+    for want, have in zip(whole.parameters(), made.parameters(), strict=True):
+        exact = want is not whole[2].weight
+        close: Any = {"rtol": 0, "atol": 0} if exact else {"rtol": 0.02, "atol": 0.02}
+        torch.testing.assert_close(have.full_tensor().detach(), want.detach(), **close)
 
 
 def test_a_fully_sharded_model_is_no_single_graph() -> None:

@@ -101,6 +101,31 @@ def test_a_model_shards_its_inputs_if_the_plan_says_so(name: str) -> None:
     by_the_model(virtual(*shape, names=names), plan)
 
 
+class Mixed(nn.Linear):
+    """Attention of features to themselves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = super().forward(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_reach_what_made_the_plain_inputs_of_a_model(count: int) -> None:
+    torch.manual_seed(0)
+    first, model = nn.Linear(8, 8), Mixed(8, 8)
+    x = torch.randn(2, 16, 8)
+    model(first(x)).square().sum().backward()
+    want = [parameter.grad for parameter in (*first.parameters(), *model.parameters())]
+    first.zero_grad()
+    model.zero_grad()
+    sw.shard_module(model, virtual(count, names=("cp",)), {}, context_parallel="cp")
+    model(first(x)).square().sum().backward()
+    assert type(first.weight.grad) is torch.Tensor
+    have = [first.weight.grad, first.bias.grad]
+    have += [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    torch.testing.assert_close(have, want)
+
+
 def test_a_wrong_axis_changes_nothing() -> None:
     model = Model()
     with pytest.raises(MeshError, match=r"context_parallel='dp' is no axis of mesh .* one of 'cp'"):

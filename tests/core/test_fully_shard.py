@@ -256,6 +256,26 @@ def test_mixed_precision() -> None:
         )
 
 
+@pytest.mark.parametrize("param", [None, torch.float16, torch.bfloat16])
+def test_gradients_are_reduced_in_another_dtype(param: torch.dtype | None) -> None:
+    mesh, model = virtual(2, names=("dp",)), gpt(dropout=0.0).float()
+    policy = sw.MixedPrecisionPolicy(param, torch.bfloat16)
+    made = sharded(copy.deepcopy(model), mesh, mp_policy=policy)
+    batch, plain = by_batch(mesh)(tokens(8)), tokens(8)
+    loss = F.cross_entropy(made(batch).flatten(0, 1).float(), batch.flatten())
+    loss.item()
+    with CommDebugMode() as comm:
+        loss.backward()
+    assert comm.get_comm_counts() == {"all_gather": 2, "reduce_scatter": 3}
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert comm.bytes["reduce_scatter"] < 2 * 0.6 * elements
+    F.cross_entropy(model(plain).flatten(0, 1), plain.flatten()).backward()
+    for own, parameter in zip(made.parameters(), model.parameters(), strict=True):
+        assert own.grad.dtype is torch.float32  # type: ignore[union-attr]
+        found = own.grad.full_tensor()  # type: ignore[union-attr]
+        torch.testing.assert_close(found, parameter.grad, rtol=0.1, atol=0.02)
+
+
 def test_evaluation_and_new_values_are_seen() -> None:
     mesh, model = virtual(2, names=("dp",)), gpt(dropout=0.0)
     made, batch = sharded(copy.deepcopy(model), mesh), tokens(4)

@@ -17,7 +17,8 @@ from ..layout.make_mesh import is_virtual
 from ..layout.mesh import AnyMesh, topology, whole_mesh
 from ..layout.placement import Placement, Replicate, Shard
 from ..storage.plain import check_equal
-from ..tensor.dtensor import DTensor, distribute_tensor
+from ..tensor.autograd import as_gradient
+from ..tensor.dtensor import DTensor
 
 _BLOCKS = 8
 """Every rank has a part of each block of a sequence: causal work is then even within an eighth."""
@@ -143,7 +144,8 @@ def _sharded(buffer: Any, mesh: AnyMesh, dim: int) -> DTensor:
         return buffer.redistribute(placements=places)
     if not is_virtual(whole):
         check_equal("context_parallel", topology(whole), buffer)
-    return distribute_tensor(buffer.detach().clone(), whole, places, src_data_rank=None)
+    here = buffer.to(topology(whole).device_type)
+    return as_gradient(here, topology(whole)).redistribute(placements=places)  # type: ignore[no-any-return]
 
 
 def _shard(shape: Sequence[int], dim: int, ranks: int) -> Shard:

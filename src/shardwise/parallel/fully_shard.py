@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from .._torch import untraced
 from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, axes_in, topology
 from ..layout.placement import Placement, Replicate, Shard
@@ -246,6 +247,7 @@ def _read_through(module: nn.Module) -> None:
     """
 
     def reader(name: str, unit: Unit) -> property:
+        @untraced
         def get(self: nn.Module) -> Any:
             parameter = self._parameters.get(name)
             return unit.value(parameter) if parameter is not None else None

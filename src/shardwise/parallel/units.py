@@ -21,7 +21,7 @@ from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
 from ..redistribute import Ready
-from ..storage.operands import start_moves, state_stamp, version_stamp
+from ..storage.operands import in_layout, start_moves, state_stamp, version_stamp
 from ..storage.wrapper import Cell, Locals, Wrapper, wrap
 from ..tensor.autograd import Redistribute
 from ..tensor.gradients import keeps_partial
@@ -156,14 +156,18 @@ class Unit:
 
     def _write_back(self, index: int) -> None:
         """Write into the shards what a forward wrote into a gathered parameter, as an embedding
-        with `max_norm` does."""
+        with `max_norm` does. Compiled programs count as writers of all that they were given."""
         live = None if self._live is None else self._live[index]
         if live is None or self._fresh[index] == version_stamp(live):
             return
+        self._fresh[index] = version_stamp(live)
         parameter = self.parameters[index]
         with torch.no_grad():
-            parameter.copy_(live.detach())
-        self._fresh[index], self._stamps[index] = version_stamp(live), state_stamp(parameter)
+            spec = parameter._spec.with_meta(live._spec.meta)
+            made = wrap(spec, in_layout(live, spec))
+            if not all(map(_is_same, made._locals, parameter._locals)):
+                parameter.copy_(made)
+                self._stamps[index] = state_stamp(parameter)
 
     def drop(self) -> None:
         """Forget the gathered parameters: only shards stay."""
@@ -295,8 +299,22 @@ class Unit:
             at_end_of_backward(before.drop)
 
 
+def _is_same(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """True if a tensor has the values of another in its own dtype; NaN is equal to NaN."""
+    return bool(torch.isclose(new, old.to(new.dtype), rtol=0, atol=0, equal_nan=True).all())
+
+
 def _in_dtype(tensor: Any, dtype: torch.dtype | None) -> Any:
     return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _cast_partial(grad: Any, dtype: torch.dtype | None) -> Any:
+    """A gradient in the dtype in which it is reduced. To cast a Partial to fewer bits would reduce
+    it first, so its parts are cast, but for a backward that is recorded."""
+    if dtype is None or grad.dtype is dtype or torch.is_grad_enabled():
+        return _in_dtype(grad, dtype)
+    spec = grad._spec.with_meta(grad._spec.meta._replace(dtype=dtype))
+    return wrap(spec, tuple([part.to(dtype) for part in grad._locals]))
 
 
 def _neighbour(unit: Unit, sequence: Sequence[Unit], step: int) -> Unit | None:
@@ -348,7 +366,7 @@ class Gather(torch.autograd.Function):
             for index, (parameter, grad) in enumerate(zip(unit.parameters, grads, strict=True))
             if isinstance(grad, Wrapper) and not _stays_partial(parameter, grad)
         ]
-        partials = [_in_dtype(grads[index], unit.policy.reduce_dtype) for index in moving]
+        partials = [_cast_partial(grads[index], unit.policy.reduce_dtype) for index in moving]
         pairs = zip(moving, partials, strict=True)
         targets = [unit.parameters[i]._spec.with_meta(grad._spec.meta) for i, grad in pairs]
         found = dict(enumerate(grads))
