@@ -188,6 +188,6 @@ def test_peak_memory_is_that_of_shards_and_two_units(processes: Pools) -> None:
     shards = 4 * LAYERS * unit // 4  # parameters, gradients and two moments
     expected = shards + 2 * unit + unit + activations()
     for most in processes(4).run(peak_of_a_step, True):
-        assert most <= expected * 1.02
+        assert 0.98 * expected <= most <= 1.02 * expected
     whole = min(processes(4).run(peak_of_a_step, False))
     assert whole >= 4 * LAYERS * unit
