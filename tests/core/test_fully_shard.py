@@ -495,6 +495,23 @@ def test_unshard_and_reshard() -> None:
     assert all(block._unit._whole is not None for block in made.blocks)
 
 
+def test_calls_that_choose_what_is_prefetched_are_taken() -> None:
+    """Scripts of PyTorch's `fully_shard` have them; one unit is gathered ahead anyhow."""
+    mesh, layers = virtual(2), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    want = copy.deepcopy(layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    model: Any = fully_shard(layers, mesh=mesh)
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(model(distribute_tensor(x, mesh, [Shard(0)])).full_tensor(), want(x))
+    with pytest.raises(LayoutError, match="set_modules_to_forward_prefetch"):
+        model[0].set_modules_to_forward_prefetch([nn.Linear(4, 4)])
+    with pytest.raises(LayoutError, match="set_modules_to_backward_prefetch"):
+        model[0].set_modules_to_backward_prefetch(model[1])
+
+
 def test_no_memory_of_gathered_parameters_is_left() -> None:
     mesh = virtual(2, names=("dp",))
     made: Any = sharded(gpt(dropout=0.0), mesh, reshard_after_forward=True)

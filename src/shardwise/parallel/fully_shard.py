@@ -75,6 +75,16 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.reshard = reshard_after_forward
 
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+        """For scripts of PyTorch's `fully_shard`: checks the modules and changes nothing. A forward
+        gathers one unit ahead by itself, in the order of the last step."""
+        _check_units("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+        """For scripts of PyTorch's `fully_shard`: checks the modules and changes nothing. A
+        backward gathers one unit ahead by itself."""
+        _check_units("set_modules_to_backward_prefetch", modules)
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise LayoutError(
             "fully_shard: a fully sharded module cannot be copied. Copy it before fully_shard, or "
@@ -183,6 +193,12 @@ def _checked(modules: Sequence[Any], mesh: AnyMesh | None, reshard: Any, offload
             'to replicate over before it, such as mesh["dp"].'
         )
     return where
+
+
+def _check_units(what: str, modules: Sequence[Any]) -> None:
+    need(what, modules, (list, tuple), "a list of modules that fully_shard was called for")
+    for each in modules:
+        need(what, each, FSDPModule, "a list of modules that fully_shard was called for")
 
 
 # --- parameters ----------------------------------------------------------------------------------
