@@ -79,9 +79,9 @@ def _is_whole(site: Site) -> bool:
 
 
 def extreme_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """amax and its like: PyTorch refuses an empty dim, but an empty shard of a tensor that has
-    elements has an identity element."""
-    if args[0].numel() or 0 in site.inputs[0].meta.shape:
+    """amax and its like: PyTorch refuses an empty dim, but an empty shard has an identity
+    element."""
+    if args[0].numel():
         return op(*args, **kwargs)
     kind = "min" if "min" in op._schema.name or "all" in op._schema.name else "max"
     return args[0].new_full(site.out_shapes[0], identity(kind, args[0].dtype))
@@ -110,8 +110,19 @@ def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Sit
 mean = reduction("sum", linear=True, local=mean_local, unless=_is_whole)
 
 
-largest = reduction("max", local=extreme_local, unless=_holds_some)
-smallest = reduction("min", local=extreme_local, unless=_holds_some)
+def _of_some(family: Family) -> Family:
+    """A tensor without elements has no largest one: PyTorch's error comes before any call."""
+
+    def checked(call: Call) -> Rule:
+        if 0 in call.shape(0) and 0 not in call.results[0].shape:
+            call.op(torch.empty(call.shape(0)), *call.args[1:], **call.kwargs)
+        return family(call)
+
+    return checked
+
+
+largest = _of_some(reduction("max", local=extreme_local, unless=_holds_some))
+smallest = _of_some(reduction("min", local=extreme_local, unless=_holds_some))
 
 
 def dimwise(*names: str, linear: bool = False) -> Family:
