@@ -37,7 +37,6 @@ class LockstepError(CommunicationError):
 class _State:
     session = 0  # how many contexts were left: all ranks count alike
     counts: ClassVar[dict[tuple[int, ...], int]] = {}  # comparisons of each set of ranks
-    meetings: ClassVar[dict[tuple[int, ...], int]] = {}  # see `count_meeting`
 
 
 def is_compared() -> bool:
@@ -95,7 +94,7 @@ def _end(world: World) -> None:
     except dist.DistNetworkError:
         pass  # the process that has the store saw that all have left, and went first
     finally:
-        _State.session, _State.counts, _State.meetings = 0, {}, {}
+        _State.session, _State.counts = 0, {}
 
 
 def _leave_together(world: World, what: str) -> None:
@@ -203,12 +202,6 @@ def all_arrive(
         f"not come within {patience.total_seconds():g} seconds. This rank "
         f"{'came later' if late else 'is there'}, at {line}.\n{advice}"
     )
-
-
-def count_meeting(ranks: tuple[int, ...]) -> int:
-    """A number for a meeting of these ranks that no earlier one had; all of them count alike."""
-    count = _State.meetings[ranks] = _State.meetings.get(ranks, 0) + 1
-    return count
 
 
 def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> bool:

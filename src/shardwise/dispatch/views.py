@@ -20,13 +20,7 @@ from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
 from ..layout.spec import DTensorSpec, default_placements
 from ..rules.pointwise import pointwise
-from ..storage.operands import (
-    in_layout,
-    mark_written,
-    meet_if_written_here,
-    own_copy,
-    version_stamp,
-)
+from ..storage.operands import in_layout, mark_written, own_copy, version_stamp
 from ..storage.plain import full_local
 from ..storage.wrapper import Cell, Locals, Wrapper, share_cell, wrap
 from .plans import Plan
@@ -66,8 +60,6 @@ class DeferredView:
         read, now = self._read, version_stamp(root_of(self))
         if read.seen != now:
             _, plan, args, kwargs, place = self._how
-            if not plan.is_local:
-                meet_if_written_here(self, read.seen, now)
             # `view_as`, whole in inference mode, has a second operand.
             others = [value for value in args if isinstance(value, torch.Tensor)]
             made = plan.run((self._of, *others), (self._of, *args), kwargs)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .._torch import is_tracing
-from ..comm.lockstep import all_arrive, count_meeting
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..layout.user_line import frames
 from ..redistribute import (
@@ -27,15 +25,8 @@ Move = tuple[int, DTensorSpec]
 """An operand, and the layout it goes to."""
 
 
-class Stamp(NamedTuple):
-    """How often a tensor was written: by operators, which all ranks run, and in all."""
-
-    writes: int
-    versions: int
-
-
 def version_stamp(tensor: Any) -> object:
-    """A value that changes when the tensor, or the base of a deferred view, is written: a `Stamp`.
+    """A value that changes when the tensor, or the base of a deferred view, is written.
 
     No two stamps of inference tensors that a user holds are equal: writes into them are not
     counted.
@@ -44,35 +35,11 @@ def version_stamp(tensor: Any) -> object:
         tensor = tensor._of
     cell, parts = tensor._cell, tensor._locals
     if cell is None:
-        return Stamp(0, _versions(parts))
+        return _versions(parts)
     if cell.exposed and any(map(torch.Tensor.is_inference, cell.parts)):
         return object()
     also = 0 if cell.parts is parts else _versions(cell.parts)
-    return Stamp(cell.writes, _versions(parts) + also - cell.uncounted)
-
-
-def meet_if_written_here(tensor: Any, seen: object, now: object) -> bool:
-    """True if a user has written into a local tensor of `tensor` since the stamp `seen`.
-
-    What was cached is then computed again, with collectives. Other ranks do so only if they have
-    written too: all ranks of the mesh must come here, or it is an error.
-    """
-    written = isinstance(seen, Stamp) and isinstance(now, Stamp) and seen.writes == now.writes
-    if not written or seen == now:
-        return False
-    mesh = tensor._spec.topology
-    if not mesh.virtual and not is_tracing():
-        count = count_meeting(mesh.ranks)
-        what = "a local tensor was written into after the value of its DTensor was cached"
-        all_arrive(what, mesh, f"written {tensor._spec} {count}", _WRITE_ON_ALL)
-    return True
-
-
-_WRITE_ON_ALL = (
-    "All ranks must write into their local tensors, or none: the others go on with the value that "
-    "was cached. Write on every rank, if need be nothing new: local.add_(0). Or write into the "
-    "DTensor itself."
-)
+    return cell.writes + _versions(parts) + also
 
 
 def state_stamp(tensor: Any) -> object:
@@ -140,8 +107,6 @@ def _source(tensor: Any) -> tuple[DTensorSpec, Locals]:
     reduction, if there is one."""
     memo: dict[DTensorSpec, tuple[Any, Locals]] = tensor._memo or {}
     now = version_stamp(tensor) if memo else None
-    if any(meet_if_written_here(tensor, seen, now) for seen, _ in memo.values()):
-        memo.clear()
     for spec, (stamp, value) in memo.items():
         if stamp == now and not spec.sums and spec.topology is tensor._spec.topology:
             return spec, value

@@ -19,15 +19,14 @@ class Cell:
     """The version cell that aliases share.
 
     `writes` counts the writes of the dispatcher. `parts` are the local tensors of the first alias:
-    their versions tell of other writes, but for the first `uncounted`. `shape` is its global shape.
-    `exposed` is True if a user holds any of the parts.
+    their versions tell of other writes. `shape` is its global shape. `exposed` is True if a user
+    holds any of the parts.
     """
 
-    __slots__ = ("__weakref__", "exposed", "parts", "shape", "uncounted", "writes")
+    __slots__ = ("__weakref__", "exposed", "parts", "shape", "writes")
 
     def __init__(self, parts: Locals, shape: tuple[int, ...]) -> None:
         self.writes = 0
-        self.uncounted = 0
         self.parts = parts
         self.shape = shape
         self.exposed = False
@@ -85,7 +84,7 @@ def exposed_locals(tensor: Wrapper) -> Locals:
     if not cell.exposed and any(map(_is_uncounted, cell.parts)):
         cell.parts = tuple(map(_with_versions, cell.parts))
         # One rank may look alone: the cached reductions, which all have, must still be good there.
-        cell.uncounted += sum([part._version for part in cell.parts])
+        cell.writes -= sum([part._version for part in cell.parts])
     cell.exposed = True
     if cell.parts is own or len(cell.parts) != len(own) or is_tracing():
         return own
