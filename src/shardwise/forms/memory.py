@@ -83,6 +83,26 @@ def as_strided(
     return wrap(made._spec.with_meta(meta), in_order(made._locals, stride))
 
 
+@register_form("as_strided_copy")
+def as_strided_copy(
+    x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
+) -> Any:
+    """As `as_strided`, dense in memory."""
+    found = _found(aten.as_strided_copy.default, x, size, stride, storage_offset)
+    return aten.take.default(x, found)
+
+
+@register_form("as_strided_scatter")
+def as_strided_scatter(
+    x: Any, src: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
+) -> Any:
+    """`x` with other elements at these addresses."""
+    if not isinstance(x, Wrapper):
+        x = laid_out(x, src._spec.topology)
+    found = _found(aten.as_strided_scatter.default, x, size, stride, storage_offset)
+    return aten.put.default(x, found, src)
+
+
 # --- other sizes in place ------------------------------------------------------------------------
 
 
