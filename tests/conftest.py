@@ -22,6 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
     tier.choose(quick="not thorough" in config.getoption("markexpr"))
 
 
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # numbers must not depend on which tests a process has run before
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """A process per core for directories; one for a file, and for tests that start their own."""
     return None if _is_whole_suite(config) else 0

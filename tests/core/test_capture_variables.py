@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import shardwise as sw
+from shardwise.errors import CaptureError
 
 from .test_capture_guards import AT
 from .test_capture_refusals import Trainer, assert_same, batch, both, in_step
@@ -335,3 +336,32 @@ def test_gradients_may_be_accumulated_over_calls() -> None:
         assert torch.equal(plain(x, update).full_tensor(), step(x, update).full_tensor()), number
     assert step.stats()["graphs"] == 3 and step.stats()["replayed"] > 9
     assert_same(eager, captured)
+
+
+@pytest.mark.filterwarnings("ignore:capture:UserWarning")
+@pytest.mark.parametrize("count", [10, 100])
+@pytest.mark.parametrize("kind", ["taken", "added"])
+def test_a_list_of_numbers_that_the_step_changes(kind: str, count: int) -> None:
+    """A new graph or an error, never an old number, however long the list is."""
+
+    def step_of(numbers: list[float]) -> Callable[[Tensor], Any]:
+        def step(x: Tensor) -> Any:
+            if kind == "taken":
+                return x * numbers.pop(0)
+            numbers.append(0.5)
+            return x * numbers[0]
+
+        return step
+
+    values = [1.0] * 5 + [2.0] * count
+    lists = [list(values), list(values)]
+    plain, step = step_of(lists[0]), sw.capture(step_of(lists[1]))
+    for number in range(9):
+        if kind == "added" and number == 6:
+            lists[0][0] = lists[1][0] = 3.0
+        x = in_step(batch(number))
+        try:
+            made = step(x)
+        except CaptureError:
+            return
+        assert torch.equal(plain(x).full_tensor(), made.full_tensor()), number

@@ -83,6 +83,31 @@ def test_an_embedding_with_a_largest_norm() -> None:
     torch.testing.assert_close(made.weight.full_tensor(), model.weight.detach())  # type: ignore
 
 
+def test_an_embedding_with_a_largest_norm_in_a_captured_step() -> None:
+    mesh, index = virtual(2, names=("dp",)), torch.arange(8)
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 4))
+    made = fully_shard(copy.deepcopy(model), mesh)
+
+    def step_of(module: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+        def step(index: Any) -> Any:
+            optimizer.zero_grad()
+            loss = module(index).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    plain, step = step_of(model), sw.capture(step_of(made))
+    sharded = distribute_tensor(index, mesh, [Shard(0)])
+    for _ in range(7):
+        torch.testing.assert_close(step(sharded).full_tensor(), plain(index).detach())
+    assert step.stats()["replayed"] > 0
+    torch.testing.assert_close(made[0].weight.full_tensor(), model[0].weight.detach())
+
+
 class Adapted(nn.Module):
     """A frozen matrix and a trained one of low rank."""
 
@@ -96,6 +121,7 @@ class Adapted(nn.Module):
 
 
 def test_nothing_is_reduced_for_frozen_parameters_of_a_unit() -> None:
+    torch.manual_seed(0)
     mesh, x = virtual(2, names=("dp",)), torch.randn(4, 16)
     model = Adapted()
     made = fully_shard(copy.deepcopy(model), mesh)

@@ -123,3 +123,19 @@ def test_memory_that_is_not_the_tensors_is_an_error():
         x[2:].resize_(2)
     with pytest.raises(LayoutError, match="no storage of its own"):
         x.set_(torch.zeros(3).untyped_storage())
+
+
+@pytest.mark.parametrize("shard", [Replicate(), Shard(0), Shard(1)])
+def test_strides_of_a_slice_count_from_the_slice(shard):
+    """Its offsets count from the memory of the base: right, or an error."""
+    mesh, part = virtual(2), -numbers(2, 5, seed=1)
+    for place in (Replicate(), Shard(0), Shard(1)):
+        given = [sw.distribute_tensor(t, mesh, [p]) for t, p in ((X, place), (part, shard))]
+        for offset in ((), (0,), (5,), (7,)):
+            size = (2, 5), (5, 1)
+            want = torch.as_strided_scatter(X[1:], part, *size, *offset)
+            try:
+                made = torch.as_strided_scatter(given[0][1:], given[1], *size, *offset)
+            except LayoutError:
+                continue
+            assert made.full_tensor().equal(want), (place, offset)

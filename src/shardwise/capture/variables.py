@@ -232,7 +232,7 @@ class _Search:
         """The items of a list, tuple, dict or set, and how many there are."""
         many = isinstance(value, (set, frozenset)) or len(value) > _MANY
         if many and _is_number(whole := _copy(functools.partial(_given, value))):
-            yield Variable(name, whole, functools.partial(_copy, get), may_grow=True)
+            yield Variable(name, whole, functools.partial(_copy, get))
             return
         length = functools.partial(_length, get)
         yield Variable(f"the length of {name}", len(value), length, may_grow=True)

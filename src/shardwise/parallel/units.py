@@ -160,14 +160,18 @@ class Unit:
         live = None if self._live is None else self._live[index]
         if live is None or self._fresh[index] == version_stamp(live):
             return
-        self._fresh[index] = version_stamp(live)
-        parameter = self.parameters[index]
+        parameter, cell = self.parameters[index], live._cell
         with torch.no_grad():
             spec = parameter._spec.with_meta(live._spec.meta)
             made = wrap(spec, in_layout(live, spec))
-            if not all(map(_is_same, made._locals, parameter._locals)):
+            if made.dtype is not parameter.dtype:  # numbers that were not written stay exact
+                own = parameter.detach()
+                made = torch.where(own.to(made.dtype) == made, own, made.to(own.dtype))
+            # Whether an operator has written does not depend on the shard; so all ranks copy.
+            if not cell.in_graph or not all(map(torch.equal, made._locals, parameter._locals)):
                 parameter.copy_(made)
-                self._stamps[index] = state_stamp(parameter)
+        cell.in_graph = False
+        self._fresh[index], self._stamps[index] = version_stamp(live), state_stamp(parameter)
 
     def drop(self) -> None:
         """Forget the gathered parameters: only shards stay."""
@@ -297,11 +301,6 @@ class Unit:
         if before is not None and before._started is not None:
             before.gather()
             at_end_of_backward(before.drop)
-
-
-def _is_same(new: torch.Tensor, old: torch.Tensor) -> bool:
-    """True if a tensor has the values of another in its own dtype; NaN is equal to NaN."""
-    return bool(torch.isclose(new, old.to(new.dtype), rtol=0, atol=0, equal_nan=True).all())
 
 
 def _in_dtype(tensor: Any, dtype: torch.dtype | None) -> Any:

@@ -20,16 +20,17 @@ class Cell:
 
     `writes` counts the writes of the dispatcher. `parts` are the local tensors of the first alias:
     their versions tell of other writes. `shape` is its global shape. `exposed` is True if a user
-    holds any of the parts.
+    holds any of the parts, `in_graph` if a compiled program was given them.
     """
 
-    __slots__ = ("__weakref__", "exposed", "parts", "shape", "writes")
+    __slots__ = ("__weakref__", "exposed", "in_graph", "parts", "shape", "writes")
 
     def __init__(self, parts: Locals, shape: tuple[int, ...]) -> None:
         self.writes = 0
         self.parts = parts
         self.shape = shape
         self.exposed = False
+        self.in_graph = False
 
 
 class Wrapper(torch.Tensor):

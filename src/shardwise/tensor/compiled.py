@@ -86,4 +86,5 @@ def _part(index: int, tensor: Any) -> Any:
     if type(part) is torch.Tensor:
         _cells[memory_of(part)] = cell = share_cell(root)
         cell.writes += 1  # a compiled program may write into it, where nobody counts
+        cell.in_graph = True
     return part
