@@ -200,7 +200,7 @@ class _Search:
                 yield from self._of_value(found, inner, f"{label}.{name}", depth)
 
     def _of_methods(self, owner: Any, name: str, depth: int) -> Iterator[Variable]:
-        """What the methods of a name read, those of base classes too."""
+        """The variables that methods of this name read, those of base classes too."""
         for kind in _classes_of(owner) if depth else ():
             function = _function_of(vars(kind).get(name))
             if function is not None and _is_own(function):

@@ -1,4 +1,4 @@
-"""What `fully_shard` and `replicate` share: one mesh for all parameters, and classes of modules.
+"""Shared by `fully_shard` and `replicate`: one mesh for all parameters, and classes of modules.
 
 The mesh they are given may be a part of a larger one, of which other parts have parameters already.
 """
