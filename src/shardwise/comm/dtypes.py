@@ -122,14 +122,9 @@ def _finished(total: torch.Tensor, dtype: torch.dtype, op: str, over: int) -> to
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, without a copy if it is contiguous."""
-    flat = _dense(value).view(-1)
+    flat = value.resolve_conj().resolve_neg().contiguous().view(-1)
     # A single element may keep any stride, but only a stride of 1 can be read as bytes.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def _dense(value: torch.Tensor) -> torch.Tensor:
-    """`value` contiguous, with lazy conjugation and negation done."""
-    return value.resolve_conj().resolve_neg().contiguous()
 
 
 def backends_reduce(dtype: torch.dtype, op: str) -> bool:
@@ -159,10 +154,10 @@ def backend_op(dtype: torch.dtype, op: str) -> dist.ReduceOp.RedOpType:
 
 
 def to_backend(value: torch.Tensor, op: str) -> torch.Tensor:
-    """`value` in a form that every backend reduces rightly."""
+    """A contiguous `value` in a form that every backend reduces rightly."""
     if value.dtype is torch.bool:
-        return _dense(value).view(torch.uint8)
-    wide = _dense(_widened(value, op))
+        return value.view(torch.uint8)
+    wide = _widened(value, op)
     if op not in ("max", "min") or not wide.dtype.is_floating_point:
         return wide
     # Backends lose NaN in max and min. Integers in the order of the floats keep it, at either end.

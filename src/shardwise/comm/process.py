@@ -171,7 +171,8 @@ def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[La
     pairs: list[tuple[tuple[torch.Tensor, torch.Tensor], int]] = []
     for each, out in zip(jobs, outs, strict=True):
         assert out is not None
-        ends = each.flat(each.local[0].resolve_conj().resolve_neg()), each.flat(out.tensor())
+        lay = each.in_order if plain and len(jobs) == 1 else each.flat
+        ends = lay(each.local[0]), lay(out.tensor())
         chunks = [(end,) if plain else end.split(max(1, room // width)) for end in ends]
         pairs += [(pair, pair[1].numel() * width) for pair in zip(*chunks, strict=True)]
     for parts in batches([pair for pair in pairs if pair[1]], room):
@@ -179,7 +180,7 @@ def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[La
 
 
 def _all_reduce(job: Job, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
-    """Reduce flat tensors into others; one alone in place."""
+    """Reduce flat tensors into others; one alone, of any shape, in place."""
     step, outs = job.step, [made for _, made in parts]
     given = [part for part, _ in parts]
     value = outs[0].copy_(given[0]) if len(parts) == 1 else torch.cat(given)

@@ -52,7 +52,7 @@ def _all_reduce(job: Job) -> torch.Tensor:
     step, value = job.step, job.local[0]
     if not value.numel():
         return value.clone()
-    sent = to_backend(job.flat(value), step.op)
+    sent = to_backend(job.flat(value.resolve_conj().resolve_neg()).contiguous(), step.op)
     pairs = sent.is_complex()
     sent = torch.view_as_real(sent) if pairs else sent
     for group in reduction_groups(step.src.topology, step.axes):

@@ -65,20 +65,19 @@ class _Reduction:
     def run(self, tensors: Sequence[Any], ord: Any) -> Sequence[torch.Tensor]:
         """The numbers of the tensors."""
         if self._moves:
-            whole = all_in_layout([(t, t._spec.reduced, False) for t in tensors])
+            every = all_in_layout([(t, t._spec.reduced, False) for t in tensors])
+        else:
+            every = [tensor._locals for tensor in tensors]
         pending = self._pending
         parts: list[Any] = []
         for slots in self._counted:
-            if self._moves:
-                here = [whole[i][slot] for i, slot in slots.items()]
-            else:
-                here = [tensors[i]._locals[slot] for i, slot in slots.items()]
+            here = [every[i][slot] for i, slot in slots.items()]
             part = torch.stack(self._local(here, ord, pending.dtype)) if here else None
             if len(here) < len(tensors):
-                every = torch.zeros(len(tensors), dtype=pending.dtype, device=self._device)
+                numbers = torch.zeros(len(tensors), dtype=pending.dtype, device=self._device)
                 if part is not None:
-                    every[[*slots]] = part
-                part = every
+                    numbers[[*slots]] = part
+                part = numbers
             parts.append(part)
         values = redistribute_locals(pending, pending.reduced, tuple(parts))[0]
         if self._root != 1:
