@@ -398,6 +398,15 @@ class DTensorSpec:
         """Another tensor of the same shape in the same layout: other strides or dtype."""
         return self._intern(self.topology, self.placements, meta, self.cuts)
 
+    def resized(self, meta: TensorMeta) -> DTensorSpec:
+        """A tensor of other sizes in the same layout, which has no cuts and shards no blocks."""
+        made = self._intern(self.topology, self.placements, meta, None)
+        known, new = self.__dict__, made.__dict__
+        for name in _OF_PLACEMENTS:
+            if name in known:
+                new[name] = known[name]
+        return made
+
     def layout_text(self) -> str:
         """The placements, with the cuts of dims that are not cut as `torch.chunk` would."""
         text = "[" + ", ".join(map(repr, self.placements)) + "]"
@@ -425,6 +434,10 @@ class DTensorSpec:
     def __reduce__(self) -> tuple[Any, ...]:
         meta = None if self.tensor_meta is None else tuple(self.tensor_meta)
         return rebuild_spec, (described(self.topology), self.placements, meta, self.cuts)
+
+
+_OF_PLACEMENTS = ("sums", "dim_axes", "slot_axes", "slots", "groups")
+"""Cached properties that are the same for all sizes, if no axis shards blocks of a dim."""
 
 
 def rebuild_spec(
