@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..errors import LayoutError, need
+from ..errors import LayoutError, need, public
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
 from .make_mesh import described, described_mesh
 from .mesh import AnyMesh, Coord, Topology, topology
@@ -117,6 +117,7 @@ def _normal(what: str, placement: Placement, ndim: int) -> Placement:
     return Shard(placement.dim % ndim, placement.split)
 
 
+@public
 class DTensorSpec:
     """Mesh, one placement per axis, cuts, and the tensor's global shape, stride and dtype.
 

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
 
-from ..errors import RuleError, need
+from ..errors import RuleError, need, public
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LISTS = (list, tuple)
@@ -20,6 +20,7 @@ def checked(function: Function, **kinds: Any) -> Function:
     """
     bind, name = signature(function).bind, function.__name__
 
+    @public
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         given = bind(*args, **kwargs).arguments

@@ -10,7 +10,7 @@ import torch
 from .._torch import disabled_torch_function, take_lists, take_operators, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
-from ..errors import LayoutError, MeshError, need
+from ..errors import LayoutError, MeshError, need, public
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
@@ -92,6 +92,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     to_local = to_local
 
     @untraced
+    @public
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
@@ -104,6 +105,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         return whole_local(whole, grad_placements)
 
     @untraced
+    @public
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
@@ -146,11 +148,13 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     # --- values ------------------------------------------------------------------------------
 
     @untraced
+    @public
     def tolist(self) -> Any:
         """The global value as nested lists."""
         return self.full_tensor().tolist()
 
     @untraced
+    @public
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as a read-only NumPy array: writes would not reach the tensor."""
         array = self.full_tensor().numpy(force=force)
@@ -184,6 +188,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         like: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         return like.new(*args, **options)
 
+    @public
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
         """PyTorch's own uses the offset in memory, which a view of a DTensor does not have."""
         if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):
@@ -327,6 +332,7 @@ def _need_dtensor(what: str, value: object) -> None:
         )
 
 
+@public
 def redistribute(
     tensor: DTensor,
     device_mesh: AnyMesh | None = None,
@@ -346,6 +352,7 @@ def redistribute(
 
 
 @untraced
+@public
 def redistribute_all(
     tensors: Sequence[DTensor],
     placements: Placements | Sequence[Placements],
