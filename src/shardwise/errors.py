@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 __all__ = [
+    "ArgumentError",
     "CaptureError",
     "CheckpointError",
     "CommunicationError",
@@ -22,10 +23,19 @@ __all__ = [
 ]
 
 Public = TypeVar("Public", bound=Callable[..., Any])
+_CALLED = frozenset(
+    ("__new__", "__init__", "__call__", "__getitem__", "__deepcopy__", "__torch_function__")
+)
+"""The methods by which Python calls an object for the user."""
+_NOT_THE_USERS = frozenset(("shardwise", "torch", "contextlib"))
 
 
 class ShardwiseError(Exception):
     """Base of every error raised by Shardwise."""
+
+
+class ArgumentError(ShardwiseError, TypeError):
+    """A call with arguments that it does not take, or with an argument of a wrong kind."""
 
 
 class LayoutError(ShardwiseError, ValueError):
@@ -71,12 +81,11 @@ def need(
 def public(what: Public) -> Public:
     """A public function, or class: the traceback of an error about a call ends at the call.
 
-    Of a class these are the methods it defines itself: public ones, `__new__`, `__init__` and
-    `__call__`.
+    Of a class it is that of the methods it defines itself: public ones, and those of `_CALLED`.
     """
     if isinstance(what, type):
         for name, value in list(vars(what).items()):
-            if name[0] != "_" or name in ("__new__", "__init__", "__call__"):
+            if name[0] != "_" or name in _CALLED:
                 if isinstance(value, FunctionType):
                     setattr(what, name, public(value))
                 elif isinstance(value, (staticmethod, classmethod)):
@@ -108,11 +117,10 @@ def end_at_user_line(error: BaseException) -> None:
     """
     if not isinstance(error, Exception) or os.environ.get("SHARDWISE_FULL_TRACEBACKS") == "1":
         return
-    packages = [
-        frame.f_globals.get("__name__", "").partition(".")[0]
-        for frame, _ in walk_tb(error.__traceback__)
-    ]
-    unfit = len(packages) == 1 and isinstance(error, TypeError)  # arguments that it does not have
-    is_told = isinstance(error, ShardwiseError) or packages[-1:] == ["torch"] or unfit
-    if is_told and set(packages) <= {"shardwise", "torch"}:
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    is_told = isinstance(error, ShardwiseError) or packages[-1:] == ["torch"]
+    if isinstance(error, TypeError) and frames[-1].f_code.co_varnames[:2] == ("args", "kwargs"):
+        is_told = True  # what is passed on does not fit, and Python tells it
+    if is_told and _NOT_THE_USERS.issuperset(packages):
         error.__traceback__ = None

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..errors import MeshError, need, public
+from ..errors import ArgumentError, MeshError, need, public
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.user_line import warn_user
 from .saving.pretrained import gather_in_save_pretrained
@@ -79,7 +79,7 @@ def _one_axis(mesh: Topology) -> Topology:
 
 def _check_style(style: Any, where: str) -> None:
     if not isinstance(style, ParallelStyle):
-        raise TypeError(
+        raise ArgumentError(
             f"parallelize_module: the plan {where}is a {type(style).__name__}. Give a "
             "ParallelStyle, such as ColwiseParallel(), or a dict from module names to styles."
         )

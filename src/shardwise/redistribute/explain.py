@@ -115,6 +115,10 @@ def explain_redistribute(
         b = _spec_of("dst", dst)
     else:
         b = DTensorSpec(a.topology if dst is None else dst, placements, a.meta)
+    if a.shape != b.shape:
+        raise LayoutError(
+            f"explain_redistribute: the shape stays as it is, but src is {a} and dst is {b}."
+        )
     return Explanation(a, b, tuple(_costs(steps_between(a, b), a.dtype)) if a is not b else ())
 
 

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
 
-from ..errors import RuleError, need, public
+from ..errors import ArgumentError, RuleError, need, public
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LISTS = (list, tuple)
@@ -23,7 +23,10 @@ def checked(function: Function, **kinds: Any) -> Function:
     @public
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        given = bind(*args, **kwargs).arguments
+        try:
+            given = bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise ArgumentError(f"{name}: {error}.") from None
         for argument, kind in kinds.items():
             if argument in given:
                 _check(f"{name}: {argument}", given[argument], kind)

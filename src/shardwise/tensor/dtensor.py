@@ -10,7 +10,7 @@ import torch
 from .._torch import disabled_torch_function, take_lists, take_operators, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
-from ..errors import LayoutError, MeshError, need, public
+from ..errors import ArgumentError, LayoutError, MeshError, need, public
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
@@ -32,6 +32,7 @@ from .saving import plain_attributes, saved
 def _without_memory(name: str, more: str) -> Any:
     """A method that raises: PyTorch's own would use memory that a DTensor does not have."""
 
+    @public
     def method(self: DTensor, *_: Any, **__: Any) -> Any:
         raise LayoutError(
             f"{name}: a DTensor {self._spec!r} has no memory of its own. Use to_local(), the "
@@ -59,8 +60,9 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     # PyTorch looks this up for each argument, and finds it soonest here.
     __torch_function__ = disabled_torch_function
 
+    @public
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
-        raise TypeError(
+        raise ArgumentError(
             "DTensor() cannot be called. Use distribute_tensor(tensor, mesh, placements) for a "
             "whole tensor or DTensor.from_local(local, mesh, placements) for the parts."
         )
@@ -178,6 +180,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     )
     apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 
+    @public
     def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
         """A plain tensor of given data, of this tensor's dtype and device if no other is given."""
         # PyTorch's own looks for the backend among the dispatch keys, and finds that of DTensors.
@@ -210,6 +213,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     as_strided_ = in_place(as_strided)
 
     @untraced
+    @public
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:
             return format(self.item(), spec)
@@ -251,6 +255,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         return autograd_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
+    @public
     def data(self, value: torch.Tensor) -> None:
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             value = laid_out_like(value, self._spec)

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import torch
 
-from ..errors import LayoutError, need, public
+from ..errors import ArgumentError, LayoutError, need, public
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.spec import (
@@ -47,7 +47,7 @@ def _check_names(where: _Where) -> None:
     known = _Where.__annotations__
     for name in where:
         if name not in known:
-            raise TypeError(
+            raise ArgumentError(
                 f"unexpected keyword argument {name!r}: a factory takes {', '.join(known)}."
             )
 

@@ -162,7 +162,7 @@ def _operator(name: str) -> Callable[..., Any]:
         return mapped(lambda part, *rest: getattr(part, name)(*rest), self, *args)
 
     method.__name__ = name
-    return method
+    return public(method)
 
 
 _OPERATORS = (
