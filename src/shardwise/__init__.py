@@ -7,39 +7,42 @@ answer.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import errors, random
-from . import forms as forms  # importing it registers the distributed forms
-from .comm.lockstep import lockstep
-from .config import (
-    communication,
-    exchange_buffer,
-    implicit_replication,
-    keep_partial_grads,
-    plain_tensors,
-    ragged_results,
-)
-from .layout.cost import Link
-from .layout.make_mesh import init_device_mesh, is_virtual
-from .layout.placement import Partial, Placement, Replicate, Shard
-from .layout.spec import DTensorSpec, TensorMeta
-from .random import manual_seed
-from .redistribute import Explanation, explain_redistribute
-from .tensor.dtensor import DTensor, distribute_tensor, redistribute, redistribute_all
-from .tensor.factories import (
-    arange,
-    empty,
-    eye,
-    full,
-    linspace,
-    logspace,
-    ones,
-    rand,
-    randint,
-    randn,
-    randperm,
-    zeros,
-)
-from .tensor.per_rank import PerRank, is_first_rank, per_rank
+from ._torch import no_garbage_collection
+
+with no_garbage_collection():
+    from . import errors, random
+    from . import forms as forms  # importing it registers the distributed forms
+    from .comm.lockstep import lockstep
+    from .config import (
+        communication,
+        exchange_buffer,
+        implicit_replication,
+        keep_partial_grads,
+        plain_tensors,
+        ragged_results,
+    )
+    from .layout.cost import Link
+    from .layout.make_mesh import init_device_mesh, is_virtual
+    from .layout.placement import Partial, Placement, Replicate, Shard
+    from .layout.spec import DTensorSpec, TensorMeta
+    from .random import manual_seed
+    from .redistribute import Explanation, explain_redistribute
+    from .tensor.dtensor import DTensor, distribute_tensor, redistribute, redistribute_all
+    from .tensor.factories import (
+        arange,
+        empty,
+        eye,
+        full,
+        linspace,
+        logspace,
+        ones,
+        rand,
+        randint,
+        randn,
+        randperm,
+        zeros,
+    )
+    from .tensor.per_rank import PerRank, is_first_rank, per_rank
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # fits both kinds of mesh
