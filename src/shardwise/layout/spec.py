@@ -117,7 +117,6 @@ def _normal(what: str, placement: Placement, ndim: int) -> Placement:
     return Shard(placement.dim % ndim, placement.split)
 
 
-@public
 class DTensorSpec:
     """Mesh, one placement per axis, cuts, and the tensor's global shape, stride and dtype.
 
@@ -139,6 +138,7 @@ class DTensorSpec:
     _interned: WeakValueDictionary[tuple[Any, ...], DTensorSpec] = WeakValueDictionary()
     _lock = threading.Lock()
 
+    @public
     def __new__(
         cls,
         mesh: AnyMesh | Topology,
@@ -181,6 +181,7 @@ class DTensorSpec:
         return found
 
     @classmethod
+    @public
     def from_dim_map(
         cls,
         mesh: AnyMesh,
@@ -387,6 +388,7 @@ class DTensorSpec:
 
     # --- other layouts of the same tensor ------------------------------------------------------
 
+    @public
     def with_placements(
         self,
         placements: Sequence[Placement],
