@@ -329,7 +329,7 @@ def test_ranks_agree_on_the_links_of_the_first(processes: Pools) -> None:
     for links, part, error, groups in processes(4).run(links_by_rank):
         assert {link.bandwidth for link in links} == {1e9} and part == links[2:]
         assert "stay as they are" in error
-        assert groups == [(1, 2)]
+        assert groups == [(0,), (1,), (2,), (1, 2)]
 
 
 def links_from_file(file: Path) -> list[float] | str:

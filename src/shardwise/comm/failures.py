@@ -34,10 +34,9 @@ from .protocol import Wait
 
 TICK = timedelta(seconds=2)
 """How long a rank waits before it reads the notes."""
-_DRAIN = 30.0
-"""How many seconds a process that ends waits for others to receive what it has sent."""
-_PATIENCE = 5.0
-"""How many seconds the process that has the store waits for others to read the notes."""
+_PATIENCE = 30.0
+"""How many seconds a process that ends waits for others to receive what it has sent and, if it has
+the store, to read the notes."""
 _GONE = "is gone: its process has ended or destroyed its process group. See its own output"
 
 
@@ -158,10 +157,9 @@ def _is_alone(me: int, note: Note, notes: dict[int, Note]) -> bool:
 
 def _raise_store_gone(world: World, cause: BaseException) -> NoReturn:
     """Raise because the store does not answer: the process that had it has ended."""
-    text = world.received()  # what that process has left for this one
-    if text is None and _is_in_first_rank() and world.is_gone(0):
+    text = "the process that has the store of torch.distributed has ended. See its output"
+    if _is_in_first_rank() and world.is_gone(0):
         text = f"rank 0 {_GONE}"
-    text = text or "the process that has the store of torch.distributed has ended. See its output"
     _raise(f"a collective cannot finish: {text.rstrip('.')}.", cause)
 
 
@@ -320,7 +318,7 @@ def _reset() -> None:
 
 def _drain() -> None:
     """Wait until others have what this rank has sent them, unless a rank has failed."""
-    end = time.monotonic() + _DRAIN
+    end = time.monotonic() + _PATIENCE
     try:
         for work in list(_State.works.values()):
             while not _State.knows and time.monotonic() < end and not _ended(work):
@@ -330,8 +328,7 @@ def _drain() -> None:
 
 
 def _leave() -> None:
-    """At the end of a process that knows of a failure and has the store: let the others read it,
-    and send it to those that have not read it in time."""
+    """At the end of a process that knows of a failure and has the store: let the others read it."""
     world = known_world()
     if world is None:
         return
@@ -343,10 +340,7 @@ def _leave() -> None:
     try:
         while waiting and time.monotonic() < end:
             time.sleep(0.05)
-            heard = {rank for rank in waiting if world.store.check([world.key("raised", rank)])}
-            waiting = [r for r in waiting if r not in heard and not world.is_gone(r)]
-        found = _first_failure(world)
+            unheard = [r for r in waiting if not world.store.check([world.key("raised", r)])]
+            waiting = [r for r in unheard if not world.is_gone(r)]
     except RuntimeError:
         return
-    for rank in waiting:
-        world.send(rank, _State.own.text if found is None else found[1])

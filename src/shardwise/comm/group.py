@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
-from ..layout.mesh import Coord, Topology, VirtualMesh
+from ..layout.mesh import Coord, Topology
 from ..layout.world import World, at_end
 from .failures import waiter
 from .protocol import Wait
@@ -53,7 +53,9 @@ def group_of(steps: Sequence[Step]) -> Group:
 @lru_cache(maxsize=4096)
 def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
     if src is dst:
-        ranks, found = _members(src, axes), _spanning(src, axes)
+        assert src.coordinate is not None
+        found = _spanning(src, axes)
+        ranks = tuple(sorted(map(src.rank_of, src.group_coords(src.coordinate, axes))))
     else:
         ranks = tuple(sorted({*src.ranks, *dst.ranks}))
         found = _world() if len(ranks) == dist.get_world_size() else None
@@ -61,12 +63,6 @@ def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
         ranks = tuple(dist.get_process_group_ranks(found))
     senders, receivers = (tuple(map(_coords(mesh).get, ranks)) for mesh in (src, dst))
     return Group(found, ranks, senders, receivers, ranks.index(dist.get_rank()))
-
-
-def _members(topology: Topology, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks that differ from this one only in `axes`."""
-    assert topology.coordinate is not None
-    return tuple(sorted(map(topology.rank_of, topology.group_coords(topology.coordinate, axes))))
 
 
 def _coords(topology: Topology) -> dict[int, Coord]:
@@ -86,27 +82,21 @@ def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 
     It may have other ranks of the mesh: all of them take part in a step, and these send nothing.
     """
-    own = tuple(axis for axis in axes if topology.shape[axis] > 1)
-    assert not isinstance(topology.mesh, VirtualMesh)
-    if len(own) < 2:
-        return topology.mesh.get_group(own[0] if own else 0)
-    wider = [run for run in topology.groups if set(own) <= set(run)]
-    if wider:
-        best = min(wider, key=lambda run: (prod(topology.shape[a] for a in run), run))
-        return topology.groups[best]
-    return _world() if len(topology.ranks) == dist.get_world_size() else None
+    own = set(topology.long_axes(axes))
+    wider = [
+        (prod([topology.shape[axis] for axis in run]), run)
+        for run in topology.groups
+        if own <= set(run)
+    ]
+    return topology.groups[min(wider)[1]] if wider else None
 
 
 @lru_cache(maxsize=4096)
 def reduction_groups(topology: Topology, axes: tuple[int, ...]) -> list[dist.ProcessGroup]:
     """The process groups that reduce over `axes` one after another; one if it spans them all."""
-    own = tuple(axis for axis in axes if topology.shape[axis] > 1)
-    assert not isinstance(topology.mesh, VirtualMesh)
-    if len(own) > 1 and prod(topology.shape[axis] for axis in own) == dist.get_world_size():
-        return [_world()]
-    if own in topology.groups:
-        return [topology.groups[own]]
-    return [topology.mesh.get_group(axis) for axis in own]
+    own = topology.long_axes(axes)
+    runs = [own] if own in topology.groups else [(axis,) for axis in own]
+    return [topology.groups[run] for run in runs]
 
 
 @at_end

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..layout.mesh import Coord, Topology, VirtualMesh
+from ..layout.mesh import Coord, Topology
 from ..layout.world import refuse_forked
 from .all_to_all import Part, batches, buffer_size, give_back, in_chunks, largest_share, launch
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
@@ -79,15 +79,14 @@ def same_among_members(topology: Topology, digest_of: Callable[[tuple[int, ...]]
     """True if the members of each process group of a mesh have the same digest for their ranks. All
     ranks of the mesh make the call."""
     here = topology.coordinate
-    if here is None or isinstance(topology.mesh, VirtualMesh):
+    if here is None:
         return True
     _begin(topology)
-    every = [(axis,) for axis in range(topology.ndim)] + sorted(topology.groups)
-    groups = [group for axes in every for group in reduction_groups(topology, axes)]
     same = []
-    for group in groups:
-        digest = digest_of(tuple(dist.get_process_group_ranks(group)))
-        same.append(_is_same([group], digest, topology.device_type))
+    for axes in sorted(topology.groups):
+        for group in reduction_groups(topology, axes):
+            digest = digest_of(tuple(dist.get_process_group_ranks(group)))
+            same.append(_is_same([group], digest, topology.device_type))
     return all(same)
 
 
@@ -97,14 +96,14 @@ def broadcast_from(
     """Give the ranks along `axes` of a mesh of processes the `value` of the one among them that is
     at `origin` there, in place. All ranks of the mesh make the call."""
     here = topology.coordinate
-    assert here is not None and not isinstance(topology.mesh, VirtualMesh)
+    assert here is not None
     _begin(topology)
     if is_compared():
         compare(topology.ranks, f"a broadcast of {value.numel()} bytes")
     for place, axis in enumerate(axes):
         if all(here[later] == origin[later] for later in axes[place + 1 :]):
             first = topology.rank_of((*here[:axis], origin[axis], *here[axis + 1 :]))
-            broadcast(topology.mesh.get_group(axis), value, first)()
+            broadcast(topology.groups[axis,], value, first)()
 
 
 def _begin(*topologies: Topology) -> None:

@@ -144,8 +144,9 @@ def _made(mesh: TorchDeviceMesh, links: Links) -> TorchDeviceMesh:
             )
         agreed = known.links
     where = topology(mesh, agreed)
-    if not where.groups:
-        where.groups.update(_flattened_groups(where))
+    if not where.is_flattened:
+        where.is_flattened = True
+        _flatten_groups(where)
     share_random_state(mesh)
     current_world().find_addresses(where.ranks)  # all have said so: they took part in the above
     return mesh
@@ -166,37 +167,33 @@ def _agreed_links(mesh: TorchDeviceMesh, links: Links) -> tuple[Link, ...]:
     return told[0]  # type: ignore[no-any-return]
 
 
-def _flattened_groups(where: Topology) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for each run of adjacent axes, made in one order by all.
+def _flatten_groups(where: Topology) -> None:
+    """Make a process group for each run of adjacent axes, in one order on all ranks.
 
     `new_group` needs every rank of the world, also those that the group or the mesh leaves out.
     """
-    assert dist.group.WORLD is not None
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    axes = [axis for axis in range(where.ndim) if where.shape[axis] > 1]
+    axes = where.long_axes(range(where.ndim))
     for first, last in combinations(range(len(axes)), 2):
-        run = tuple(axes[first : last + 1])
+        run = axes[first : last + 1]
         rest = [axis for axis in range(where.ndim) if axis not in run]
         for start in where.group_coords((0,) * where.ndim, rest):
             members = where.group_coords(start, run)
             if len(members) == dist.get_world_size():
-                groups[run] = dist.group.WORLD
-                continue
+                continue  # there is one
             made = dist.new_group([where.rank_of(member) for member in members])
             if where.coordinate in members:
-                groups[run] = made
-    return groups
+                where.groups[run] = made
 
 
 def from_first_rank(value: torch.Tensor, mesh: AnyMesh) -> torch.Tensor:
     """The value that the first rank of a mesh has; ranks outside the mesh keep theirs."""
     where = topology(mesh)
-    if isinstance(mesh, VirtualMesh) or where.coordinate is None:
+    if where.coordinate is None:
         return value
     shared = value.to(where.device_type)
     for axis in range(where.ndim):
         first = (*where.coordinate[:axis], 0, *where.coordinate[axis + 1 :])
-        dist.broadcast(shared, where.rank_of(first), group=mesh.get_group(axis))
+        dist.broadcast(shared, where.rank_of(first), group=where.groups[axis,])
     return shared.to(value.device)
 
 

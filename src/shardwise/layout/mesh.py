@@ -192,8 +192,39 @@ class Topology:
         here = None if isinstance(mesh, VirtualMesh) else mesh.get_coordinate()
         self.coordinate: Coord | None = None if here is None else tuple(here)
         self.links = links
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.world = None if self.virtual else current_world()
+        self.groups = self._axis_groups()
+        self.is_flattened = False  # True if `groups` has those of several axes, too
+
+    def _axis_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The process groups by their axes: that of each axis, and of all if they are the world.
+
+        An error if they were destroyed since the mesh was made: PyTorch finds them by name, and may
+        give one of that name that was made since.
+        """
+        found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if isinstance(self.mesh, VirtualMesh) or self.coordinate is None:
+            return found
+        for axis in range(self.ndim):
+            members = map(self.rank_of, self.group_coords(self.coordinate, (axis,)))
+            try:
+                found[axis,] = self.mesh.get_group(axis)
+                ranks = dist.get_process_group_ranks(found[axis,])
+            except RuntimeError as error:
+                if "resolve" not in str(error):
+                    raise
+                ranks = []
+            if sorted(ranks) != sorted(members):
+                raise MeshError(_destroyed(str(self)))
+        run = self.long_axes(range(self.ndim))
+        if len(run) > 1 and len(self.ranks) == dist.get_world_size():
+            assert dist.group.WORLD is not None
+            found[run] = dist.group.WORLD
+        return found
+
+    def long_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """Those of `axes` that have more than one rank."""
+        return tuple([axis for axis in axes if self.shape[axis] > 1])
 
     def refuse_destroyed(self) -> None:
         """An error if the process group of this mesh was destroyed."""
@@ -302,10 +333,8 @@ def topology(mesh: AnyMesh | Topology | None, links: tuple[Link, ...] | None = N
         own = _links(mesh) if links is None else links
         if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
             topology(root_mesh(mesh))
-        made = Topology(mesh, own)
-        _check_groups(made)
         with _lock:
-            found = topologies.setdefault(_key(mesh), made)
+            found = topologies.setdefault(_key(mesh), Topology(mesh, own))
     return found
 
 
@@ -319,25 +348,6 @@ def _entered() -> AnyMesh:
             "shardwise.init_device_mesh(device_type, shape)."
         )
     return found
-
-
-def _check_groups(where: Topology) -> None:
-    """An error if the groups of a mesh over processes were destroyed since it was made.
-
-    PyTorch finds them by name, and may give one of that name that was made since.
-    """
-    if isinstance(where.mesh, VirtualMesh) or where.coordinate is None:
-        return
-    for axis in range(where.ndim):
-        members = list(map(where.rank_of, where.group_coords(where.coordinate, (axis,))))
-        try:
-            ranks = dist.get_process_group_ranks(where.mesh.get_group(axis))
-        except RuntimeError as error:
-            if "resolve" not in str(error):
-                raise
-            ranks = []
-        if sorted(ranks) != sorted(members):
-            raise MeshError(_destroyed(str(where)))
 
 
 def find(mesh: Any) -> Topology | None:

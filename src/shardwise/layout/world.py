@@ -69,32 +69,6 @@ class World:
             return False
         return False
 
-    def send(self, rank: int, text: str) -> None:
-        """Leave a text with a rank, which reads it when the store is gone."""
-        try:
-            with socket.create_connection(self._addresses[rank], timeout=1) as connection:
-                connection.sendall(text.encode())
-        except (OSError, KeyError):
-            return  # it is gone, or has no address
-
-    def received(self) -> str | None:
-        """The first text that another rank has left here."""
-        if self._doorbell is None:
-            return None
-        self._doorbell.setblocking(False)
-        while True:
-            try:
-                connection, _ = self._doorbell.accept()
-                with connection:
-                    connection.settimeout(1)
-                    text = connection.recv(1 << 16).decode()
-            except BlockingIOError:
-                return None
-            except OSError:
-                continue
-            if text:
-                return text
-
     def stop_listening(self) -> None:
         """Let others take this process for gone."""
         if self._doorbell is not None:
@@ -118,7 +92,6 @@ class _State:
 
     world: World | None = None
     parents: World | None = None  # that of the process which this one was forked from
-    watches_forks = False
 
 
 _numbers = count()
@@ -158,9 +131,6 @@ def current_world() -> World:
         )
     world = _State.world = World(group)
     call_at_destroy(partial(_end, world.number))
-    if not _State.watches_forks:
-        _State.watches_forks = True
-        os.register_at_fork(after_in_child=_after_fork)
     for callback in _starts:
         callback(world)
     return world
@@ -189,6 +159,9 @@ def _after_fork() -> None:
     if _State.world is not None:
         _State.parents, _State.world = _State.world, None
         _State.parents.stop_listening()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def refuse_forked() -> None:
