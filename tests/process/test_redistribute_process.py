@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from shardwise.comm import engine_of
+from shardwise.comm import all_equal
 from shardwise.layout.make_mesh import DeviceMesh, init_device_mesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
@@ -288,7 +288,7 @@ def test_submeshes_by_name(processes: Pools, name: str, groups: list[list[int]])
 
 def digests_agree(same: bool) -> bool:
     where = topology(init_device_mesh("cpu", (2, 2)))
-    return engine_of(where).check_equal(where, 7 if same else 7 + dist.get_rank())
+    return all_equal(where, 7 if same else 7 + dist.get_rank())
 
 
 def test_check_equal_finds_a_rank_that_differs(processes: Pools) -> None:

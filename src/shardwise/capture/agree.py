@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from ..comm import engine_of
+from ..comm import all_equal
 from ..comm import group as collectives
 from ..comm.lockstep import all_arrive
 from ..comm.process import same_among_members
@@ -54,7 +54,7 @@ def all_agree(
     The collectives of a recording are compared between the ranks of each process group.
     """
     for mesh in meshes:
-        alike = engine_of(mesh).check_equal(mesh, int(reason is None))
+        alike = all_equal(mesh, int(reason is None))
         if not alike and reason is None:
             reason = "it cannot be captured on another rank, whose error says why"
     if reason is not None or recording is None:
@@ -84,7 +84,7 @@ def have_same_order(meshes: Sequence[Topology], graph: fx.Graph) -> bool:
         return int.from_bytes(sha256(repr(own).encode()).digest()[:7], "little")
 
     own = [mesh.virtual or same_among_members(mesh, digest_of) for mesh in meshes]
-    alike = [engine_of(mesh).check_equal(mesh, int(all(own))) for mesh in meshes]
+    alike = [all_equal(mesh, int(all(own))) for mesh in meshes]
     return all(own) and all(alike)
 
 

@@ -20,12 +20,10 @@ from ..layout.mesh import Coord
 from .dtypes import as_bytes, buffer_width, reduce_list
 from .events import on_free
 from .group import Group, all_to_all
-from .protocol import Job, Launch, Out, Wait, narrow
+from .protocol import Job, Launch, Wait, narrow
 from .recording import recorder
 from .step import Parcel
 
-Part = tuple[Job, Out | None]
-"""A job, and this rank's result of it."""
 Item = TypeVar("Item")
 
 # --- the buffer ----------------------------------------------------------------------------------
@@ -95,22 +93,20 @@ def largest_share(group: Group, job: Job) -> int:
     return max(step.src.most * copies, step.dst.most * (count if step.op else 1))
 
 
-def in_chunks(group: Group, part: Part) -> Iterator[Launch]:
+def in_chunks(group: Group, job: Job) -> Iterator[Launch]:
     """A tensor too large for the buffer: in each round the next chunk of every piece."""
-    job = part[0]
     most = max(1, buffer_size() // 2 // (len(group.ranks) * buffer_width(job.step, job.dtype)))
     pairs = [(src, dst) for src in group.senders for dst in group.receivers if src and dst]
     parcels = [parcel for pair in pairs if (parcel := job.step.parcel(*pair))]
     counts = [len(chunks(parcel.box, most)) for parcel in parcels]
     for index in range(max(counts, default=0)):
-        yield partial(launch, group, [part], index, most)
+        yield partial(launch, group, [job], index, most)
 
 
 class Packet(NamedTuple):
-    """A piece of a job's tensor, the result it belongs to, and who sends it."""
+    """A piece of a job's tensor, and who sends it."""
 
     job: Job
-    out: Out | None
     src: Coord
     parcel: Parcel
 
@@ -124,39 +120,37 @@ class Packet(NamedTuple):
 
     def place(self) -> torch.Tensor:
         """The place of the piece in the result."""
-        assert self.out is not None
-        return narrow(self.out.tensor(), self.parcel.place)
+        return narrow(self.job.out, self.parcel.place)
 
 
 def packets(
-    parts: Sequence[Part], src: Coord | None, dst: Coord | None, index: int = 0, most: int = 0
+    jobs: Sequence[Job], src: Coord | None, dst: Coord | None, index: int = 0, most: int = 0
 ) -> list[Packet]:
     """The message of `src` to `dst`: a piece of each job, or chunk number `index` of it if pieces
     are sent in chunks of at most `most` elements."""
     found: list[Packet] = []
     if src is None or dst is None:
         return found
-    for job, out in parts:
+    for job in jobs:
         parcel = job.step.parcel(src, dst)
         if parcel is None:
             continue
         if most:
             cut = chunks(parcel.box, most)[index : index + 1]
             ends = job.step.src.box(src), job.step.dst.box(dst)
-            found += [Packet(job, out, src, Parcel.of(box, *ends)) for box in cut]
+            found += [Packet(job, src, Parcel.of(box, *ends)) for box in cut]
         else:
-            found.append(Packet(job, out, src, parcel))
+            found.append(Packet(job, src, parcel))
     return found
 
 
-def launch(group: Group, parts: Sequence[Part], index: int = 0, most: int = 0) -> Wait:
+def launch(group: Group, jobs: Sequence[Job], index: int = 0, most: int = 0) -> Wait:
     """Start one all-to-all: the pieces of some jobs, or a chunk of each piece of one."""
-    me, jobs = group.me, [job for job, _ in parts]
-    dtype = one_dtype(jobs)
-    leaving = [packets(parts, group.senders[me], dst, index, most) for dst in group.receivers]
+    me, dtype = group.me, one_dtype(jobs)
+    leaving = [packets(jobs, group.senders[me], dst, index, most) for dst in group.receivers]
     own, leaving[me] = [(packet, packet.held()) for packet in leaving[me]], []
     coming = [
-        [] if at == me else packets(parts, src, group.receivers[me], index, most)
+        [] if at == me else packets(jobs, src, group.receivers[me], index, most)
         for at, src in enumerate(group.senders)
     ]
     outgoing, incoming = (
@@ -228,7 +222,7 @@ def pack(packets: list[list[Packet]], job: Job, dtype: torch.dtype | None) -> to
         if _is_aligned(packet, raw):
             job.shaped(raw.view(job.dtype), packet.parcel.shape).copy_(value)
         else:
-            raw.copy_(as_bytes(value.permute(job.order)))
+            raw.copy_(as_bytes(job.in_order(value)))
     return flat
 
 

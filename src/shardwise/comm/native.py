@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ..layout.geometry import Box, box_numel
-from .all_to_all import Part, give_back, one_dtype, pack, packets, put_in_place, unpacked
+from .all_to_all import give_back, one_dtype, pack, packets, put_in_place, unpacked
 from .dtypes import as_bytes, backend_op, backends_reduce, from_backend, is_plain, to_backend
 from .group import Group, all_gather, reduce_scatter
 from .protocol import Job, Wait
@@ -54,19 +54,19 @@ def lies_in_rows(group: Group, job: Job) -> bool:
     return job.fills(*_shards(group, job))
 
 
-def launch_native(group: Group, parts: Sequence[Part]) -> Wait:
+def launch_native(group: Group, jobs: Sequence[Job]) -> Wait:
     """Start one collective: all pieces of this rank to everybody, or to each member its pieces,
     which are reduced. One tensor whose rows lie one after another in memory is not packed."""
-    me, (job, out) = group.senders[group.me], parts[0]
-    op, alone = job.step.op, len(parts) == 1
+    me, job = group.senders[group.me], jobs[0]
+    op, alone = job.step.op, len(jobs) == 1
     direct = alone and lies_in_rows(group, job)
     packed = not alone or job.async_op or bool(op and not direct)
-    dtype = one_dtype([each for each, _ in parts])
-    leaving = [packets(parts, me, to) for to in (group.senders if op else [me])]
-    coming = [packets(parts, source, me) for source in ([me] if op else group.senders)]
+    dtype = one_dtype(jobs)
+    leaving = [packets(jobs, me, to) for to in (group.senders if op else [me])]
+    coming = [packets(jobs, source, me) for source in ([me] if op else group.senders)]
     sent = pack(leaving, job, dtype) if packed else as_bytes(job.in_order(job.local[0]))
-    if direct and out is not None:
-        received = as_bytes(job.in_order(out.tensor()))
+    if direct:
+        received = as_bytes(job.in_order(job.out))
     else:
         received = sent.new_empty(sum([packet.nbytes for each in coming for packet in each]))
     if op:

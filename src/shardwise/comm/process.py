@@ -17,53 +17,51 @@ import torch.distributed as dist
 
 from ..layout.mesh import Coord, Topology
 from ..layout.world import refuse_forked
-from .all_to_all import Part, batches, buffer_size, give_back, in_chunks, largest_share, launch
+from .all_to_all import batches, buffer_size, give_back, in_chunks, largest_share, launch
 from .dtypes import backend_op, backends_reduce, buffer_width, from_backend, is_plain, to_backend
 from .events import Communication, record
 from .failures import clear, report
 from .group import all_reduce, broadcast, group_of, reduction_groups
 from .lockstep import compare, describe, is_compared
 from .native import is_native, launch_native, lies_in_rows
-from .protocol import Finish, Job, Launch, Out, Wait
+from .protocol import Finish, Job, Launch, Wait
 from .recording import unrecorded
 
 
-class ProcessEngine:
-    """Collectives over the process groups that exist: those of the mesh's axes, the flattened ones
-    that were made with the mesh, and the world.
+def start(jobs: Sequence[Job]) -> Finish:
+    """Start collectives over the process groups that exist: those of the mesh's axes, the flattened
+    ones that were made with the mesh, and the world.
 
     No group is ever made here: `dist.new_group` needs every rank of the world.
     """
+    src, dst = jobs[0].step.src.topology, jobs[0].step.dst.topology
+    _begin(src, dst)
+    if src.coordinate is None and dst.coordinate is None:
+        return lambda: [[] for _ in jobs]
+    if is_compared():
+        compare(group_of([job.step for job in jobs]).ranks, describe(jobs))
+    try:
+        return _run(_launches(jobs), jobs)
+    except BaseException as error:  # of this rank alone, such as no memory for a buffer
+        report(error, src)
+        raise
 
-    def start(self, jobs: Sequence[Job]) -> Finish:
-        src, dst = jobs[0].step.src.topology, jobs[0].step.dst.topology
-        _begin(src, dst)
-        if src.coordinate is None and dst.coordinate is None:
-            return lambda: [[] for _ in jobs]
-        if is_compared():
-            compare(group_of([job.step for job in jobs]).ranks, describe(jobs))
-        here = dst.coordinate
-        outs = [None if here is None else Out(job, job.step.dst.box(here)) for job in jobs]
-        try:
-            return _run(_launches(jobs, outs), outs, src)
-        except BaseException as error:  # of this rank alone, such as no memory for a buffer
-            report(error, src)
-            raise
 
-    @unrecorded
-    def check_equal(self, topology: Topology, digest: int) -> bool:
-        if topology.coordinate is None:
-            return True
-        _begin(topology)
-        if is_compared():
-            compare(topology.ranks, "a comparison of one number")
-        axes = tuple(range(topology.ndim))
-        groups = reduction_groups(topology, axes)
-        received = sum([32 * (n - 1) // n for n in [group.size() for group in groups]])
-        landed = record(Communication("check", topology, axes, received))
-        same = _is_same(groups, digest, topology.device_type)
-        landed(())
-        return same
+@unrecorded
+def all_equal(topology: Topology, digest: int) -> bool:
+    """True on all ranks of a mesh of processes if all gave the same number, else False on all."""
+    if topology.coordinate is None:
+        return True
+    _begin(topology)
+    if is_compared():
+        compare(topology.ranks, "a comparison of one number")
+    axes = tuple(range(topology.ndim))
+    groups = reduction_groups(topology, axes)
+    received = sum([32 * (n - 1) // n for n in [group.size() for group in groups]])
+    landed = record(Communication("check", topology, axes, received))
+    same = _is_same(groups, digest, topology.device_type)
+    landed(())
+    return same
 
 
 def _is_same(groups: Sequence[dist.ProcessGroup], digest: int, device_type: str) -> bool:
@@ -114,7 +112,7 @@ def _begin(*topologies: Topology) -> None:
     clear()
 
 
-def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topology) -> Finish:
+def _run(launches: Iterable[Launch], jobs: Sequence[Job]) -> Finish:
     """Run collectives one after another and leave the last one running, to be waited for."""
     running: list[Wait] = []
 
@@ -130,48 +128,47 @@ def _run(launches: Iterable[Launch], outs: Sequence[Out | None], topology: Topol
     def finish() -> list[list[torch.Tensor]]:
         try:
             land()
-            return [[] if out is None else [out.tensor()] for out in outs]
+            here = jobs[0].step.dst.topology.coordinate
+            return [[] if here is None else [job.out] for job in jobs]
         except BaseException as error:  # of this rank alone, such as no memory for a result
-            report(error, topology)
+            report(error, jobs[0].step.src.topology)
             raise
 
     return finish
 
 
-def _launches(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
+def _launches(jobs: Sequence[Job]) -> Iterator[Launch]:
     """The collectives of `torch.distributed` that serve the jobs, one after another: as many jobs
     together as fit into the buffer."""
     if jobs[0].step.kind == "all_reduce" and backends_reduce(jobs[0].dtype, jobs[0].step.op):
-        yield from _all_reduces(jobs, outs)
+        yield from _all_reduces(jobs)
         return
     group = group_of([job.step for job in jobs])
     native = is_native(group, jobs)
     # With several dtypes a received piece may be misaligned; it is then copied once more.
     room = buffer_size() // (2 if len({job.dtype for job in jobs}) == 1 else 3)
-    small: list[tuple[Part, int]] = []
-    for part in zip(jobs, outs, strict=True):
-        job = part[0]
+    small: list[tuple[Job, int]] = []
+    for job in jobs:
         nbytes = largest_share(group, job) * buffer_width(job.step, job.dtype)
         if 0 < nbytes <= room:
-            small.append((part, nbytes))
+            small.append((job, nbytes))
         elif nbytes and native and lies_in_rows(group, job):
-            yield partial(launch_native, group, [part])
+            yield partial(launch_native, group, [job])
         elif nbytes:
-            yield from in_chunks(group, part)
-    for parts in batches(small, room):
-        yield partial(launch_native if native else launch, group, parts)
+            yield from in_chunks(group, job)
+    for some in batches(small, room):
+        yield partial(launch_native if native else launch, group, some)
 
 
-def _all_reduces(jobs: Sequence[Job], outs: Sequence[Out | None]) -> Iterator[Launch]:
+def _all_reduces(jobs: Sequence[Job]) -> Iterator[Launch]:
     """Reduce as many tensors together as fit into the buffer. A larger one is reduced alone, in
     parts if it is reduced in another dtype."""
     job, room = jobs[0], buffer_size()
     width, plain = buffer_width(job.step, job.dtype), is_plain(job.dtype, job.step.op)
     pairs: list[tuple[tuple[torch.Tensor, torch.Tensor], int]] = []
-    for each, out in zip(jobs, outs, strict=True):
-        assert out is not None
+    for each in jobs:
         lay = each.in_order if plain and len(jobs) == 1 else each.flat
-        ends = lay(each.local[0]), lay(out.tensor())
+        ends = lay(each.local[0]), lay(each.out)
         chunks = [(end,) if plain else end.split(max(1, room // width)) for end in ends]
         pairs += [(pair, pair[1].numel() * width) for pair in zip(*chunks, strict=True)]
     for parts in batches([pair for pair in pairs if pair[1]], room):

@@ -14,7 +14,6 @@ import torch
 from .._torch import functional_all_reduce, functional_all_to_all
 from ..errors import CommunicationError
 from ..layout.geometry import Box, box_shape
-from ..layout.mesh import Topology
 from .all_to_all import Packet, by_place, largest_share, packets
 from .dtypes import backend_op, backends_reduce, from_backend, reduce_list, to_backend
 from .group import Group, group_of, reduction_groups
@@ -25,16 +24,10 @@ _MOVED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64,
 """dtypes that every backend moves as they are; others travel as bytes."""
 
 
-class TracedEngine:
-    """Collectives as operators of the graph that is traced, one or more for each job."""
-
-    def start(self, jobs: Sequence[Job]) -> Finish:
-        done = [_run(job) for job in jobs]
-        return lambda: done
-
-    def check_equal(self, topology: Topology, digest: int) -> bool:
-        """A graph holds no checks: they compare values, which do not exist yet."""
-        return True
+def start(jobs: Sequence[Job]) -> Finish:
+    """Put collectives into the graph that is traced, one or more for each job."""
+    done = [_run(job) for job in jobs]
+    return lambda: done
 
 
 def _run(job: Job) -> list[torch.Tensor]:
@@ -73,8 +66,8 @@ def _exchange(group: Group, job: Job) -> list[tuple[Packet, torch.Tensor]]:
             "process group of their own, and messages between pairs of ranks are not traced. Use "
             "a mesh over all processes, or call redistribute outside of the compiled function."
         )
-    leaving = [packets([(job, None)], from_me, dst) for dst in group.receivers]
-    coming = [packets([(job, None)], src, to_me) for src in group.senders]
+    leaving = [packets([job], from_me, dst) for dst in group.receivers]
+    coming = [packets([job], src, to_me) for src in group.senders]
     sent = [job.flat(p.held().resolve_conj().resolve_neg()) for each in leaving for p in each]
     # A rank that sends nothing of a tensor has it in the graph too: the collective that made it is
     # then needed on this rank as on the others.

@@ -12,7 +12,7 @@ one all. With `Shard(2, split=8)` every rank has early and late queries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -101,7 +101,8 @@ def _turn(spec: DTensorSpec, turn: Turn, causal: bool) -> tuple[Step, Step]:
 
     away = layout([block(rank, (rank - by) % count) for rank in range(count)])
     back = layout([block((owner + by) % count, owner) for owner in range(count)])
-    return move(home, away), move(away, back)
+    order = memory_order((spec.fine or spec).stride)
+    return replace(move(home, away), order=order), replace(move(away, back), order=order)
 
 
 def _visible(
@@ -197,8 +198,7 @@ class Ring:
             ]
         steps = [_turn(spec, turn, self.causal)[home] for spec in specs]
         fine = [_split(spec, parts, piece if home else (0, 1)) for spec, parts in pairs]
-        strides = [(spec.fine or spec).stride for spec in specs]
-        return start_together(zip(steps, fine, strides, strict=True))
+        return start_together(list(zip(steps, fine, strict=True)))
 
     def take(self, ready: Sequence[Ready]) -> list[Locals]:
         """The received tensors, once they are here."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .._torch import PARAMETER, Hooks, graph_or_view_of, hooks_of, set_hooks, swap_contents
-from ..comm import engine_of
+from ..comm import all_equal
 from ..errors import LayoutError, need
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Topology, topology
@@ -207,7 +207,7 @@ def _agree(what: str, mesh: Topology, changes: Sequence[_Change], problem: str |
     if problem is None:
         text = "\n".join(map(_text, changes))
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    same = engine_of(mesh).check_equal(mesh, number)
+    same = all_equal(mesh, number)
     if problem is not None:
         raise LayoutError(f"{what}: {problem} Nothing was changed.")
     if not same:

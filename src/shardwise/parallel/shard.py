@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..comm import engine_of
+from ..comm import all_equal
 from ..errors import LayoutError, public
 from ..layout.mesh import AnyMesh, topology
 from ..tensor.per_rank import is_first_rank
@@ -69,7 +69,7 @@ def shard_module(
     try:
         made = make_plan(model, mesh, plan)
     except LayoutError:
-        engine_of(where).check_equal(where, -1)  # if other ranks have no error, they get one
+        all_equal(where, -1)  # if other ranks have no error, they get one
         raise
     if plan == "auto" and is_first_rank():
         print(made.as_code())

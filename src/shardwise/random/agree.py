@@ -8,7 +8,7 @@ from operator import index
 import torch
 
 from .._torch import autograd_node_name, is_tracing
-from ..comm import engine_of
+from ..comm import all_equal
 from ..comm.recording import unrecorded
 from ..config import RandomMode, current
 from ..errors import CommunicationError, LayoutError, public
@@ -44,7 +44,7 @@ def compare_states(what: object, mesh: Topology) -> None:
 def _compare(
     what: object, mesh: Topology, state: torch.Tensor, mode: RandomMode, which: str
 ) -> None:
-    if not engine_of(mesh).check_equal(mesh, 2 * digest(state) + (mode == "counter")):
+    if not all_equal(mesh, 2 * digest(state) + (mode == "counter")):
         raise CommunicationError(
             f"{what}: the ranks of mesh {mesh} have different {which}, or not all are in "
             f"{mode} mode, so that replicas would differ. Call shardwise.manual_seed(seed, mesh), "

@@ -6,13 +6,13 @@ Many moves go out together: in each wave the next collectives of all of them tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..comm import engine_of
+from ..comm import start
 from ..comm.all_to_all import batches, buffer_size, give_back
 from ..comm.dtypes import identity
 from ..comm.events import is_heard, moving, record
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     def job(self, step: Step, local: Locals) -> Job:
         """The part of this move in the collective of a step."""
         device = self.local[0].device if self.local else torch.device(step.dst.topology.device_type)
-        return Job(step, local, step.order, self.dtype, device, self.async_op)
+        return Job(step, local, self.dtype, device, self.async_op)
 
     def held(self) -> int:
         """The bytes that the collectives pack and that lie between them, roughly."""
@@ -167,22 +167,20 @@ def _trip(run: Run) -> Generator[Any, Any, None]:
     yield made if move.leave is None else move.leave(made)
 
 
-def start_together(tensors: Iterable[tuple[Step, Locals, Sequence[int]]]) -> list[Ready]:
-    """The local tensors of several tensors, given with their strides, after one step each, a slice,
-    gather or exchange: one collective for all, whatever their axes, which may be still under way.
-    """
-    moved = [(step, local, memory_order(stride)) for step, local, stride in tensors]
+def start_together(moves: Sequence[tuple[Step, Locals]]) -> list[Ready]:
+    """The local tensors of several tensors after one step each, a slice, gather or exchange: one
+    collective for all, whatever their axes, which may be still under way."""
     jobs = [
-        Job(step, local, order, local[0].dtype, local[0].device)
-        for step, local, order in moved
+        Job(step, local, local[0].dtype, local[0].device)
+        for step, local in moves
         if local and not step.is_local
     ]
     takes = iter(_start(jobs) if jobs else ())
     return [
-        _made(finished(sliced(step, local), order, False))
+        _made(finished(sliced(step, local), step.order, False))
         if step.is_local
         else next(takes, _made(()))
-        for step, local, order in moved
+        for step, local in moves
     ]
 
 
@@ -191,7 +189,7 @@ def _start(jobs: Sequence[Job]) -> list[Ready]:
     steps = [job.step for job in jobs]
     where = steps[0].src.topology
     landed = record(moving(steps, [job.dtype for job in jobs])) if is_heard() else None
-    finish = engine_of(where).start(jobs)
+    finish = start(jobs)
 
     def wait() -> list[list[torch.Tensor]]:
         made = finish()

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..comm import engine_of
+from ..comm import start
 from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import check_reducible
 from ..comm.events import is_heard, moving, record
@@ -225,14 +225,13 @@ def _quick(move: Move) -> Callable[[Locals, bool], Locals] | None:
         return lambda local, fresh: finished(sliced(step, local), move.order, fresh)
     if step.is_local or step.src.topology is not step.dst.topology:
         return None
-    where = step.src.topology
 
     def run(local: Locals, fresh: bool) -> Locals:
         landed = record(moving([step], [move.dtype])) if is_heard() else None
         if not local:
             return ()  # this rank is not on the mesh
-        job = Job(step, local, step.order, local[0].dtype, local[0].device)
-        made = engine_of(where).start([job])()
+        job = Job(step, local, local[0].dtype, local[0].device)
+        made = start([job])()
         if landed is not None:
             landed(made)
         return tuple(made[0])

@@ -7,10 +7,11 @@ The intervals of convolutions, rolls or pads are no layout: they may overlap or 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ..comm.step import Step, bytes_received
-from ..layout.geometry import Interval
+from ..layout.geometry import Interval, memory_order
 from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec
 from ..redistribute import move, start_together
@@ -47,7 +48,7 @@ def fetch_all(
         kind = far[0][0].kind if len(far) == 1 else "exchange"
         received = bytes_received(*zip(*far, strict=True))
         policy.on_moves(op, [f"the edges of shards ({kind}, {received} B received per rank)"])
-    made = iter(start_together((step, local, spec.stride) for (spec, local, _), step in moving))
+    made = iter(start_together([(step, local) for (_, local, _), step in moving]))
     return [
         tuple(local) if step is None else next(made)()
         for (_, local, _), step in zip(wanted, steps, strict=True)
@@ -61,4 +62,4 @@ def _plan(spec: DTensorSpec, windows: tuple[tuple[int, DimMap], ...]) -> Step | 
     for dim, window in windows:
         dims[dim] = window
     goal = now.with_dims(tuple(dims))
-    return None if goal == now else move(now, goal)
+    return None if goal == now else replace(move(now, goal), order=memory_order(spec.stride))

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from .._torch import OpOverload
-from ..comm import engine_of
+from ..comm import all_equal
 from ..comm.dtypes import as_bytes
 from ..comm.lockstep import all_arrive
 from ..comm.recording import unrecorded
@@ -209,7 +209,7 @@ def _described(operand: Any) -> str:
 @unrecorded
 def check_equal(what: object, mesh: Topology, value: torch.Tensor) -> None:
     """An error, on every rank, if a plain tensor is not equal on all ranks of a mesh."""
-    if not engine_of(mesh).check_equal(mesh, digest(value)):
+    if not all_equal(mesh, digest(value)):
         raise PlainTensorError(
             f"{what}: a plain {value.dtype} tensor of shape {list(value.shape)} is "
             "mixed with DTensors, but it is not equal on all ranks. A plain tensor counts as "

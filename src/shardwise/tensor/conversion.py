@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 
 from .._torch import PARAMETER, called_in_graph, is_tracing, untraced
-from ..comm import engine_of
+from ..comm import all_equal
 from ..comm.dtypes import as_bytes
 from ..comm.process import broadcast_from
 from ..errors import LayoutError, MeshError, need, public
@@ -410,7 +410,7 @@ def _from_source(
         return parts
     value = parts[0].contiguous().clone()
     described = torch.tensor([value.ndim, *value.shape, DTYPES.index(value.dtype)])
-    if not engine_of(mesh).check_equal(mesh, digest(described)):
+    if not all_equal(mesh, digest(described)):
         raise LayoutError(
             f"distribute_tensor: the ranks give tensors of different shape or dtype; this rank "
             f"gives {value.dtype}{list(value.shape)}. All must give the same shape and "

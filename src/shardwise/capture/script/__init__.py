@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..._torch import pytree
-from ...comm import engine_of
+from ...comm import all_equal
 from ...errors import CaptureError
 from ...storage.wrapper import Wrapper
 from ..graph import Graph
@@ -55,12 +55,12 @@ def script(graph: Graph) -> str:
     if len(mesh.ranks) != dist.get_world_size():
         raise CaptureError(f"code: mesh {mesh} has not all ranks of the program.")
     own = json.dumps([writer.lines, writer.groups, writer.checks, writer.state])
-    world, engine = mesh.world, engine_of(mesh)
+    world = mesh.world
     assert world is not None
     world.store.set(world.key("code", world.rank), own)
-    engine.check_equal(mesh, 0)
+    all_equal(mesh, 0)
     every = [json.loads(world.store.get(world.key("code", rank))) for rank in range(world.size)]
-    engine.check_equal(mesh, 0)
+    all_equal(mesh, 0)
     lines, constants = merged([each[0] for each in every])
     groups = _kinds([each[1] for each in every])
     checks = dict.fromkeys(name for each in every for name in each[2])

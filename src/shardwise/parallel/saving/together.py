@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...comm import engine_of
+from ...comm import all_equal
 from ...comm.process import broadcast_from
 from ...errors import CheckpointError
 from ...layout.mesh import Topology, topology
@@ -47,7 +47,7 @@ class Together:
     def check_same(self, description: str) -> None:
         """An error on all ranks if they would do different things."""
         digest = int.from_bytes(blake2b(description.encode(), digest_size=7).digest(), "big")
-        if self._mesh is not None and not engine_of(self._mesh).check_equal(self._mesh, digest):
+        if self._mesh is not None and not all_equal(self._mesh, digest):
             raise CheckpointError(
                 f"{self.what}: the ranks give states that differ in names, shapes, dtypes or "
                 "layouts. All must give the same; nothing was changed."
@@ -74,8 +74,7 @@ class Together:
         key = world.key("problem")
         if problem is not None:
             world.store.set(key, f"rank {world.rank}: {_text(problem)}")
-        engine = engine_of(self._mesh)
-        good = engine.check_equal(self._mesh, 0 if problem is None else 1 + world.rank)
+        good = all_equal(self._mesh, 0 if problem is None else 1 + world.rank)
         return None if good and problem is None else str(world.store.get(key).decode())
 
 
