@@ -56,7 +56,7 @@ def test_what_else_serves() -> None:
 def test_nothing_listens_afterwards() -> None:
     with pytest.raises(RuntimeError):
         sw.explain(torch.matmul, X, X)
-    assert events.choosers == [] and events._watchers == []
+    assert events.choosers == [] and events.watchers == []
 
 
 def test_mistakes() -> None:

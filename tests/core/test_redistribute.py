@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm.events import Communication, listen, unlisten
+from shardwise.comm.events import Communication, listeners
 from shardwise.errors import LayoutError
 from shardwise.layout.make_mesh import init_device_mesh
 from shardwise.layout.mesh import Link
@@ -203,11 +203,11 @@ def heard(src: DTensorSpec, dst: DTensorSpec) -> list[tuple[str, tuple[int, ...]
         calls.append((event.kind, event.axes, event.nbytes))
 
     before = stored(src, scatter(src, whole_numbers(src.shape)))
-    listen(listener)
+    listeners.append(listener)
     try:
         redistribute_locals(src, dst, tuple(before))
     finally:
-        unlisten(listener)
+        listeners.remove(listener)
     return calls
 
 

@@ -170,7 +170,7 @@ def test_an_error_ends_the_recording() -> None:
 
     with pytest.raises(KeyError):
         sw.explain(step, X)
-    assert not events.is_heard() and events.on_free == []
+    assert events.listeners == events.on_free == []
     assert sw.explain(product, X).bytes == 64
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.comm.events import unwatch, watch
+from shardwise.comm.events import watchers
 from shardwise.dispatch import dispatch
 
 from ..compare import assert_same, check, numbers, spread, virtual
@@ -75,11 +75,11 @@ def planned(run: Any) -> set[str]:
         found.add(f"{op._schema.name.removeprefix('aten::')} {tier}")
 
     dispatch.clear()
-    watch(seen)
+    watchers.append(seen)
     try:
         run()
     finally:
-        unwatch(seen)
+        watchers.remove(seen)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._torch import memory_of, no_garbage_collection, pytree
-from ..comm.events import is_reported
+from ..comm.events import on_free
 from ..comm.recording import recorder
 from ..config import current
 from ..errors import CaptureError, need, public
@@ -90,7 +90,7 @@ class Captured:
         if state is None or not state.is_current():
             return self._look(args, kwargs)
         # A report is of lines, modules and memory, which a replay does not know.
-        if current().lockstep or current().plain == "check_always" or is_reported():
+        if current().lockstep or current().plain == "check_always" or on_free:
             return self._run_eagerly(args, kwargs)
         flat, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, *[self._kind(value) for value in flat], _shared(flat), state.key())

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .._torch import below_autograd, pytree
 from ..comm.dtypes import as_bytes
-from ..comm.events import is_heard
+from ..comm.events import listeners
 from ..comm.events import record as tell
 from ..comm.failures import report
 from ..errors import CaptureError
@@ -91,7 +91,7 @@ class Graph:
         if self.recording.seen.draws:
             for mesh in self.meshes:
                 compare_states("a captured step", mesh)
-        if is_heard():
+        if listeners:
             for event in self.recording.seen.events:
                 tell(*event)
         try:

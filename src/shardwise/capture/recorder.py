@@ -27,7 +27,7 @@ from .._torch import (
     next_node_number,
     untraced,
 )
-from ..comm.events import listen, unlisten
+from ..comm.events import listeners
 from ..comm.recording import recorder, set_recorder
 from ..errors import CaptureError
 from ..layout.user_line import in_backward, user_place
@@ -408,7 +408,7 @@ def recording(known: Known) -> Iterator[Recorder]:
         if not made.is_paused:
             made.seen.events.append(event)
 
-    listen(heard)
+    listeners.append(heard)
     set_recorder(made)
     try:
         with ExitStack() as stack:
@@ -418,4 +418,4 @@ def recording(known: Known) -> Iterator[Recorder]:
             made.restore_state()
     finally:
         set_recorder(None)
-        unlisten(heard)
+        listeners.remove(heard)

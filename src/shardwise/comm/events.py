@@ -41,54 +41,35 @@ class Communication:
         return slowest(links, self.nbytes)
 
 
-def moving(steps: Sequence[Step], dtypes: Sequence[torch.dtype]) -> Communication:
-    """The collective that takes the steps of several tensors."""
-    kind = steps[0].kind if len({step.kind for step in steps}) == 1 else "exchange"
-    axes = tuple(sorted({axis for step in steps for axis in step.axes}))
-    received = bytes_received(steps, [dtype.itemsize for dtype in dtypes])
-    return Communication(kind, steps[0].src.topology, axes, received, steps, dtypes)
-
-
 Listener = Callable[[Communication], Landed | None]
 """May return a function to be called with the results, when they are there."""
 Watcher = Callable[[object, str, Sequence[Any]], None]
 Chooser = Callable[[int, Sequence[object], Sequence[int], object], None]
 
-_listeners: list[Listener] = []
-_watchers: list[Watcher] = []
+listeners: list[Listener] = []
+watchers: list[Watcher] = []
+"""Called with an operator whose call was planned, how it runs (rows, form, fallback, ...), and its
+operands."""
 choosers: list[Chooser] = []
 """Called with a mesh axis, the rows of a rule, their prices, and the row that is taken."""
 on_free: list[Callable[[torch.UntypedStorage], None]] = []
 """Called with memory that is freed while a tensor still refers to it."""
 
-listen, unlisten = _listeners.append, _listeners.remove
-watch, unwatch = _watchers.append, _watchers.remove
-
-
-def is_heard() -> bool:
-    """True if there is a listener: otherwise nobody needs to count bytes."""
-    return bool(_listeners)
-
-
-def is_reported() -> bool:
-    """True if calls and memory are recorded too, for a report."""
-    return bool(on_free)
-
 
 @contextmanager
 def unheard() -> Iterator[None]:
     """Report nothing to listeners meanwhile: printing a tensor is no part of a program."""
-    listeners = _listeners[:]
-    _listeners.clear()
+    before = listeners[:]
+    listeners.clear()
     try:
         yield
     finally:
-        _listeners[:] = listeners
+        listeners[:] = before
 
 
 def record(event: Communication) -> Landed:
     """Report a collective; call what is returned with its results when they are there."""
-    ends = [end for listener in _listeners if (end := listener(event)) is not None]
+    ends = [end for listener in listeners if (end := listener(event)) is not None]
 
     def landed(made: Made) -> None:
         for end in ends:
@@ -97,7 +78,16 @@ def record(event: Communication) -> Landed:
     return landed
 
 
-def planned(op: object, tier: str, operands: Sequence[Any]) -> None:
-    """Report that a call of `op` was planned, and how it runs: rows, form, fallback, ..."""
-    for watcher in _watchers:
-        watcher(op, tier, operands)
+def record_moves(steps: Sequence[Step], dtypes: Sequence[torch.dtype]) -> Landed:
+    """Report the collective that takes the steps of several tensors, as `record` does. If nobody
+    listens, no bytes are counted."""
+    if not listeners:
+        return _unheard
+    kind = steps[0].kind if len({step.kind for step in steps}) == 1 else "exchange"
+    axes = tuple(sorted({axis for step in steps for axis in step.axes}))
+    received = bytes_received(steps, [dtype.itemsize for dtype in dtypes])
+    return record(Communication(kind, steps[0].src.topology, axes, received, steps, dtypes))
+
+
+def _unheard(_: Made) -> None:
+    return

@@ -27,7 +27,7 @@ from .._torch import (
     run_composite,
     untraced,
 )
-from ..comm.events import planned
+from ..comm.events import watchers
 from ..comm.failures import report
 from ..errors import LayoutError, end_at_user_line
 from ..layout.mesh import Topology
@@ -293,5 +293,6 @@ def _build(
     kept.put(entry.plans, key, made, plan_bytes(operands))
     with _lock:
         _counts["built"] += 1
-    planned(entry.op, made.tier, operands)
+    for watcher in watchers:
+        watcher(entry.op, made.tier, operands)
     return made

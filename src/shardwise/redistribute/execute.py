@@ -15,7 +15,7 @@ import torch
 from ..comm import start
 from ..comm.all_to_all import batches, buffer_size, give_back
 from ..comm.dtypes import identity
-from ..comm.events import is_heard, moving, record
+from ..comm.events import record_moves
 from ..comm.protocol import Job, Locals
 from ..comm.step import Step
 from ..layout.geometry import box_shape, memory_order, stride_like
@@ -188,13 +188,12 @@ def _start(jobs: Sequence[Job]) -> list[Ready]:
     """Start one collective for the steps of several tensors. The functions give their results."""
     steps = [job.step for job in jobs]
     where = steps[0].src.topology
-    landed = record(moving(steps, [job.dtype for job in jobs])) if is_heard() else None
+    landed = record_moves(steps, [job.dtype for job in jobs])
     finish = start(jobs)
 
     def wait() -> list[list[torch.Tensor]]:
         made = finish()
-        if landed is not None:
-            landed(made)
+        landed(made)
         return made
 
     land = waited_once(wait)

@@ -16,7 +16,7 @@ import torch
 from ..comm import start
 from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import check_reducible
-from ..comm.events import is_heard, moving, record
+from ..comm.events import record_moves
 from ..comm.protocol import Job, narrow
 from ..comm.step import Step
 from ..layout.geometry import box_shape, memory_order
@@ -226,14 +226,15 @@ def _quick(move: Move) -> Callable[[Locals, bool], Locals] | None:
     if step.is_local or step.src.topology is not step.dst.topology:
         return None
 
+    steps, dtypes = (step,), (move.dtype,)
+
     def run(local: Locals, fresh: bool) -> Locals:
-        landed = record(moving([step], [move.dtype])) if is_heard() else None
+        landed = record_moves(steps, dtypes)
         if not local:
             return ()  # this rank is not on the mesh
         job = Job(step, local, local[0].dtype, local[0].device)
         made = start([job])()
-        if landed is not None:
-            landed(made)
+        landed(made)
         return tuple(made[0])
 
     return run

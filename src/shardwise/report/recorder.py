@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from .._torch import DispatchMode, memory_of, untraced
-from ..comm.events import Communication, Landed, Made, listen, on_free, unlisten
+from ..comm.events import Communication, Landed, Made, listeners, on_free
 from ..layout.geometry import all_coords
 from ..layout.layout import Layout
 from ..layout.mesh import Topology
@@ -83,7 +83,7 @@ class Recorder(DispatchMode):
     def __enter__(self) -> Self:
         gc.collect()  # what is garbage already is no part of the step
         self._there = _memory_there()
-        listen(self._on_collective)
+        listeners.append(self._on_collective)
         on_free.append(self._on_free)
         self.causes.watch()
         super().__enter__()
@@ -95,7 +95,7 @@ class Recorder(DispatchMode):
         super().__exit__(*error)
         self.causes.unwatch()
         on_free.remove(self._on_free)
-        unlisten(self._on_collective)
+        listeners.remove(self._on_collective)
         self._alive.clear()
 
     def _now(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from ..comm.events import Communication, listen, unlisten
+from ..comm.events import Communication, listeners
 from ..errors import need, public
 from ..layout.placement import Placement
 from ..tensor.dtensor import DTensor
@@ -73,13 +73,13 @@ class CommDebugMode:
 
     def __enter__(self) -> Self:
         self.__init__()  # type: ignore[misc]
-        listen(self._on_collective)
+        listeners.append(self._on_collective)
         self._causes.watch()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._causes.unwatch()
-        unlisten(self._on_collective)
+        listeners.remove(self._on_collective)
 
     def _on_collective(self, event: Communication) -> None:
         if event.kind == "check":

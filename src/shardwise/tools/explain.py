@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.events import choosers, unwatch, watch
+from ..comm.events import choosers, watchers
 from ..dispatch import dispatch
 from ..dispatch.plans import tensors_in
 from ..errors import LayoutError
@@ -75,11 +75,11 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Cal
 
     dispatch.clear()  # a call that was planned before chooses nothing
     choosers.append(choose)
-    watch(plan)
+    watchers.append(plan)
     try:
         function(*args, **kwargs)
     finally:
-        unwatch(plan)
+        watchers.remove(plan)
         choosers.remove(choose)
     return CallExplanation(tuple(made))
 
