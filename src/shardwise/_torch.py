@@ -18,12 +18,6 @@ import torch.distributed as dist
 import torch.multiprocessing.reductions
 import torch.utils._pytree
 from torch._library.opaque_object import register_opaque_type
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -756,24 +750,21 @@ def set_hooks(tensor: Any, hooks: Hooks) -> None:
     tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
 
 
+_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def hooks_of_modules(modules: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
     """The dicts of the hooks of modules and optimizers; their keys are never used again."""
-    found = []
-    for module in modules:
-        found += [module._forward_hooks, module._forward_pre_hooks]
-        found += [module._backward_hooks, module._backward_pre_hooks]
-    for optimizer in optimizers:
-        found += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    return found
+    own = [getattr(module, name) for module in modules for name in _MODULE]
+    return own + [getattr(each, name) for each in optimizers for name in _OPTIMIZER]
 
 
 def hooks_of_all_modules() -> list[dict[int, Any]]:
     """The dicts of the hooks of all modules and of all optimizers."""
+    every: Any = torch.nn.modules.module
     return [
-        _global_forward_hooks,
-        _global_forward_pre_hooks,
-        _global_backward_hooks,
-        _global_backward_pre_hooks,
+        *[getattr(every, f"_global{name}") for name in _MODULE],
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     ]

@@ -16,7 +16,8 @@ from shardwise.layout.make_mesh import init_device_mesh
 from shardwise.layout.mesh import Link
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import redistribute_locals, steps_between
+from shardwise.redistribute.execute import redistribute_locals
+from shardwise.redistribute.prepare import steps_between
 
 from ..layouts import (
     assert_holds,

@@ -17,7 +17,8 @@ from shardwise.errors import CommunicationError, LayoutError, MeshError
 from shardwise.layout.cost import PRESETS, links_of
 from shardwise.layout.geometry import all_coords, box_numel, box_shape, intersect
 from shardwise.layout.mesh import VirtualMesh
-from shardwise.redistribute import redistribute_locals, run_all, run_between, steps_between
+from shardwise.redistribute.execute import Run, redistribute_locals, run_all
+from shardwise.redistribute.prepare import prepared, steps_between
 from shardwise.tools.calibrate import calibrate
 
 from ..layouts import assert_holds, by_coord, layouts_of, scatter, spec_of, stored, whole_numbers
@@ -285,7 +286,7 @@ def test_a_batch_is_what_each_alone_is() -> None:
     specs = [(spec_of(mesh, a, size), spec_of(mesh, b, size)) for a, b, size in pairs]
     full = [whole_numbers(src.shape) for src, _ in specs]
     runs = [
-        run_between(src, dst, tuple(stored(src, scatter(src, whole))))
+        Run(prepared(src, dst), tuple(stored(src, scatter(src, whole))))
         for (src, dst), whole in zip(specs, full, strict=True)
     ]
     for (src, dst), whole, ready in zip(specs, full, run_all(runs), strict=True):
@@ -313,7 +314,7 @@ def test_a_batch_holds_no_more_between_its_steps_than_the_buffer() -> None:
 
     def counts(buffer: int) -> dict[str, int]:
         with sw.exchange_buffer(buffer), sw.CommDebugMode() as comm:
-            runs = [run_between(spec, goal, tuple(local)) for _ in range(6)]
+            runs = [Run(prepared(spec, goal), tuple(local)) for _ in range(6)]
             for ready in run_all(runs):
                 assert_holds(goal, by_coord(goal, ready()), full, f"with {buffer}")
         return comm.get_comm_counts()

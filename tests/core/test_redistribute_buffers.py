@@ -16,7 +16,8 @@ from shardwise.layout.geometry import stride_like
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import redistribute_locals, steps_between
+from shardwise.redistribute.execute import redistribute_locals
+from shardwise.redistribute.prepare import steps_between
 
 from ..layouts import assert_holds, by_coord, scatter, spec_of, stored, whole_numbers
 

@@ -19,7 +19,8 @@ from shardwise.layout.geometry import stride_like
 from shardwise.layout.mesh import VirtualMesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import redistribute_locals, run_all, run_between
+from shardwise.redistribute.execute import Run, redistribute_locals, run_all
+from shardwise.redistribute.prepare import prepared
 
 from ..layouts import assert_holds, by_coord, equal, scatter, spec_of, stored, whole_numbers
 
@@ -140,7 +141,7 @@ def test_any_two_layouts_on_two_meshes(move: tuple[DTensorSpec, DTensorSpec, int
 def test_any_batch(batch: list[tuple[DTensorSpec, DTensorSpec, int]]) -> None:
     full = [value_of(src, seed) for src, _, seed in batch]
     runs = [
-        run_between(src, dst, tuple(held(src, whole, seed)))
+        Run(prepared(src, dst), tuple(held(src, whole, seed)))
         for (src, dst, seed), whole in zip(batch, full, strict=True)
     ]
     for (src, dst, _), whole, ready in zip(batch, full, run_all(runs), strict=True):

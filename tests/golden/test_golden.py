@@ -23,7 +23,7 @@ from shardwise import DTensor, DTensorSpec, Partial, Replicate, Shard, TensorMet
 from shardwise.dispatch.operator import Operator
 from shardwise.errors import ShardwiseError
 from shardwise.layout.mesh import VirtualMesh
-from shardwise.redistribute import steps_between
+from shardwise.redistribute.prepare import steps_between
 from shardwise.rules import TABLE, parse
 from shardwise.tools.verify import Trial
 

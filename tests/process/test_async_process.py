@@ -22,7 +22,7 @@ from shardwise.comm import all_to_all
 from shardwise.errors import CommunicationError
 from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh
-from shardwise.redistribute import run_all, run_between
+from shardwise.redistribute.execute import run_all
 from shardwise.storage.async_value import AsyncValue
 
 from ..layouts import whole_numbers
@@ -122,14 +122,10 @@ def move_later(cases: Sequence[Case], buffer: int, batch: int) -> list[list[torc
                 meshes[str(ranks)] = DeviceMesh("cpu", ranks)
     ready = []
     for start in range(0, len(cases), batch):
-        moves = [run_of(meshes, case, source_of) for case in cases[start : start + batch]]
+        runs = [run_of(meshes, case, True) for case in cases[start : start + batch]]
         with sw.exchange_buffer(buffer):
-            ready += run_all([run_between(*move, fresh=True, async_op=True) for move in moves])
+            ready += run_all(runs)
     return [list(each()) for each in ready]
-
-
-def source_of(src: Any, dst: Any, local: Any) -> Any:
-    return src, dst, local
 
 
 @pytest.mark.parametrize(("buffer", "batch"), [(48, 1), (64, 20)])

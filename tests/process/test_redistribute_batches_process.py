@@ -25,7 +25,8 @@ from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Placement
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import run_all, run_between
+from shardwise.redistribute.execute import Run, run_all
+from shardwise.redistribute.prepare import prepared
 from shardwise.storage.async_value import AsyncValue
 from shardwise.tools.calibrate import calibrate
 
@@ -69,13 +70,13 @@ def move(
     return results
 
 
-def run_of(meshes: dict[str, AnyMesh], case: Case, made: Callable[..., Any] = run_between) -> Any:
+def run_of(meshes: dict[str, AnyMesh], case: Case, async_op: bool = False) -> Run:
     src, dst = (spec_on(meshes[str(side[0])], case, side) for side in case[2:])
     full = whole_numbers(case[0], dtype=case[1])
     order = order_of(case)  # its own inverse
     parts = stored(src, scatter(src, full))
     local = [part.permute(order).contiguous().permute(order) for part in parts]
-    return made(src, dst, tuple(local))
+    return Run(prepared(src, dst), tuple(local), async_op, async_op)
 
 
 def check(cases: Sequence[Case], got: Sequence[Sequence[Any]]) -> None:

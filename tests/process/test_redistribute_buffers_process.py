@@ -14,7 +14,8 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.layout.make_mesh import DeviceMesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh
 from shardwise.layout.placement import Placement
-from shardwise.redistribute import redistribute_locals, run_all, run_between
+from shardwise.redistribute.execute import Run, redistribute_locals, run_all
+from shardwise.redistribute.prepare import prepared
 
 from ..layouts import all_coords, assert_holds, scatter, spec_of, stored, whole_numbers
 from .harness import ProcessPool
@@ -114,7 +115,7 @@ def batch_peaks(moves: Sequence[Move], async_op: bool) -> tuple[list[torch.Tenso
         made: list[torch.Tensor] = []
         with Peak() as peak, sw.exchange_buffer(moves[0][-1]):
             runs = [
-                run_between(src, dst, local, fresh=True, async_op=async_op)
+                Run(prepared(src, dst), local, True, async_op)
                 for (src, dst), local in zip(pairs, locals_of, strict=True)
             ]
             made = [ready()[0] for ready in run_all(runs)]

@@ -16,7 +16,7 @@ from shardwise.layout.make_mesh import DeviceMesh, init_device_mesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.spec import DTensorSpec
-from shardwise.redistribute import redistribute_locals
+from shardwise.redistribute.execute import redistribute_locals
 from shardwise.tensor.dtensor import distribute_tensor
 
 from ..layouts import assert_holds, layouts_of, scatter, spec_of, stored, whole_numbers

@@ -19,7 +19,7 @@ from ..comm.events import record as tell
 from ..comm.failures import report
 from ..errors import CaptureError
 from ..layout.mesh import Topology
-from ..random.agree import compare_states
+from ..random.agree import begin
 from ..storage.operands import mark_written
 from ..storage.wrapper import Wrapper
 from .agree import all_agree, have_same_order, number_collectives
@@ -90,7 +90,7 @@ class Graph:
     def _run(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         if self.recording.seen.draws:
             for mesh in self.meshes:
-                compare_states("a captured step", mesh)
+                begin("a captured step", mesh, None)
         if listeners:
             for event in self.recording.seen.events:
                 tell(*event)

@@ -130,7 +130,7 @@ def _exchange(world: World, ranks: tuple[int, ...], text: str) -> dict[int, str]
     store.set(f"{base}/{count}/{world.rank}", text)
     keys = [f"{base}/{count}/{rank}" for rank in others]
     end = time.monotonic() + gloo_timeout().total_seconds()
-    while not _wait_for(store, keys, _TICK):
+    while not world.wait(keys, _TICK):
         store.set(_at(world, world.rank), f"{','.join(map(str, ranks))}/{count}\n{text}")
         said = {rank: _said(world, rank) for rank in others}
         absent = [r for r, key in zip(others, keys, strict=True) if not store.check([key])]
@@ -190,7 +190,7 @@ def all_arrive(
     store.set(f"{name}/{world.rank}", line)
     if store.add(name, 1) == len(topology.ranks):
         store.compare_set(f"{name}/end", "", "all")
-    if not _wait_for(store, [f"{name}/end"], patience):
+    if not world.wait([f"{name}/end"], patience):
         absent = [rank for rank in topology.ranks if not store.check([f"{name}/{rank}"])]
         store.compare_set(f"{name}/end", "", ", ".join(map(str, absent)) or str(world.rank))
     verdict = store.get(f"{name}/end").decode()
@@ -202,17 +202,3 @@ def all_arrive(
         f"not come within {patience.total_seconds():g} seconds. This rank "
         f"{'came later' if late else 'is there'}, at {line}.\n{advice}"
     )
-
-
-def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> bool:
-    """Wait until the store has all keys; False if it has not in time.
-
-    `store.wait` would do, but warns on the error output when its time is over.
-    """
-    end, pause = time.monotonic() + timeout.total_seconds(), 0.0
-    while not store.check(list(keys)):
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause + 1e-5, 0.02)
-    return True

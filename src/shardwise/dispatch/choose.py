@@ -15,7 +15,7 @@ from ..errors import LayoutError, MeshError, RuleError
 from ..layout.cost import debt
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..redistribute import steps_between
+from ..redistribute.prepare import steps_between
 from ..rules import Call, Operand, Site
 from ..storage import policy
 from ..storage.match_meta import conforming

@@ -11,7 +11,8 @@ from .._torch import OpOverload
 from ..errors import MeshError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, default_placements
-from ..redistribute import once, redistribute_locals
+from ..redistribute.execute import redistribute_locals
+from ..redistribute.prepare import once
 from ..storage.operands import mark_written, own_copy
 from ..storage.plain import full_local
 from ..storage.ragged import gather_plain

@@ -16,7 +16,8 @@ from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute import run_all, run_between
+from ..redistribute.execute import Run, run_all
+from ..redistribute.prepare import prepared
 from ..rules import Call, Operand
 from ..rules.pointwise import pointwise
 from ..storage import policy
@@ -246,7 +247,7 @@ class ListPlan(Plan):
         """Written operands hold their results; those that were moved are moved back."""
         moves = {index: spec for index, spec in self._moves if index in self._written}
         back = run_all(
-            [run_between(spec, operands[i]._spec, local[i]) for i, spec in moves.items()]
+            [Run(prepared(spec, operands[i]._spec), local[i]) for i, spec in moves.items()]
         )
         for index, ready in zip(moves, back, strict=True):
             for mine, new in zip(operands[index]._locals, ready(), strict=True):

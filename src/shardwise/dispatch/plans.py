@@ -12,7 +12,7 @@ import torch
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute import redistribute_locals
+from ..redistribute.execute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
 from ..storage.halo import fetch_parts

@@ -247,7 +247,7 @@ def put_back(view: Any, value: Any) -> None:
     """Write the elements of a tensor that `own_value` made into the root of a view: every rank
     writes those in its box."""
     root = root_of(view)
-    spec = root._spec.fine or root._spec
+    spec = root._spec.fine
     shape = spec.meta.shape
     address, whole = _elements(root, _addresses(view, root), full_local(value))
     index = [

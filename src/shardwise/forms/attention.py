@@ -64,12 +64,12 @@ def _beside(
     axes = query.dim_axes[_SEQUENCE]
     pairs = zip(query.placements, sequence.placements, strict=True)
     places: list[Placement] = [b if axis in axes else a for axis, (a, b) in enumerate(pairs)]
-    nothing = (None,) * (sequence.fine or sequence).ndim
+    nothing = (None,) * sequence.fine.ndim
     heads = (query.cuts or nothing)[_HEADS]
     fewer = None if heads is None else [size // shared for size in heads]
     cuts = [(query.cuts or nothing)[0], fewer, *(sequence.cuts or nothing)[_SEQUENCE:]]
     made = DTensorSpec(query.topology, places, meta, cuts=cuts)
-    have, want = ((spec.fine or spec).dim_cuts[_HEADS] for spec in (made, query))
+    have, want = (spec.fine.dim_cuts[_HEADS] for spec in (made, query))
     return made if tuple(size * shared for size in have) == want else None
 
 
@@ -79,7 +79,7 @@ def _is_simple(spec: DTensorSpec) -> bool:
     if spec.groups is None or axes[-1]:
         return not axes[-1]
     lone = [len(group) == 1 for dim, group in enumerate(spec.groups) if dim != _SEQUENCE]
-    fine = spec.fine or spec
+    fine = spec.fine
     return all(lone) and len(spec.groups[_SEQUENCE]) == 2 and fine.dim_axes[3] == axes[_SEQUENCE]
 
 

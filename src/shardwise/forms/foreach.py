@@ -15,7 +15,7 @@ from ..dispatch.lists import by_mesh, register_list_form, wrap_each, wrappings
 from ..layout.mesh import Topology
 from ..layout.placement import Partial, Replicate
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..redistribute import redistribute_locals
+from ..redistribute.execute import redistribute_locals
 from ..storage.operands import all_in_layout
 from ..storage.plain import full_local
 

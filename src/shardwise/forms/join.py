@@ -17,7 +17,7 @@ from ..layout.geometry import Cuts, Interval, intervals
 from ..layout.layout import DimMap
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
-from ..redistribute import in_order
+from ..redistribute.execute import in_order
 from ..rules import Call
 from ..storage.halo import fetch_all
 from ..storage.ragged import move_to

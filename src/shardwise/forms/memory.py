@@ -19,7 +19,7 @@ from ..dispatch.views import root_of
 from ..errors import LayoutError
 from ..layout.geometry import is_dense, memory_order
 from ..layout.spec import TensorMeta
-from ..redistribute import in_order
+from ..redistribute.execute import in_order
 from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper, wrap
 from ..tensor.inplace_views import shards_left, strided_alike

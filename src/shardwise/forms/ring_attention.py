@@ -29,7 +29,8 @@ from ..layout.geometry import (
 )
 from ..layout.layout import DimMap, Layout
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import Ready, move, start_together
+from ..redistribute.execute import Ready, start_together
+from ..redistribute.routes import move
 from ..storage import policy
 from ..storage.wrapper import Locals, wrap
 
@@ -59,7 +60,7 @@ def _cut(interval: Interval, piece: Piece) -> Interval:
 def held_intervals(spec: DTensorSpec, piece: Piece = (0, 1)) -> tuple[tuple[Interval, ...], ...]:
     """The intervals of the sequence that each of its shards holds, in the order of memory, or those
     in a piece: some blocks, or a part of the interval."""
-    pieces = (spec.fine or spec).pieces(_fine_dim(spec))
+    pieces = spec.fine.pieces(_fine_dim(spec))
     if spec.groups is None:
         return tuple((_cut(held, piece),) for held in pieces)
     count, size = spec.groups[_SEQUENCE]
@@ -83,7 +84,7 @@ def _turn(spec: DTensorSpec, turn: Turn, causal: bool) -> tuple[Step, Step]:
     """The step that gives each rank a piece of the block of the rank `by` before it, and the one
     that brings home what was made of it. A piece that a rank does not see stays where it is."""
     by, piece = turn
-    home, dim = Layout.of(spec.fine or spec), _fine_dim(spec)
+    home, dim = spec.layout, _fine_dim(spec)
     queries, keys = held_intervals(spec), held_intervals(spec, piece)
     axes, table = home.dims[dim]
     count, dims = len(table), list(home.dims)
@@ -101,7 +102,7 @@ def _turn(spec: DTensorSpec, turn: Turn, causal: bool) -> tuple[Step, Step]:
 
     away = layout([block(rank, (rank - by) % count) for rank in range(count)])
     back = layout([block((owner + by) % count, owner) for owner in range(count)])
-    order = memory_order((spec.fine or spec).stride)
+    order = memory_order(spec.fine.stride)
     return replace(move(home, away), order=order), replace(move(away, back), order=order)
 
 

@@ -16,9 +16,6 @@ import torch
 
 from .geometry import Box, Interval, chunk_cuts, flat_index, intervals
 from .mesh import Coord, Topology
-from .placement import Partial
-from .spec import DTensorSpec, Groups
-from .split_dims import finer_parts, trivial
 
 
 class DimMap(NamedTuple):
@@ -68,28 +65,6 @@ class Layout:
     dims: tuple[DimMap, ...]
     partial: tuple[tuple[int, str], ...]
     _boxes: dict[Coord, Box] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @staticmethod
-    def of(spec: DTensorSpec) -> Layout:
-        """The layout of a spec whose shards are boxes."""
-        maps = [
-            DimMap(axes, intervals(cuts))
-            for axes, cuts in zip(spec.dim_axes, spec.dim_cuts, strict=True)
-        ]
-        return Layout(spec.topology, tuple(maps), partial_axes(spec))
-
-    @staticmethod
-    def split(spec: DTensorSpec, groups: Groups) -> Layout | None:
-        """The layout of a spec with its dims split into `groups`; None if some shard is not a box
-        of the split dims."""
-        base, dims = spec.fine or spec, []
-        parts = finer_parts(spec.groups or trivial(spec.meta.shape), groups)
-        for axes, cuts, own in zip(base.dim_axes, base.dim_cuts, parts, strict=True):
-            found = _split_dim(axes, intervals(cuts), own)
-            if found is None:
-                return None
-            dims += found
-        return Layout(spec.topology, tuple(dims), partial_axes(spec))
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -162,45 +137,3 @@ def notation(
         axes.setdefault(op, []).append(name)
     waits = " and ".join(f"{op} over {', '.join(names)}" for op, names in axes.items())
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(dims)}]", waits
-
-
-def partial_axes(spec: DTensorSpec) -> tuple[tuple[int, str], ...]:
-    """The axes on which a tensor is Partial, with the reductions."""
-    places = enumerate(spec.placements)
-    return tuple([(axis, place.reduce_op) for axis, place in places if isinstance(place, Partial)])
-
-
-def _split_dim(
-    axes: tuple[int, ...], table: Sequence[Interval], parts: Sequence[int]
-) -> list[DimMap] | None:
-    """The maps of a dim that is split into `parts`; None if some interval is not a box of them."""
-    boxes = []
-    for start, stop in table:
-        box = _box(start, stop, parts)
-        if box is None:
-            return None
-        boxes.append(box)
-    first, *rest = zip(*boxes, strict=True)
-    found = [DimMap(axes, first)]
-    for size, held in zip(parts[1:], rest, strict=True):
-        whole = set(held) == {(0, size)}
-        found.append(DimMap((), ((0, size),)) if whole else DimMap(axes, held))
-    return found
-
-
-def _box(start: int, stop: int, parts: Sequence[int]) -> list[Interval] | None:
-    """An interval of a dim as a box of its parts; None if it is more than one box.
-
-    >>> _box(8, 12, (2, 8)), _box(8, 16, (4, 4)), _box(2, 6, (4, 4))
-    ([(1, 2), (0, 4)], [(2, 4), (0, 4)], None)
-    """
-    if len(parts) == 1:
-        return [(start, stop)]
-    inner = prod(parts[1:])
-    (first, before), (last, after) = divmod(start, inner), divmod(stop, inner)
-    if start >= stop or before == after == 0:
-        return [(first, max(first, last)), *[(0, size) for size in parts[1:]]]
-    if (stop - 1) // inner != first:
-        return None
-    rest = _box(before, before + stop - start, parts[1:])
-    return None if rest is None else [(first, first + 1), *rest]

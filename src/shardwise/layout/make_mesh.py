@@ -256,19 +256,16 @@ _LOAD_SECONDS = 60.0
 def _wait_for_all(mesh: str) -> None:
     """Return when every rank is about to make a mesh; an error if some do not come."""
     world = current_world()
-    store, here = world.store, world.rank
     keys = [world.key("loading", mesh, rank) for rank in range(world.size)]
-    store.set(keys[here], "")
-    try:
-        store.wait(keys, timedelta(seconds=_LOAD_SECONDS))
-    except RuntimeError:
-        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        store.delete_key(keys[here])
+    world.store.set(keys[world.rank], "")
+    if not world.wait(keys, timedelta(seconds=_LOAD_SECONDS)):
+        late = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
+        world.store.delete_key(keys[world.rank])
         raise MeshError(
             f"a tensor was saved on a mesh ({mesh}) that does not exist yet, and to make it all "
             f"ranks must load the tensor, but within {_LOAD_SECONDS:g} s ranks {late} did not. "
             "Make the mesh with shardwise.init_device_mesh before the file is loaded."
-        ) from None
+        )
 
 
 def _part_of_known(

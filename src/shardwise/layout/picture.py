@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from .geometry import Interval, all_coords
-from .layout import partial_axes
 from .mesh import Coord, Topology
 from .spec import DTensorSpec
 from .split_dims import held_of
@@ -35,7 +34,7 @@ class Panel(NamedTuple):
 def panels(spec: DTensorSpec) -> list[Panel]:
     """The drawings of a layout: of two dims, sharded ones first, for each shard of the others."""
     held = {coord: tuple(held_of(spec, coord)) for coord in all_coords(spec.topology.shape)}
-    return panels_of(spec.topology, held, partial_axes(spec))
+    return panels_of(spec.topology, held, spec.partial)
 
 
 def panels_of(

@@ -13,7 +13,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..errors import LayoutError, need, public
-from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
+from .geometry import Box, Cuts, box_shape, chunk_cuts, intervals
+from .layout import DimMap, Layout
 from .make_mesh import described, described_mesh
 from .mesh import AnyMesh, Coord, Topology, topology
 from .placement import Partial, Placement, Replicate, Shard, block_groups, split_placements
@@ -242,15 +243,25 @@ class DTensorSpec:
         """For each dim the sizes it is the product of; None if no axis shards blocks of a dim."""
         return block_groups(self.placements, self.meta.shape)[1]
 
+    @property
+    def blocks(self) -> Groups:
+        """For each dim the sizes it is the product of."""
+        return self.groups or trivial(self.meta.shape)
+
     @cached_property
-    def fine(self) -> DTensorSpec | None:
-        """The same layout with the dims split into `groups`, of which every rank holds a box; None
-        if every rank holds a box of the tensor itself."""
-        groups = self.groups
-        if groups is None:
-            return None
-        places, _ = split_placements(self.placements, groups)
-        return self._intern(self.topology, places, fine_meta(self.meta, groups), self.cuts)
+    def fine(self) -> DTensorSpec:
+        """The same layout with the dims split into `blocks`: every rank holds a box."""
+        if self.groups is None:
+            return self
+        places, _ = split_placements(self.placements, self.groups)
+        return self._intern(self.topology, places, fine_meta(self.meta, self.groups), self.cuts)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The box of each rank, with the dims split into `blocks`."""
+        fine = self.fine
+        dims = map(DimMap, fine.dim_axes, fine._tables)
+        return Layout(self.topology, tuple(dims), self.partial)
 
     @cached_property
     def consecutive(self) -> DTensorSpec:
@@ -277,6 +288,12 @@ class DTensorSpec:
                     raise LayoutError(f"dim_map: several axes shard dim {place.dim} of {self!r}.")
                 dims[place.dim] = axis
         return dims
+
+    @property
+    def partial(self) -> tuple[tuple[int, str], ...]:
+        """The axes on which the tensor is Partial, with the reductions."""
+        places = enumerate(self.placements)
+        return tuple([(axis, p.reduce_op) for axis, p in places if isinstance(p, Partial)])
 
     @cached_property
     def sums(self) -> list[int]:
@@ -333,58 +350,51 @@ class DTensorSpec:
 
         A dim that is sharded block by block has no such interval: it is None.
         """
-        if self.fine is not None:
-            pieces = iter(self.fine.box(coord))
-            found = [[next(pieces) for _ in group] for group in self.groups or ()]
-            return tuple([each[0] if len(each) == 1 else None for each in found])  # type: ignore
-        return tuple(
-            table[flat_index(coord, self.topology.shape, axes)]
-            for table, axes in zip(self._intervals, self.dim_axes, strict=True)
-        )
-
-    @cached_property
-    def _intervals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        return tuple(map(intervals, self.dim_cuts))
+        if self.groups is None:
+            return self.layout.box(coord)
+        pieces = iter(self.layout.box(coord))
+        found = [[next(pieces) for _ in group] for group in self.groups]
+        return tuple([each[0] if len(each) == 1 else None for each in found])  # type: ignore
 
     def pieces(self, dim: int) -> tuple[tuple[int, int], ...]:
         """The interval of a dim that each of its shards holds."""
-        return self._intervals[dim]
+        return self._tables[dim]
+
+    @cached_property
+    def _tables(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return tuple(map(intervals, self.dim_cuts))
 
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
         """The shape of the local tensor at `coord`."""
-        if self.fine is not None:
-            return self._merged(self.fine.local_shape(coord))
-        return box_shape(self.box(coord))
+        return self._merged(box_shape(self.layout.box(coord)))
 
     @cached_property
     def largest_shape(self) -> tuple[int, ...]:
         """For each dim the size of its largest piece."""
-        if self.fine is not None:
-            return self._merged(self.fine.largest_shape)
-        return tuple([max(cuts) for cuts in self.dim_cuts])
+        return self._merged([max(cuts) for cuts in self.fine.dim_cuts])
 
     def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of the dims, from those of the dims split into `groups`."""
+        """The sizes of the dims, from those of the dims split into `blocks`."""
+        if self.groups is None:
+            return tuple(sizes)
         left = iter(sizes)
-        return tuple([prod([next(left) for _ in group]) for group in self.groups or ()])
+        return tuple([prod([next(left) for _ in group]) for group in self.groups])
 
     # --- which local tensors this process holds ----------------------------------------------
 
-    @cached_property
+    @property
     def slot_axes(self) -> tuple[int, ...]:
         """The axes over which the local tensor varies."""
-        return tuple(a for a, place in enumerate(self.placements) if not place.is_replicate())
+        return self.layout.axes
 
     @cached_property
     def slots(self) -> tuple[Coord, ...]:
         """The coordinates of the local tensors held here, in the order in which they are stored."""
-        return self.topology.coords_here(self.slot_axes)
+        return self.layout.slots
 
     def slot(self, coord: Coord) -> int:
         """Where the local tensor of `coord` is stored."""
-        if not self.topology.virtual:
-            return 0
-        return flat_index(coord, self.topology.shape, self.slot_axes)
+        return self.layout.slot(coord)
 
     # --- other layouts of the same tensor ------------------------------------------------------
 
@@ -461,6 +471,11 @@ def rebuild_spec(
             f"{dtype}, which no tensor has: it is damaged."
         )
     return DTensorSpec(described_mesh(*mesh), placements, TensorMeta(*meta), cuts=cuts)
+
+
+def trivial(shape: Sequence[int]) -> Groups:
+    """The groups of a tensor whose dims are not split."""
+    return tuple((size,) for size in shape)
 
 
 def fine_meta(meta: TensorMeta, groups: Groups) -> TensorMeta:

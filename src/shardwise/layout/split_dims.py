@@ -12,14 +12,10 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from .geometry import Cuts, Interval, intervals
+from .layout import DimMap, Layout
 from .mesh import Coord
 from .placement import Placement, Shard
 from .spec import DTensorSpec, Groups, TensorMeta, fine_meta
-
-
-def trivial(shape: Sequence[int]) -> Groups:
-    """The groups of a tensor whose dims are not split."""
-    return tuple((size,) for size in shape)
 
 
 def common(*groups: Groups) -> Groups | None:
@@ -68,12 +64,57 @@ def finer_parts(groups: Groups, finer: Groups) -> list[list[int]]:
     return found
 
 
+def split_layout(spec: DTensorSpec, groups: Groups) -> Layout | None:
+    """The layout of a tensor with its dims split into `groups`; None if some shard is not a box of
+    the split dims."""
+    dims: list[DimMap] = []
+    for have, own in zip(spec.layout.dims, finer_parts(spec.blocks, groups), strict=True):
+        found = _split_dim(have, own)
+        if found is None:
+            return None
+        dims += found
+    return spec.layout.with_dims(dims)
+
+
+def _split_dim(have: DimMap, parts: Sequence[int]) -> list[DimMap] | None:
+    """The maps of a dim that is split into `parts`; None if some interval is not a box of them."""
+    boxes = []
+    for start, stop in have.table:
+        box = _box(start, stop, parts)
+        if box is None:
+            return None
+        boxes.append(box)
+    first, *rest = zip(*boxes, strict=True)
+    found = [DimMap(have.axes, first)]
+    for size, held in zip(parts[1:], rest, strict=True):
+        whole = set(held) == {(0, size)}
+        found.append(DimMap((), ((0, size),)) if whole else DimMap(have.axes, held))
+    return found
+
+
+def _box(start: int, stop: int, parts: Sequence[int]) -> list[Interval] | None:
+    """An interval of a dim as a box of its parts; None if it is more than one box.
+
+    >>> _box(8, 12, (2, 8)), _box(8, 16, (4, 4)), _box(2, 6, (4, 4))
+    ([(1, 2), (0, 4)], [(2, 4), (0, 4)], None)
+    """
+    if len(parts) == 1:
+        return [(start, stop)]
+    inner = prod(parts[1:])
+    (first, before), (last, after) = divmod(start, inner), divmod(stop, inner)
+    if start >= stop or before == after == 0:
+        return [(first, max(first, last)), *[(0, size) for size in parts[1:]]]
+    if (stop - 1) // inner != first:
+        return None
+    rest = _box(before, before + stop - start, parts[1:])
+    return None if rest is None else [(first, first + 1), *rest]
+
+
 def split_dims(spec: DTensorSpec, groups: Groups) -> DTensorSpec | None:
     """The layout of the tensor with its dims split into `groups`; None if no placements say it."""
-    own = spec.groups or trivial(spec.meta.shape)
-    if common(own, groups) != groups:
+    if common(spec.blocks, groups) != groups:
         return None
-    base, parts = spec.fine or spec, finer_parts(own, groups)
+    base, parts = spec.fine, finer_parts(spec.blocks, groups)
     first = [0, *accumulate(map(len, parts))]
     cuts: list[Cuts | None] = [None] * first[-1]
     for dim, axes in enumerate(base.dim_axes):
@@ -129,9 +170,9 @@ def rounded(spec: DTensorSpec, groups: Groups) -> DTensorSpec:
 
 def held_of(spec: DTensorSpec, coord: Coord) -> list[tuple[Interval, ...]]:
     """The intervals of each dim that a rank holds: one, or one in every block."""
-    boxes = iter((spec.fine or spec).box(coord))
+    boxes = iter(spec.layout.box(coord))
     found = []
-    for group in spec.groups or trivial(spec.meta.shape):
+    for group in spec.blocks:
         held: tuple[Interval, ...] = ((0, 1),)
         for size in group:
             start, stop = next(boxes)

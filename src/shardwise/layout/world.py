@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
@@ -40,6 +42,19 @@ class World:
     def key(self, *parts: object) -> str:
         """A key of the store that belongs to this group alone."""
         return "/".join([self.prefix, *map(str, parts)])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> bool:
+        """Wait until the store has all keys; False if it has not in time.
+
+        `store.wait` would do, but warns on the error output when its time is over.
+        """
+        end, pause = time.monotonic() + timeout.total_seconds(), 0.0
+        while not self.store.check(list(keys)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause + 1e-5, 0.02)
+        return True
 
     def is_current(self) -> bool:
         """True if the group has not been destroyed."""

@@ -21,7 +21,7 @@ from ..errors import public
 from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
-from ..redistribute import Ready
+from ..redistribute.execute import Ready
 from ..storage.operands import in_layout, start_moves, state_stamp, version_stamp
 from ..storage.wrapper import Cell, Locals, Wrapper, wrap
 from ..tensor.autograd import Redistribute

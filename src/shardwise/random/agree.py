@@ -30,27 +30,15 @@ def begin(what: object, mesh: Topology, generator: torch.Generator | None) -> Ra
     mode = _mode_of_call(state)
     if mesh.virtual or not current().random_check:
         return mode
-    which = "random states" if generator is None else "states of the generator given"
-    _compare(what, mesh, state, mode, which)
-    return mode
-
-
-def compare_states(what: object, mesh: Topology) -> None:
-    """An error, on every rank, if the ranks of a mesh would draw different numbers."""
-    if not mesh.virtual and current().random_check:
-        _compare(what, mesh, _state(mesh, None), current().random or "exact", "random states")
-
-
-def _compare(
-    what: object, mesh: Topology, state: torch.Tensor, mode: RandomMode, which: str
-) -> None:
     if not all_equal(mesh, 2 * digest(state) + (mode == "counter")):
+        which = "random states" if generator is None else "states of the generator given"
         raise CommunicationError(
             f"{what}: the ranks of mesh {mesh} have different {which}, or not all are in "
             f"{mode} mode, so that replicas would differ. Call shardwise.manual_seed(seed, mesh), "
             "or torch.manual_seed with one seed on every rank, and draw what is one rank's own "
             "from a torch.Generator of its own."
         )
+    return mode
 
 
 def _mode_of_call(state: torch.Tensor) -> RandomMode:

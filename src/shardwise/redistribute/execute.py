@@ -68,18 +68,6 @@ def redistribute_locals(
     return _run_at_once([Run(move, local, fresh)])[0]()
 
 
-def run_between(
-    src: DTensorSpec,
-    dst: DTensorSpec,
-    local: tuple[torch.Tensor, ...],
-    *,
-    fresh: bool = False,
-    async_op: bool = False,
-) -> Run:
-    """The move that `redistribute_locals` makes, to be run with others."""
-    return Run(prepared(src, dst), tuple(local), fresh, async_op)
-
-
 def run_all(runs: Sequence[Run]) -> list[Ready]:
     """Run many moves in few collectives; the last collective of each may still be under way.
 

@@ -23,7 +23,7 @@ from ..layout.geometry import box_shape, memory_order
 from ..layout.layout import Layout
 from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec, Groups, TensorMeta
-from ..layout.split_dims import common, rounded, trivial
+from ..layout.split_dims import common, rounded, split_layout
 from .between import between
 from .plan import Steps, candidates
 
@@ -93,9 +93,9 @@ def prepared(src: DTensorSpec, dst: DTensorSpec) -> Move:
 
 def _prepared(src: DTensorSpec, dst: DTensorSpec) -> Move:
     """As `prepared`, whatever the strides."""
-    if src.fine is not None or dst.fine is not None:
+    if src.groups is not None or dst.groups is not None:
         return _in_blocks(src, dst)
-    move = _between_boxes(Layout.of(src), Layout.of(dst), dst, memory_order(dst.stride))
+    move = _between_boxes(src.layout, dst.layout, dst, memory_order(dst.stride))
     return replace(move, run=_quick(move))
 
 
@@ -137,25 +137,23 @@ def _held_between(steps: Steps) -> int:
 
 def _in_blocks(src: DTensorSpec, dst: DTensorSpec) -> Move:
     """The move between layouts of which at least one shards the blocks of a dim."""
-    have = src.groups or trivial(src.meta.shape)
-    want = dst.groups or trivial(dst.meta.shape)
-    groups = common(have, want)
-    now, goal = (None if groups is None else Layout.split(spec, groups) for spec in (src, dst))
+    groups = common(src.blocks, dst.blocks)
+    now, goal = (None if groups is None else split_layout(spec, groups) for spec in (src, dst))
     if groups is None or now is None or goal is None:
-        return _through(src, _third(src, dst, have, want), dst)
+        return _through(src, _third(src, dst), dst)
     shapes = [box_shape(now.box(coord)) for coord in now.slots]
     ends = [dst.local_shape(coord) for coord in dst.slots]
     move = _between_boxes(now, goal, dst, _split_order(dst, groups))
     return replace(move, enter=_reshaped(shapes), leave=_reshaped(ends))
 
 
-def _third(src: DTensorSpec, dst: DTensorSpec, have: Groups, want: Groups) -> DTensorSpec:
+def _third(src: DTensorSpec, dst: DTensorSpec) -> DTensorSpec:
     """The layout to go through: nearly that of an end whose shards are consecutive, cut only where
     the blocks of the other end end."""
     if dst.groups is None:
-        return rounded(dst, have)
-    near = rounded(src, want) if src.groups is None else rounded(src.consecutive, have)
-    return near.with_meta(dst.meta)
+        return rounded(dst, src.blocks)
+    blocks = dst.blocks if src.groups is None else src.blocks
+    return rounded(src.consecutive, blocks).with_meta(dst.meta)
 
 
 def _through(src: DTensorSpec, way: DTensorSpec, dst: DTensorSpec) -> Move:

@@ -15,7 +15,7 @@ from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import steps_between
+from ..redistribute.prepare import steps_between
 from ..rules import Call, Rule, along
 from .schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 

@@ -12,7 +12,6 @@ import torch
 
 from ..layout.geometry import Cuts, Interval, chunk_cuts, intervals
 from ..layout.spec import Groups
-from ..layout.split_dims import trivial
 from .language import Along, Call, Dims, Rule, Site, along, together
 from .views import copied, each_dim, form_of, of_shape, reordered, sizes_of, without
 
@@ -268,7 +267,7 @@ def cat(call: Call) -> Rule:
 
 
 def _joined_blocks(call: Call, dim: int) -> Rule:
-    groups = call.laid[0].groups or trivial(call.shape(0))
+    groups = call.laid[0].blocks
     count = len(call.laid)
     whole = (*groups[:dim], (count, *groups[dim]), *groups[dim + 1 :])
     names, sizes = _names(whole, dim)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..layout.spec import Groups
-from ..layout.split_dims import common, finer_parts, trivial
+from ..layout.spec import Groups, trivial
+from ..layout.split_dims import common, finer_parts
 from .language import NOWHERE, Along, Call, Dims, Rule, Scaled, Site, along
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def sizes_of(shape: Sequence[int]) -> dict[str, int]:
 
 def view(call: Call) -> Rule:
     """Regroup dims: `"(a b) c -> a (b c)"`, with the factors computed from the two shapes."""
-    src, dst = call.laid[0].groups or trivial(call.shape(0)), call.results[0].shape
+    src, dst = call.laid[0].blocks, call.results[0].shape
     ins, outs, sizes, apart = regroup(src, dst)
     plain = apart == (trivial(call.shape(0)), trivial(dst))
     return Rule(

@@ -8,7 +8,7 @@ import torch
 
 from .._torch import make_wrapper
 from ..layout.spec import DTensorSpec
-from ..redistribute import Ready, waited_once
+from ..redistribute.execute import Ready, waited_once
 from .wrapper import Locals, Wrapper, wrap
 
 

@@ -12,9 +12,10 @@ from functools import lru_cache
 
 from ..comm.step import Step, bytes_received
 from ..layout.geometry import Interval, memory_order
-from ..layout.layout import DimMap, Layout
+from ..layout.layout import DimMap
 from ..layout.spec import DTensorSpec
-from ..redistribute import move, start_together
+from ..redistribute.execute import start_together
+from ..redistribute.routes import move
 from . import policy
 from .wrapper import Locals
 
@@ -57,7 +58,7 @@ def fetch_all(
 
 @lru_cache(maxsize=4096)
 def _plan(spec: DTensorSpec, windows: tuple[tuple[int, DimMap], ...]) -> Step | None:
-    now = Layout.of(spec)
+    now = spec.layout
     dims = list(now.dims)
     for dim, window in windows:
         dims[dim] = window

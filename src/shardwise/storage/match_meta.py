@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RuleError
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import in_order
+from ..redistribute.execute import in_order
 from .wrapper import Wrapper, wrap
 
 

@@ -9,15 +9,8 @@ import torch
 
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..layout.user_line import frames
-from ..redistribute import (
-    Ready,
-    Run,
-    once,
-    redistribute_locals,
-    run_all,
-    run_between,
-    steps_between,
-)
+from ..redistribute.execute import Ready, Run, redistribute_locals, run_all
+from ..redistribute.prepare import once, prepared, steps_between
 from . import policy
 from .wrapper import Locals, Wrapper, share_cell
 
@@ -139,7 +132,7 @@ def cache_reduction(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
 
 def _run(tensor: Any, spec: DTensorSpec, fresh: bool, async_op: bool = False) -> Run:
     base, local = _source(tensor)
-    return run_between(base, spec, local, fresh=fresh, async_op=async_op)
+    return Run(prepared(base, spec), local, fresh, async_op)
 
 
 def start_moves(

@@ -12,7 +12,7 @@ from ..errors import LayoutError, MeshError
 from ..layout.mesh import Topology
 from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..redistribute import redistribute_locals
+from ..redistribute.execute import redistribute_locals
 from ..storage.async_value import pending
 from ..storage.match_meta import in_memory_order
 from ..storage.operands import in_layout, start_moves

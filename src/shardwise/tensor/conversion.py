@@ -25,7 +25,7 @@ from ..layout.spec import (
     default_placements,
 )
 from ..layout.user_line import warn_user
-from ..redistribute import ordered
+from ..redistribute.prepare import ordered
 from ..storage import policy
 from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all

@@ -32,7 +32,8 @@ from ..config import current
 from ..dispatch.views import become
 from ..errors import LayoutError
 from ..layout.spec import DTensorSpec
-from ..redistribute import Ready, prepared
+from ..redistribute.execute import Ready
+from ..redistribute.prepare import prepared
 from ..storage.operands import in_layout, start_moves, version_stamp
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import as_gradient, data, redistributed, requires_grad

@@ -10,11 +10,11 @@ import torch
 from ..comm.events import unheard
 from ..config import Block
 from ..dispatch.views import DeferredView
-from ..layout.layout import notation, partial_axes
+from ..layout.layout import notation
 from ..layout.picture import as_html, panels
 from ..layout.placement import Shard
 from ..layout.spec import DTensorSpec, default_placements
-from ..redistribute import redistribute_locals
+from ..redistribute.execute import redistribute_locals
 from ..storage.async_value import AsyncValue
 
 _WIDTH = 100
@@ -72,7 +72,7 @@ def notation_of(spec: DTensorSpec) -> tuple[str, str]:
         if cuts is not None and cuts[dim] is not None:
             text += f"({'+'.join(map(str, cuts[dim] or ()))})"
         dims.append(f"{size}@{text}" if text else str(size))
-    return notation(meta.dtype, dims, [(op, names[axis]) for axis, op in partial_axes(spec)])
+    return notation(meta.dtype, dims, [(op, names[axis]) for axis, op in spec.partial])
 
 
 def _values(tensor: Any) -> str:

@@ -26,7 +26,7 @@ from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
 from ..layout.placement import Partial, Placement
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..redistribute import redistribute_locals
+from ..redistribute.execute import redistribute_locals
 from ..rules import Call, Operand, Row, Rule, has_fractions
 from ..storage.plain import full_local
 from ..storage.wrapper import Locals, wrap
