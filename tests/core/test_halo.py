@@ -22,12 +22,12 @@ def test_every_shard_gets_its_window(rows, reach, placements):
     spec = x._spec
     table = [
         (max(0, start - reach[0]), max(0, start - reach[0], min(rows, stop + reach[1])))
-        for start, stop in spec._intervals[0]
+        for start, stop in spec.pieces(0)
     ]
     parts = fetch_parts("test", x._spec, x._locals, {0: table})
     for coord, part in zip(spec.slots, parts, strict=True):
         (start, stop), (left, right) = spec.box(coord)
-        start, stop = table[spec._intervals[0].index((start, stop))]
+        start, stop = table[spec.pieces(0).index((start, stop))]
         assert part.equal(whole[start:stop, left:right])
 
 

@@ -164,7 +164,7 @@ def launch(group: Group, jobs: Sequence[Job], index: int = 0, most: int = 0) -> 
             _put(own)
             own = []
     else:  # the program may write into the source meanwhile
-        own = _cloned(own, dtype)
+        own = [(packet, value.clone()) for packet, value in own]
 
     def land() -> None:
         wait()
@@ -189,10 +189,6 @@ def _split(
     return zip(every, flat.split([packet.nbytes for packet in every]), strict=True)
 
 
-def _is_aligned(packet: Packet, raw: torch.Tensor) -> bool:
-    return raw.storage_offset() % packet.job.dtype.itemsize == 0
-
-
 def one_dtype(jobs: Iterable[Job]) -> torch.dtype | None:
     """The dtype of real tensors, if all jobs are of one; few calls then serve them all."""
     found = {job.dtype for job in jobs}
@@ -200,40 +196,20 @@ def one_dtype(jobs: Iterable[Job]) -> torch.dtype | None:
     return None if dtype is None or dtype.is_complex else dtype
 
 
-def _flat(packets: list[tuple[Packet, torch.Tensor]]) -> list[torch.Tensor] | None:
-    """The elements of each piece in the order of memory, if they lie so: nothing is copied."""
-    found = [packet.job.in_order(value) for packet, value in packets]
-    if not all(value.is_contiguous() for value in found):
-        return None
-    return [value.view(-1) for value in found]
-
-
 def pack(packets: list[list[Packet]], job: Job, dtype: torch.dtype | None) -> torch.Tensor:
     """A buffer with the bytes of packets, on the device of `job`."""
-    every = [(packet, packet.held()) for each in packets for packet in each]
-    nbytes = sum([packet.nbytes for packet, _ in every])
-    flat = torch.empty(nbytes, dtype=torch.uint8, device=job.device)
-    values = None if dtype is None else _flat(every)
-    if values and dtype is not None:
-        torch.cat(values, out=flat.view(dtype))
-        return flat
-    for packet, raw in _split(packets, flat):
-        job, value = packet.job, packet.held()
-        if _is_aligned(packet, raw):
-            job.shaped(raw.view(job.dtype), packet.parcel.shape).copy_(value)
-        else:
-            raw.copy_(as_bytes(job.in_order(value)))
+    every = [packet for each in packets for packet in each]
+    flat = torch.empty(sum([p.nbytes for p in every]), dtype=torch.uint8, device=job.device)
+    values = [packet.job.in_order(packet.held()) for packet in every]
+    if dtype is None:
+        for (_, raw), value in zip(_split(packets, flat), values, strict=True):
+            raw.copy_(as_bytes(value))
+    elif values and all(value.is_contiguous() for value in values):
+        torch.cat([value.view(-1) for value in values], out=flat.view(dtype))
+    else:
+        for packet, place in _shaped(every, flat.view(dtype)):
+            place.copy_(packet.held())
     return flat
-
-
-def _cloned(
-    own: list[tuple[Packet, torch.Tensor]], dtype: torch.dtype | None
-) -> list[tuple[Packet, torch.Tensor]]:
-    """Packets with copies of their values."""
-    values = None if dtype is None else _flat(own)
-    if not values:
-        return [(packet, value.clone()) for packet, value in own]
-    return list(_shaped([packet for packet, _ in own], torch.cat(values)))
 
 
 def _shaped(packets: list[Packet], flat: torch.Tensor) -> Iterator[tuple[Packet, torch.Tensor]]:
@@ -251,7 +227,8 @@ def unpacked(
         yield from _shaped(list(chain.from_iterable(packets)), flat.view(dtype))
         return
     for packet, raw in _split(packets, flat):
-        raw = raw if _is_aligned(packet, raw) else raw.clone()
+        aligned = raw.storage_offset() % packet.job.dtype.itemsize == 0
+        raw = raw if aligned else raw.clone()
         yield packet, packet.job.shaped(raw.view(packet.job.dtype), packet.parcel.shape)
 
 

@@ -85,7 +85,9 @@ def record_moves(steps: Sequence[Step], dtypes: Sequence[torch.dtype]) -> Landed
         return _unheard
     kind = steps[0].kind if len({step.kind for step in steps}) == 1 else "exchange"
     axes = tuple(sorted({axis for step in steps for axis in step.axes}))
-    received = bytes_received(steps, [dtype.itemsize for dtype in dtypes])
+    sizes = [dtype.itemsize for dtype in dtypes]
+    alone = len(steps) == 1
+    received = steps[0].bytes_received(*sizes) if alone else bytes_received(steps, sizes)
     return record(Communication(kind, steps[0].src.topology, axes, received, steps, dtypes))
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
+from ..layout.geometry import all_coords
 from ..layout.mesh import Coord, Topology
 from ..layout.world import World, at_end
 from .failures import waiter
@@ -61,13 +62,9 @@ def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
         found = _world() if len(ranks) == dist.get_world_size() else None
     if found is not None:
         ranks = tuple(dist.get_process_group_ranks(found))
-    senders, receivers = (tuple(map(_coords(mesh).get, ranks)) for mesh in (src, dst))
+    places = [dict(zip(mesh.ranks, all_coords(mesh.shape), strict=True)) for mesh in (src, dst)]
+    senders, receivers = (tuple(map(each.get, ranks)) for each in places)
     return Group(found, ranks, senders, receivers, ranks.index(dist.get_rank()))
-
-
-def _coords(topology: Topology) -> dict[int, Coord]:
-    every = topology.group_coords((0,) * topology.ndim, range(topology.ndim))
-    return dict(zip(topology.ranks, every, strict=True))
 
 
 def _world() -> dist.ProcessGroup:

@@ -122,7 +122,7 @@ class Step:
         replicas = [axis for axis in range(a.ndim) if axis not in self.src.axes]
         turn = flat_index(dst, b.shape, range(b.ndim))
         found = []
-        for holder in a.group_coords((0,) * a.ndim, self.src.axes):
+        for holder in a.coords(self.src.axes):
             if not box_numel(self.piece(holder, dst)):
                 continue
             if a is b:
@@ -185,12 +185,7 @@ class Step:
         """The number of bytes that a rank receives, for the rank that receives most."""
         found = self._received.get(itemsize)
         if found is None:
-            where = self.dst.topology
-            axes: Sequence[int] = range(where.ndim)
-            if where is self.src.topology:
-                axes = sorted({*self.src.axes, *self.dst.axes, *self.axes})
-            coords = where.group_coords((0,) * where.ndim, axes)
-            found = self._received[itemsize] = max([self.received(at, itemsize) for at in coords])
+            found = self._received[itemsize] = bytes_received([self], [itemsize])
         return found
 
     def price(self, itemsize: int) -> int:
@@ -205,11 +200,11 @@ class Step:
 
 def bytes_received(steps: Sequence[Step], itemsizes: Sequence[int]) -> int:
     """The bytes that a rank receives in these steps, for the rank that receives most."""
-    if len(steps) == 1 or steps[0].kind == "transfer":
-        return sum(step.bytes_received(size) for step, size in zip(steps, itemsizes, strict=True))
-    axes = sorted({axis for step in steps for axis in (*step.src.axes, *step.dst.axes, *step.axes)})
-    topology = steps[0].src.topology
+    where, axes = steps[0].dst.topology, set[int]()
+    for step in steps:
+        same = where is step.src.topology
+        axes |= {*step.src.axes, *step.dst.axes, *step.axes} if same else {*range(where.ndim)}
     return max(
-        sum(step.received(coord, size) for step, size in zip(steps, itemsizes, strict=True))
-        for coord in topology.group_coords((0,) * topology.ndim, axes)
+        sum([step.received(coord, size) for step, size in zip(steps, itemsizes, strict=True)])
+        for coord in where.coords(axes)
     )

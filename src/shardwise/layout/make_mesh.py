@@ -176,7 +176,7 @@ def _flatten_groups(where: Topology) -> None:
     for first, last in combinations(range(len(axes)), 2):
         run = axes[first : last + 1]
         rest = [axis for axis in range(where.ndim) if axis not in run]
-        for start in where.group_coords((0,) * where.ndim, rest):
+        for start in where.coords(rest):
             members = where.group_coords(start, run)
             if len(members) == dist.get_world_size():
                 continue  # there is one

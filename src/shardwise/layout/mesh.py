@@ -238,8 +238,11 @@ class Topology:
         """
         if not self.virtual:
             return () if self.coordinate is None else (self.coordinate,)
-        shape = tuple(size if axis in axes else 1 for axis, size in enumerate(self.shape))
-        return all_coords(shape)
+        return self.coords(axes)
+
+    def coords(self, axes: Iterable[int]) -> tuple[Coord, ...]:
+        """The coordinates that are 0 on all axes but `axes`, first axis slowest."""
+        return self.group_coords((0,) * self.ndim, sorted(axes))
 
     def group_coords(self, coord: Coord, axes: Sequence[int]) -> tuple[Coord, ...]:
         """The coordinates that differ from `coord` only in `axes`, first axis slowest."""

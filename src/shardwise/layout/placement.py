@@ -123,7 +123,7 @@ class Shard(Placement):
 
     @property
     def code(self) -> str:
-        return f"Shard({self.dim})" if self.split == 1 else f"Shard({self.dim}, {self.split})"
+        return f"Shard({self.dim})" if self.split == 1 else f"Shard({self.dim}, split={self.split})"
 
     def __repr__(self) -> str:
         return f"S({self.dim})" if self.split == 1 else f"S({self.dim}, split={self.split})"

@@ -303,12 +303,6 @@ def _quoted(pattern: Pattern) -> str:
 def _written(places: Placements) -> str:
     """Placements as Python code."""
     if isinstance(places, Mapping):
-        pairs = [f'"{axis}": {_code(place)}' for axis, place in places.items()]
+        pairs = [f'"{axis}": {place.code}' for axis, place in places.items()]
         return "{" + ", ".join(pairs) + "}"
-    return "[" + ", ".join(map(_code, places)) + "]"
-
-
-def _code(place: Placement) -> str:
-    if not isinstance(place, Shard):
-        return "Replicate()"
-    return f"Shard({place.dim})" if place.split == 1 else f"Shard({place.dim}, split={place.split})"
+    return "[" + ", ".join([place.code for place in places]) + "]"

@@ -28,7 +28,6 @@ MOST = 16384
 """The most elements of a tile. A new state costs about as much as drawing an eighth of this."""
 
 _WORDS = 624
-_AT_ONCE = 64
 _BLANK = torch.zeros(632, dtype=torch.int64)
 """A state in PyTorch's format: seed; left and seeded; next; a word in each int64; no normal number
 kept from the last call."""
@@ -84,13 +83,10 @@ def generators(device: torch.device, key: Key, tiles: Sequence[int]) -> Iterator
         return
     state = _BLANK.clone()
     twister, whole = state[3 : 3 + _WORDS], state.view(torch.uint8)
-    for first in range(0, len(tiles), _AT_ONCE):
-        some = tiles[first : first + _AT_ONCE]
-        raw = bytearray().join(generator_state(key, tile) for tile in some)
-        words = torch.frombuffer(raw, dtype=torch.int32).view(len(some), _WORDS)
-        for row in words.to(torch.int64) & 0xFFFFFFFF:
-            twister.copy_(row)  # set_state reads a tensor from the start of its memory
-            yield generator.set_state(whole)
+    for tile in tiles:
+        words = torch.frombuffer(bytearray(generator_state(key, tile)), dtype=torch.uint32)
+        twister.copy_(words)  # set_state reads a tensor from the start of its memory
+        yield generator.set_state(whole)
 
 
 def draw_held(

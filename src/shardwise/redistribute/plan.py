@@ -121,7 +121,7 @@ def _part(now: Layout, have: DimMap, want: DimMap, busy: set[int]) -> DimMap | N
         part = None if part is None else part.joined(axis, where.shape)
     if part is None or part == have:
         return None
-    for coord in where.group_coords((0,) * where.ndim, sorted({*have.axes, *part.axes})):
+    for coord in where.coords({*have.axes, *part.axes}):
         (a, b), (start, stop) = have.at(coord, where.shape), part.at(coord, where.shape)
         if start < stop and not (a <= start and stop <= b):
             return None

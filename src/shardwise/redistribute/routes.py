@@ -25,18 +25,11 @@ def move(now: Layout, goal: Layout) -> Step:
     return Step("all_gather" if gathers else "exchange", now, goal, axes)
 
 
-def _coords(have: DimMap, want: DimMap, where: Topology) -> tuple[Coord, ...]:
-    """The coordinates on the axes of both maps, the other axes at 0."""
-    return where.group_coords((0,) * where.ndim, sorted({*have.axes, *want.axes}))
-
-
 def _asked_axes(have: DimMap, want: DimMap, where: Topology) -> set[int]:
     """The axes on which a rank differs from one that holds a part of what it needs of a dim."""
-    held = [
-        (have.at(at, where.shape), at) for at in where.group_coords((0,) * where.ndim, have.axes)
-    ]
+    held = [(have.at(at, where.shape), at) for at in where.coords(have.axes)]
     asked: set[int] = set()
-    for coord in _coords(have, want, where):
+    for coord in where.coords({*have.axes, *want.axes}):
         start, stop = want.at(coord, where.shape)
         own = have.at(coord, where.shape)
         if start >= stop or (own[0] <= start and stop <= own[1]):
@@ -52,7 +45,7 @@ def _asked_axes(have: DimMap, want: DimMap, where: Topology) -> set[int]:
 def _is_gather(have: DimMap, want: DimMap, group: set[int], where: Topology) -> bool:
     """True if every rank needs all that the members of its group hold, and nothing else."""
     pools: dict[Coord, list[Interval]] = {}
-    for coord in _coords(have, want, where):
+    for coord in where.coords({*have.axes, *want.axes}):
         first = tuple([0 if axis in group else at for axis, at in enumerate(coord)])
         if first not in pools:
             held = [have.at(at, where.shape) for at in where.group_coords(first, sorted(group))]

@@ -67,7 +67,7 @@ def told_by_all(mesh: Topology, own: Part) -> dict[Coord, Part]:
     spec = DTensorSpec(mesh, [Shard(0)] * mesh.ndim, meta)
     mine = torch.tensor(record, dtype=torch.int64, device=mesh.device_type)
     every = in_layout(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
-    coords = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
+    coords = mesh.coords(range(mesh.ndim))
     rows = every.view(ranks, len(record)).tolist()
     return {coord: _read(row) for coord, row in zip(coords, rows, strict=True)}
 

@@ -104,7 +104,7 @@ def _given_grads(what: str, spec: DTensorSpec, grad_placements: Placements) -> D
     pairs = zip(spec.placements, places, strict=True)
     alike = all(a is b or not (a.is_shard() or b.is_shard()) for a, b in pairs)
     grad_spec = spec.with_placements(places, spec.cuts if alike else None)
-    every = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
+    every = mesh.coords(range(mesh.ndim))
     if any(spec.local_shape(coord) != grad_spec.local_shape(coord) for coord in every):
         raise LayoutError(
             f"{what}: grad_placements {list(places)} for local tensors of {spec}: a gradient has "
