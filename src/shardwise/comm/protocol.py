@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -33,6 +33,7 @@ class Job:
     dtype: torch.dtype
     device: torch.device
     async_op: bool = False
+    _made: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def in_order(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor with its dims in the order of memory."""
@@ -56,12 +57,14 @@ class Job:
         shape, stride = _shape_and_stride(box, self.step.order)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
-    @cached_property
+    @property
     def out(self) -> torch.Tensor:
         """This process's result. It gets its memory when the first piece of it has arrived."""
-        dst = self.step.dst
-        assert dst.topology.coordinate is not None
-        return self.empty(dst.box(dst.topology.coordinate))
+        if not self._made:
+            dst = self.step.dst
+            assert dst.topology.coordinate is not None
+            self._made.append(self.empty(dst.box(dst.topology.coordinate)))
+        return self._made[0]
 
     def fills(self, boxes: Sequence[Box], outer: Box) -> bool:
         """True if boxes follow each other in the memory of `outer` and make it up."""
