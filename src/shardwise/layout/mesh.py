@@ -6,7 +6,6 @@ works with its `Topology`: an interned value that says what the mesh is.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -300,12 +299,11 @@ def joined(mesh: AnyMesh, other: Topology) -> Topology | None:
 @at_end
 def _forget_groups(world: World) -> None:
     """Let go of all groups of a world that was destroyed; tensors may keep their `Topology`."""
-    with _lock:
-        for key, where in list(topologies.items()):
-            if where.world is world:
-                del topologies[key]
-                where.groups.clear()
-                where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment]
+    for key, where in list(topologies.items()):
+        if where.world is world:
+            del topologies[key]
+            where.groups.clear()
+            where.mesh = DestroyedMesh(where.mesh)  # type: ignore[assignment]
 
 
 @lru_cache(maxsize=65536)
@@ -319,7 +317,6 @@ def _group_coords(shape: tuple[int, ...], coord: Coord, axes: tuple[int, ...]) -
     return tuple(members)
 
 
-_lock = threading.Lock()
 topologies: dict[tuple[object, ...], Topology] = {}
 
 
@@ -336,8 +333,7 @@ def topology(mesh: AnyMesh | Topology | None, links: tuple[Link, ...] | None = N
         own = _links(mesh) if links is None else links
         if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
             topology(root_mesh(mesh))
-        with _lock:
-            found = topologies.setdefault(_key(mesh), Topology(mesh, own))
+        found = topologies.setdefault(_key(mesh), Topology(mesh, own))
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 
 from .geometry import Cuts, Interval, intervals
 from .layout import DimMap, Layout
@@ -32,19 +33,11 @@ def common(*groups: Groups) -> Groups | None:
         if len(set(each)) == 1:
             found.append(each[0])
             continue
-        ends = sorted({end for group in each for end in _ends(group)})
+        ends = sorted({end for group in each for end in accumulate(group, mul, initial=1)})
         if any(b % a for a, b in pairwise(ends)):
             return None
         found.append(tuple(b // a for a, b in pairwise(ends)))
     return tuple(found)
-
-
-def _ends(group: Sequence[int]) -> list[int]:
-    """The number of blocks after each size, beginning with one block: the dim as a whole."""
-    ends = [1]
-    for size in group:
-        ends.append(ends[-1] * size)
-    return ends
 
 
 def finer_parts(groups: Groups, finer: Groups) -> list[list[int]]:
