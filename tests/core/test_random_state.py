@@ -139,6 +139,21 @@ def test_checkpointing_draws_the_same_again(mode: str, reentrant: bool, leave: b
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_outside_of_blocks_after_a_block_from_the_same_seed(reentrant: bool) -> None:
+    def gradient(run: Callable[[Any, Any], Any]) -> torch.Tensor:
+        torch.manual_seed(4)
+        x = laid_out(numbers(6, 4), Shard(0), Replicate()).requires_grad_()
+        weight = laid_out(numbers(4, 5, seed=1), Replicate(), Shard(1))
+        run(x, weight).square().sum().backward()
+        return x.grad.full_tensor()
+
+    want = gradient(noisy)
+    gradients(noisy, False, "counter")
+    got = gradient(lambda *a: checkpoint(noisy, *a, use_reentrant=reentrant))
+    torch.testing.assert_close(got, want)
+
+
 # --- what counter mode costs -----------------------------------------------------------------
 
 SILENT: dict[str, Callable[[Any], Any]] = {

@@ -49,10 +49,13 @@ def _mode_of_call(state: torch.Tensor) -> RandomMode:
     """
     given = current().random
     mode: RandomMode = given or "exact"
-    if _calls and autograd_node_name() is not None:
-        return _calls.get(digest(state), mode)
-    if given is not None:
-        _calls[digest(state)] = mode
+    if given is None and not _calls:
+        return mode
+    key = digest(state)
+    if autograd_node_name() is not None:
+        return _calls.get(key, mode)
+    if given is not None or key in _calls:  # an earlier call found the generator in this state too
+        _calls[key] = mode
         if len(_calls) > _MOST_CALLS:
             _calls.popitem(last=False)
     return mode
