@@ -53,33 +53,25 @@ def current() -> Settings:
 
 
 class Block(ContextDecorator):
-    """A `with` block of other settings; it may be entered again, inside itself too."""
+    """A `with` block of other settings; it may be entered again, inside itself too.
+
+    In a block that warns, autograd keeps the lines of the forward, so that warnings name them.
+    """
 
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
+        self._lines: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         before = current()
         set_inherited(replace(before, outer=before, **self._changes))
+        if self._changes.get("moves") == "warn":
+            self._lines.append(keep_forward_lines())
 
     def __exit__(self, *_: object) -> None:
+        if self._lines:
+            self._lines.pop().__exit__(None, None, None)
         set_inherited(current().outer)
-
-
-class _Warning(Block):
-    """A block that warns. Autograd keeps the lines of the forward, so that warnings name them."""
-
-    def __init__(self, **changes: Any) -> None:
-        super().__init__(**changes)
-        self._lines: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._lines.append(keep_forward_lines())
-
-    def __exit__(self, *_: object) -> None:
-        self._lines.pop().__exit__(None, None, None)
-        super().__exit__()
 
 
 def set_meshes(meshes: tuple[Any, ...]) -> None:
@@ -113,7 +105,7 @@ def communication(mode: Action, *, fallback: Action | None = None) -> Block:
     changes = {"moves": mode} if fallback is None else {"moves": mode, "fallback": fallback}
     for value in changes.values():
         _check("communication", value, Action)
-    return _Warning(**changes) if mode == "warn" else Block(**changes)
+    return Block(**changes)
 
 
 @public

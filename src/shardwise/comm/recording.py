@@ -8,21 +8,13 @@ comparison of random states, is marked `unrecorded`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from ..capture.recorder import Recorder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Recorder(Protocol):
-    """Records the calls of the thread that it was started in, and of that thread's backward."""
-
-    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run a recordable function and record it. It returns None or a `Wait`."""
-
-    def paused(self) -> AbstractContextManager[Any]:
-        """A context in which nothing is recorded."""
 
 
 class _State:

@@ -21,9 +21,8 @@ def fill(op: OpOverload, given: dict[str, Any]) -> Any:
     target, generator = given["self"], given["generator"]
     names = [a.name for a in op._schema.arguments[1:] if a.name != "generator"]
     numbers = [given[name] for name in names]
-    shape, stride, dtype = target._spec.meta
-    repeats = any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True))
-    _refuse_bad(op, dtype, numbers, repeats)
+    shape, _, dtype = meta = target._spec.meta
+    _refuse_bad(op, dtype, numbers, bool(meta.repeated))
     made = target
     if target._spec.sums:
         spec = target._spec.reduced
