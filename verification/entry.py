@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import shardwise
 from shardwise import Partial, Placement, Replicate, Shard
-from shardwise.comm.events import unwatch, watch
+from shardwise.comm.events import watchers
 from shardwise.dispatch import dispatch
 
 from .rounding import ROUNDING, Differs, widened
@@ -425,11 +425,11 @@ def _observed(finding: Finding, words: tuple[str, ...], plans: dict[int, Any]) -
         tiers.add(tier)
 
     others, dispatch._entries = dispatch._entries, plans
-    watch(seen)
+    watchers.append(seen)
     try:
         yield
     finally:
-        unwatch(seen)
+        watchers.remove(seen)
         dispatch._entries = others
     finding.tiers = sorted(tiers)
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError
 from ..layout.geometry import all_coords
 from ..layout.mesh import Coord, Topology
 from ..layout.world import World, at_end
@@ -59,19 +58,12 @@ def _group(src: Topology, dst: Topology, axes: tuple[int, ...]) -> Group:
         ranks = tuple(sorted(map(src.rank_of, src.group_coords(src.coordinate, axes))))
     else:
         ranks = tuple(sorted({*src.ranks, *dst.ranks}))
-        found = _world() if len(ranks) == dist.get_world_size() else None
+        found = dist.group.WORLD if len(ranks) == dist.get_world_size() else None
     if found is not None:
         ranks = tuple(dist.get_process_group_ranks(found))
     places = [dict(zip(mesh.ranks, all_coords(mesh.shape), strict=True)) for mesh in (src, dst)]
     senders, receivers = (tuple(map(each.get, ranks)) for each in places)
     return Group(found, ranks, senders, receivers, ranks.index(dist.get_rank()))
-
-
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    if group is None:
-        raise CommunicationError("torch.distributed is not initialised any more.")
-    return group
 
 
 def _spanning(topology: Topology, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -157,9 +149,9 @@ def _in_pairs(
     pairs: list[dist.P2POp] = []
     for index, rank in enumerate(group.ranks):
         if index != group.me and arrivals[index].numel():
-            pairs.append(dist.P2POp(dist.irecv, arrivals[index], rank, group=_world()))
+            pairs.append(dist.P2POp(dist.irecv, arrivals[index], rank))
         if index != group.me and departures[index].numel():
-            pairs.append(dist.P2POp(dist.isend, departures[index], rank, group=_world()))
+            pairs.append(dist.P2POp(dist.isend, departures[index], rank))
     works = dist.batch_isend_irecv(pairs) if pairs else []
     device = arrivals[group.me].device
     if device.type == "cpu":
