@@ -449,7 +449,7 @@ class DTensorSpec:
         return rebuild_spec, (described(self.topology), self.placements, meta, self.cuts)
 
 
-_OF_PLACEMENTS = ("sums", "dim_axes", "slot_axes", "slots", "groups")
+_OF_PLACEMENTS = ("sums", "dim_axes", "slots", "groups")
 """Cached properties that are the same for all sizes, if no axis shards blocks of a dim."""
 
 
