@@ -14,7 +14,7 @@ from .._torch import OpOverload, decomposition, run_composite
 from ..errors import LayoutError, MeshError, RuleError
 from ..layout.cost import debt
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import steps_between
 from ..rules import Call, Operand, Site
 from ..storage import policy
@@ -180,9 +180,7 @@ def _replicated(
         metas, structure = infer(entry.op, args, kwargs, specs)
     except Unknown:
         return FormPlan(entry.op, fallback_form(entry.op))
-    mesh = specs[0].topology
-    whole = default_placements(mesh)
-    outputs = tuple(DTensorSpec._intern(mesh, whole, meta, None) for meta in metas)
+    outputs = tuple(DTensorSpec.replicated(specs[0].topology, meta) for meta in metas)
     local = {"local": _by_strides} if entry.op is torch.ops.aten.as_strided.default else {}
     return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, **local)
 

@@ -10,13 +10,12 @@ import torch
 from .._torch import OpOverload
 from ..errors import MeshError
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import once, redistribute_locals
 from ..storage.operands import mark_written, own_copy
 from ..storage.plain import full_local
 from ..storage.ragged import gather_plain
 from ..storage.wrapper import Wrapper, wrap
-from .infer import meta_of
 from .plans import filled, tensors_in
 
 
@@ -40,20 +39,17 @@ def written_in(op: OpOverload, args: Sequence[Any]) -> list[Any]:
 def laid_out(value: torch.Tensor, mesh: Topology, like: DTensorSpec | None = None) -> Any:
     """A whole tensor as a DTensor: in the shards of `like` if it has the same shape, else
     replicated."""
-    meta = meta_of(value)
-    whole = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
-    if like is None or tuple(like.meta.shape) != meta.shape or not like.is_sharded():
+    whole = DTensorSpec.replicated(mesh, TensorMeta.of(value))
+    if like is None or like.meta.shape != whole.meta.shape or not like.is_sharded():
         return wrap(whole, (value,))
-    places = [p if p.is_shard() else whole.placements[0] for p in like.placements]
-    spec = DTensorSpec(mesh, places, meta, cuts=like.cuts)
+    spec = like.reduced.with_meta(whole.meta)
     return wrap(spec, redistribute_locals(whole, spec, (value,), fresh=True))
 
 
 def store(target: Any, whole: torch.Tensor) -> None:
     """Write a whole value into a DTensor, which keeps its layout."""
     spec = target._spec
-    src = DTensorSpec._intern(spec.topology, default_placements(spec.topology), spec.meta, None)
-    parts = redistribute_locals(src, spec, (whole,))
+    parts = redistribute_locals(spec.whole, spec, (whole,))
     for mine, new in zip(target._locals, parts, strict=True):
         once(mine, spec.meta).copy_(once(new, spec.meta))
     mark_written(target)

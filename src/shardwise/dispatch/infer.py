@@ -165,7 +165,7 @@ def _by_integers(op: Any, args: Sequence[Any]) -> bool:
 
 def _listed(made: Any) -> Results:
     if isinstance(made, torch.Tensor):
-        return (meta_of(made),), 0
+        return (TensorMeta.of(made),), 0
     if made is None:
         return (), None
     if not isinstance(made, (list, tuple)):
@@ -175,7 +175,7 @@ def _listed(made: Any) -> Results:
     for value in made:
         if isinstance(value, torch.Tensor):
             places.append(len(metas))
-            metas.append(meta_of(value))
+            metas.append(TensorMeta.of(value))
         elif value is None:
             places.append(None)
         elif isinstance(value, (int, float)):
@@ -183,11 +183,6 @@ def _listed(made: Any) -> Results:
         else:
             raise Unknown
     return tuple(metas), tuple(places)
-
-
-def meta_of(value: torch.Tensor) -> TensorMeta:
-    """Shape, stride and dtype of a tensor."""
-    return TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 # --- where meta kernels and those of devices disagree ---------------------------------------------

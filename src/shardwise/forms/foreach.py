@@ -14,7 +14,7 @@ from ..dispatch.infer import infer
 from ..dispatch.lists import by_mesh, register_list_form, wrap_each, wrappings
 from ..layout.mesh import Topology
 from ..layout.placement import Partial, Replicate
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import redistribute_locals
 from ..storage.operands import all_in_layout
 from ..storage.plain import full_local
@@ -57,8 +57,7 @@ class _Reduction:
             }
             for coord in self._pending.slots
         ]
-        whole = default_placements(mesh)
-        specs = [DTensorSpec._intern(mesh, whole, meta, None) for meta in results]
+        specs = [DTensorSpec.replicated(mesh, meta) for meta in results]
         self.results = wrappings(specs, self._device)
         self._same = all(meta.dtype is wide for meta in results)
 

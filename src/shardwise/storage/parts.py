@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..layout.geometry import memory_order
 from ..layout.mesh import Coord, Topology
 from ..layout.placement import Shard
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from .operands import in_layout
 from .wrapper import wrap
 
@@ -66,7 +66,7 @@ def told_by_all(mesh: Topology, own: Part) -> dict[Coord, Part]:
     meta = TensorMeta((ranks * len(record),), (1,), torch.int64)
     spec = DTensorSpec(mesh, [Shard(0)] * mesh.ndim, meta)
     mine = torch.tensor(record, dtype=torch.int64, device=mesh.device_type)
-    every = in_layout(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
+    every = in_layout(wrap(spec, (mine,)), spec.whole)[0]
     coords = mesh.group_coords((0,) * mesh.ndim, range(mesh.ndim))
     rows = every.view(ranks, len(record)).tolist()
     return {coord: _read(row) for coord, row in zip(coords, rows, strict=True)}

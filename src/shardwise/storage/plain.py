@@ -18,7 +18,7 @@ from ..comm.lockstep import all_arrive
 from ..comm.recording import unrecorded
 from ..errors import LayoutError, PlainTensorError
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..layout.world import World, at_end
 from . import policy
 from .operands import in_layout
@@ -50,9 +50,7 @@ def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
         value.register_hook(_plain_grad)
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
-    meta = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
-    spec = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
-    return Plain(spec, value)
+    return Plain(DTensorSpec.replicated(mesh, TensorMeta.of(value)), value)
 
 
 def _has_hook(value: Any, hook: object) -> bool:
@@ -97,8 +95,7 @@ class _ToMesh:
     def __call__(self, grad: Any) -> Any:
         if not isinstance(grad, Wrapper) or grad._spec.topology is self.mesh:
             return grad
-        meta = TensorMeta((), (), grad.dtype)
-        spec = DTensorSpec._intern(self.mesh, default_placements(self.mesh), meta, None)
+        spec = DTensorSpec.replicated(self.mesh, TensorMeta((), (), grad.dtype))
         one = wrap(spec, (torch.ones((), dtype=grad.dtype, device=grad.device),) * len(spec.slots))
         whole: Any = grad
         return one * whole.full_tensor()
@@ -108,9 +105,7 @@ def full_local(value: torch.Tensor) -> torch.Tensor:
     """The whole value as a plain tensor."""
     if not isinstance(value, Wrapper):
         return value
-    spec: Any = value._spec
-    whole = in_layout(value, spec.with_placements(default_placements(spec.topology)))
-    return whole[0]
+    return in_layout(value, value._spec.whole)[0]
 
 
 _CHUNK = 1 << 20

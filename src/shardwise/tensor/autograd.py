@@ -11,7 +11,7 @@ from .._torch import is_recorded, modes_of_thread
 from ..errors import LayoutError, MeshError
 from ..layout.mesh import Topology
 from ..layout.placement import Partial
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import redistribute_locals
 from ..storage.async_value import pending
 from ..storage.match_meta import in_memory_order
@@ -104,8 +104,7 @@ def as_gradient(grad: Any, topology: Topology) -> Any:
     """A gradient as a DTensor. PyTorch makes plain zeros for a result that is not used."""
     if isinstance(grad, Wrapper):
         return grad
-    meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
-    whole = DTensorSpec._intern(topology, default_placements(topology), meta, None)
+    whole = DTensorSpec.replicated(topology, TensorMeta.of(grad))
     return FromLocal.apply(whole, None, *[grad] * len(whole.slots))
 
 
@@ -118,8 +117,9 @@ class WholeLocal(torch.autograd.Function):
         ctx.spec = spec = value._spec
         if not value._locals:
             raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
-        whole = spec.with_placements(default_placements(spec.topology))
-        return redistribute_locals(spec.reduced, whole, in_layout(value, spec.reduced))[0].clone()
+        return redistribute_locals(spec.reduced, spec.whole, in_layout(value, spec.reduced))[
+            0
+        ].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -23,7 +23,6 @@ from ..layout.spec import (
     Placements,
     TensorMeta,
     checked_placements,
-    default_placements,
 )
 from ..redistribute import ordered
 from ..storage import policy
@@ -364,7 +363,7 @@ def distribute_tensor(
     value = tensor.detach().resolve_conj().resolve_neg().to(mesh.device_type)
     stride = stride_like(value.shape, memory_order(value.stride()))
     meta = TensorMeta(tuple(value.shape), stride, value.dtype)
-    whole = DTensorSpec(mesh, default_placements(mesh), meta)
+    whole = DTensorSpec.replicated(mesh, meta)
     target = DTensorSpec(mesh, places, meta, cuts=cuts)
     parts: tuple[torch.Tensor, ...] = (value,) if whole.slots else ()
     if src_data_rank is not None and not mesh.virtual:

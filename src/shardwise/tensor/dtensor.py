@@ -13,7 +13,7 @@ from ..dispatch.views import DeferredView
 from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
+from ..layout.spec import DTensorSpec, Placements, checked_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import Redistribute, WholeLocal, redistributed
@@ -100,8 +100,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         """
         if grad_placements is None:
             return WholeLocal.apply(self)  # type: ignore[no-any-return]
-        whole = self.redistribute(placements=default_placements(self._spec.topology))
-        return whole_local(whole, grad_placements)
+        return whole_local(self.redistribute(), grad_placements)
 
     @untraced
     def redistribute(
