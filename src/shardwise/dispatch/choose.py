@@ -23,7 +23,7 @@ from ..storage.plain import bring_number
 from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper
 from .decide import Decision, decide
-from .fallback import as_form, fallback_form, into_plain_form, written_in
+from .fallback import as_form, fallback_form, into_plain_form, run_on
 from .infer import Unknown, infer
 from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
@@ -97,27 +97,14 @@ def _in_pieces(entry: Operator) -> Plan:
     """The operator on consecutive pieces of tensors that are sharded block by block."""
     op = entry.op
 
+    def piece(tensor: Any, _: bool) -> Any:
+        ours = isinstance(tensor, Wrapper)
+        return move_to(op, tensor, tensor._spec.consecutive) if ours else tensor
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors: list[Any] = list(tensors_in(args, kwargs))
-        names = [argument.name for argument in op._schema.arguments]
-        silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
-        written = [*written_in(op, args), *silent]
-        pieces = [
-            move_to(op, t, t._spec.consecutive) if isinstance(t, Wrapper) else t for t in tensors
-        ]
-        given, named = filled(args, kwargs, iter(pieces))
-        made = op(*given, **named)
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            if piece is not tensor and any(tensor is each for each in written):
-                tensor.copy_(piece)
-        same = {id(piece): tensor for tensor, piece in zip(tensors, pieces, strict=True)}
-        return same.get(id(made), made)
+        return run_on(op, args, kwargs, piece, torch.ops.aten.copy_.default)
 
     return FormPlan(op, run, deferred=entry.is_view)
-
-
-_RUNNING = ("running_mean", "running_var")
-"""The arguments that batch normalisation writes into, whatever its schema says."""
 
 
 def _home(operands: Sequence[Any]) -> Topology | None:

@@ -31,9 +31,14 @@ def written_in(op: OpOverload, args: Sequence[Any]) -> list[Any]:
     """The tensors among the positional arguments that the operator writes into."""
     found: list[Any] = []
     for value, argument in zip(args, op._schema.arguments, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes or argument.name in _RUNNING:
             found.extend(value if isinstance(value, (list, tuple)) else [value])
     return found
+
+
+_RUNNING = ("running_mean", "running_var")
+"""The arguments that batch normalisation writes into, whatever its schema says."""
 
 
 def laid_out(value: torch.Tensor, mesh: Topology, like: DTensorSpec | None = None) -> Any:
@@ -55,30 +60,32 @@ def store(target: Any, whole: torch.Tensor) -> None:
     mark_written(target)
 
 
-def run_whole(
+def run_on(
     op: OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    whole: Callable[[Any, bool], torch.Tensor],
+    change: Callable[[Any, bool], Any],
+    store: Callable[[Any, Any], object],
     like: DTensorSpec | None = None,
 ) -> Any:
-    """Run `op` on whole tensors and lay out what it returns and what it wrote.
+    """Run `op` on other tensors in place of its own, and lay out what it returns.
 
-    `whole(tensor, written)` gives the plain tensor that stands for an operand.
+    `change(tensor, written)` gives the tensor that stands for an operand. `store(tensor, value)`
+    writes the value of such a tensor into a written operand.
     """
     tensors: list[Any] = list(tensors_in(args, kwargs))
-    mesh = mesh_of(op, tensors)
     written = written_in(op, args)
     ours = [isinstance(t, Wrapper) and any(t is w for w in written) for t in tensors]
     # A tensor that is written and read is one tensor for the operator as well.
-    own = {id(t): whole(t, mine) for t, mine in zip(tensors, ours, strict=True)}
-    plain = [own[id(tensor)] for tensor in tensors]
-    given, named = filled(args, kwargs, iter(plain))
+    own = {id(t): change(t, mine) for t, mine in zip(tensors, ours, strict=True)}
+    values = [own[id(tensor)] for tensor in tensors]
+    given, named = filled(args, kwargs, iter(values))
     made = op(*given, **named)
-    for tensor, value, mine in zip(tensors, plain, ours, strict=True):
-        if mine:
+    for tensor, value, mine in zip(tensors, values, ours, strict=True):
+        if mine and value is not tensor:
             store(tensor, value)
-    same = {id(value): tensor for tensor, value in zip(tensors, plain, strict=True)}
+    same = {id(value): tensor for tensor, value in zip(tensors, values, strict=True)}
+    mesh = next(t._spec.topology for t in tensors if isinstance(t, Wrapper))
     return wrapped(made, mesh, like, same)
 
 
@@ -90,7 +97,8 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
         return own_copy(full, tensor._spec.meta) if written else full
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return run_whole(op, args, kwargs, whole)
+        mesh_of(op, list(tensors_in(args, kwargs)))
+        return run_on(op, args, kwargs, whole, store)
 
     return run
 
@@ -100,7 +108,8 @@ def into_plain_form(op: OpOverload) -> Callable[..., Any]:
     all of it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return run_whole(op, args, kwargs, lambda tensor, written: gather_plain(op, tensor))
+        mesh_of(op, list(tensors_in(args, kwargs)))
+        return run_on(op, args, kwargs, lambda tensor, _: gather_plain(op, tensor), store)
 
     return run
 
@@ -123,10 +132,10 @@ def wrapped(
 ) -> Any:
     """Results as DTensors; `same` are the operands that were returned, by the id of their value."""
     if isinstance(made, torch.Tensor):
-        if isinstance(made, Wrapper) or made.layout is not torch.strided:
-            return made  # a sparse tensor is never on a mesh
-        found = same.get(id(made))
-        return laid_out(made, mesh, like) if found is None else found
+        if (found := same.get(id(made))) is not None:
+            return found
+        dense = made.layout is torch.strided  # a sparse tensor is never on a mesh
+        return laid_out(made, mesh, like) if dense and not isinstance(made, Wrapper) else made
     if isinstance(made, (list, tuple)):
         values = [wrapped(value, mesh, like, same) for value in made]
         return values if isinstance(made, list) else tuple(values)
