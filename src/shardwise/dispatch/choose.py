@@ -25,6 +25,7 @@ from ..storage.wrapper import Wrapper
 from .decide import Decision, decide
 from .fallback import as_form, fallback_form, into_plain_form, run_on
 from .infer import Unknown, infer
+from .lists import list_plan
 from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
 from .plans import CallPlan, FormPlan, Places, Plan, filled, tensors_in
@@ -35,8 +36,8 @@ def build(
     entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
-    made = _build(entry, operands, args, kwargs)
-    written = [args[place] for place in entry.writes if place < len(args)]
+    made = (list_plan if entry.is_list else _build)(entry, operands, args, kwargs)
+    written = tensors_in([args[place] for place in entry.writes if place < len(args)], {})
     overlap = any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written)
     if overlap and not entry.reshapes and made.tier != "random":
         # Several elements are one memory: PyTorch refuses some of these writes, and in others an

@@ -39,10 +39,10 @@ from ..storage.wrapper import Plain, Wrapper
 from .cache import kept, number_key, plan_bytes
 from .choose import build
 from .classes import from_class, remember
-from .lists import run_list
+from .lists import is_mixed, list_key, run_each, run_list_form
 from .operator import Operator
 from .plans import Plan, tensors_in
-from .views import root_of
+from .views import is_deferred, root_of
 
 _NUMBERS = frozenset((int, float, bool, complex))
 _entries: dict[int, Operator] = {}
@@ -108,8 +108,8 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
-    if entry.is_list:
-        return run_list(entry, args, kwargs or {})
+    if entry.list_form is not None:
+        return run_list_form(entry, args, kwargs or {})
     if entry.special and torch.is_inference_mode_enabled():
         made = _run_special(entry, args, kwargs or {})
         if made is not NotImplemented:
@@ -132,8 +132,9 @@ def dispatch(
         key.append(name)
         unusual |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
     if unusual:
-        mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
-        operands = adopt_all(op, operands, mesh)
+        if entry.is_list and is_mixed(args, kwargs):
+            return run_each(op, args, kwargs)
+        operands = adopt_all(op, operands)
         key.extend([o._spec for o in operands if isinstance(o, Plain)])
     found = entry.plans.get(tuple(key))
     try:
@@ -146,7 +147,7 @@ def dispatch(
             _refuse_reading(op, error)
         else:
             # an error in values is this rank's alone: the others must not wait for it
-            report(error, operands[0]._spec.topology)
+            report(error, next(o for o in operands if type(o) is not torch.Tensor)._spec.topology)
             end_at_user_line(error)
         raise
 
@@ -160,6 +161,8 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a call that needs more than its local call, or may."""
+    if entry.is_list:
+        operands = adopt_all(entry.op, operands)
     if found is None or (
         found.default is not None and found.default is not torch.get_default_dtype()
     ):
@@ -174,7 +177,7 @@ def _run(
     if found.is_complex:
         with reading_lazy_bits():
             return _resolved(entry.run_view(found, operands, args, kwargs))
-    if found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+    if found.quick is not None and not (entry.has_views and any(map(is_deferred, operands))):
         return found.quick(operands, args, kwargs)
     return entry.run_view(found, operands, args, kwargs)
 
@@ -254,8 +257,17 @@ def _add(value: Any, keyed_by_type: bool | None, operands: list[Any], key: list[
         key.append(value._spec if isinstance(value, Wrapper) else Plain)
         return type(value) is not Wrapper.public
     if keyed_by_type is not None and (kind is list or kind is tuple):
+        kinds = {*map(type, value)}
+        if kinds == {Wrapper.public}:
+            operands += value
+            key.append(tuple([each._spec for each in value]))
+            return False
+        if keyed_by_type and (found := list_key(value, kinds)) is not None:
+            operands += () if kinds == {float} else value
+            key.append(found)
+            return False
         key.append(len(value))
-        unusual = [_add(each, False, operands, key) for each in value]
+        unusual = [_add(each, keyed_by_type, operands, key) for each in value]
         return any(unusual)
     if keyed_by_type and kind in _NUMBERS:
         key.append(number_key(value))

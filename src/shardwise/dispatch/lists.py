@@ -12,7 +12,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch import OpOverload, local_function, modes_of_thread, new_wrapper, wrapper_arguments
-from ..comm.failures import report
 from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
@@ -26,14 +25,14 @@ from ..storage.operands import (
     mark_written,
     mark_written_in_layout,
 )
-from ..storage.plain import adopt_all, bring_number, check_plain
+from ..storage.plain import bring_number
 from ..storage.wrapper import Locals, Plain, Wrapper, wrap
-from .cache import kept, number_key, plan_bytes
+from .cache import number_key
 from .decide import decide
 from .fallback import fallback_form
 from .infer import infer
 from .out_variants import out_form
-from .plans import Plan, filled, tensors_in
+from .plans import FormPlan, Plan, tensors_in
 from .views import is_deferred, own_value, put_back
 
 ListForm = Callable[..., Any]
@@ -154,7 +153,7 @@ class ListPlan(Plan):
 
     def __init__(
         self,
-        op: Any,
+        entry: Any,
         listing: _Listing,
         specs: Sequence[DTensorSpec],
         inputs: Sequence[Sequence[DTensorSpec]],
@@ -162,7 +161,8 @@ class ListPlan(Plan):
         written: frozenset[int],
     ) -> None:
         super().__init__()
-        self._op = op
+        self._entry = entry
+        self._op = entry.op
         self._listing = listing
         self._outputs = tuple(outputs)
         self._written = written
@@ -188,25 +188,21 @@ class ListPlan(Plan):
             slots = [(i, spec.slot(coord)) for index in indices for i, spec in pairs[index]]
             self._sites += [(indices, slots)] if indices else []
 
-    def set_quick(
-        self, operands: Sequence[Any], writes: Sequence[int], args: Sequence[Any]
-    ) -> None:
-        """Make `quick(args, kwargs)`, if there is one local call and all operands can stay.
-
-        `writes` are the arguments that are written.
-        """
+    def set_quick(self, operands: Sequence[Any], args: Sequence[Any]) -> None:
+        """Make `quick`, if there is one local call and all operands can stay."""
         device = next(o.device for o in operands if isinstance(o, Wrapper))
         call = _local_call(self._op, device, {o._spec.dtype for o in operands}, args)
         outputs = wrappings(self._outputs, device)
         every, shared = self._listing.lists, tuple(self._listing.shared)
         lists = [name for name, ids in every.items() if isinstance(operands[ids.start], Wrapper)]
-        writes = [place for place in writes if place in lists]
+        entry = self._entry
+        writes = [place for place in entry.writes if place in lists]
         sums = any(operands[i]._spec.sums for i in self._written)
         named = any(isinstance(name, str) for name in (*lists, *shared))
         if not self.is_local or len(self._sites) != 1 or named:
             return
 
-        def run(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        def run(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             given = [*args]
             for place in lists:
                 given[place] = [tensor._locals[0] for tensor in given[place]]
@@ -219,11 +215,17 @@ class ListPlan(Plan):
                         tensor._cell.writes += 1
                 if sums:
                     any(map(mark_written, args[place]))
+            note_writes(entry, args)
             return wrap_each(outputs, values) if outputs else None
 
         self.quick = run
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        writes, tensors = self._entry.writes, list(tensors_in(args, kwargs))
+        deferred = {i for i, tensor in enumerate(tensors) if is_deferred(tensor)}
+        several = writes and self._listing.length > 1 and (deferred or not self.is_local)
+        if deferred & self._written or (several and _share_memory(tensors)):
+            return _one_by_one(self._op, writes, self._listing, args, kwargs)
         announce_moves(self._op, self._moves, operands)
         local = [operand._locals for operand in operands]
         wanted = [(operands[i], spec, i in self._written) for i, spec in self._moves]
@@ -310,66 +312,33 @@ def wrap_each(how: Sequence[Wrapping], values: Sequence[torch.Tensor]) -> list[A
     return made
 
 
-def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a list operator, and let autograd know what it wrote into."""
-    form = entry.list_form
-    found = None if form is not None else entry.plans.get(_key(args, kwargs))
-    if form is not None:
-        made = form(*args, **kwargs)
-    elif found is not None and found.quick is not None:
-        try:
-            made = found.quick(args, kwargs)
-        except BaseException as error:
-            report(error, args[0][0]._spec.topology)
-            raise
-    else:
-        made = _run_list(entry, args, kwargs)
-    # Plain tensors learn of it from the operators that `_foreach_*` is made of, below this level;
-    # without it a view keeps its gradient's old formula, and a saved value is not known as stale.
-    if entry.written is not None and entry.op.__name__.startswith("_foreach_"):
-        increment_version(args[entry.written])
+def run_list_form(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run the function that stands for a list operator."""
+    made = entry.list_form(*args, **kwargs)
+    note_writes(entry, args)
     return made
 
 
-def _key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The key of a call: all that its plan depends on.
+def note_writes(entry: Any, args: Sequence[Any]) -> None:
+    """Let autograd know what a list operator wrote into.
 
-    No plan is kept under the key of a call with plain tensors, unless they are numbers: it is found
-    once they are adopted.
+    Plain tensors learn of it from the operators that `_foreach_*` is made of, below this level;
+    without it a view keeps its gradient's old formula, and a saved value is not known as stale.
     """
-    return (
-        torch.get_default_dtype(),
-        *map(_part, args),
-        *kwargs,
-        *map(_part, kwargs.values()),
-    )
+    if entry.written is not None and entry.op.__name__.startswith("_foreach_"):
+        increment_version(args[entry.written])
 
 
-def _part(value: Any) -> Any:
-    """The part of an argument that a plan depends on."""
-    kind = type(value)
-    if kind is list:
-        kinds = {*map(type, value)}
-        if len(kinds) == 1 and Wrapper.public in kinds:
-            return tuple([tensor._spec for tensor in value])
-        if kinds == {float}:
-            least = number_key(min(value))
-            # Numbers between two that are alike are as these are; NaN is between none.
-            if least == number_key(max(value)) and not isnan(sum(value)):
-                return len(value), least
-        numbers = _numbers(value) if kinds in ({Plain}, {torch.Tensor}) else None
-        return tuple(map(_part, value)) if numbers is None else numbers
-    if kind in (int, float, complex):
-        return number_key(value)
-    if isinstance(value, (Wrapper, Plain)):
-        return kind, value._spec
-    return kind if isinstance(value, torch.Tensor) else value
-
-
-def _numbers(values: Sequence[Any]) -> Any:
-    """The part of a key for plain tensors that are numbers, and need no look; None for others."""
-    if type(values[0]) is Plain:
-        values = [value._locals[0] for value in values]
+def list_key(values: Sequence[Any], kinds: Set[type]) -> Any:
+    """The part of a key for a list of numbers: floats, or plain tensors that need no look. None for
+    other values."""
+    if kinds == {float}:
+        least = number_key(min(values))
+        # Numbers between two that are alike are as these are; NaN is between none.
+        alike = least == number_key(max(values)) and not isnan(sum(values))
+        return (len(values), least) if alike else None
+    if kinds != {torch.Tensor}:
+        return None
     dtypes = tuple([value.dtype for value in values])
     special = any(value.dim() or value.requires_grad for value in values)
     if special or any(dtype.is_complex for dtype in {*dtypes}):
@@ -377,36 +346,33 @@ def _numbers(values: Sequence[Any]) -> Any:
     return Plain, dtypes, policy.current().plain == "error"
 
 
-def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a list operator, with one plan for the elements on each mesh."""
-    op = entry.op
-    listing = _Listing(args, kwargs)
-    listing.check()
-    tensors = list(tensors_in(args, kwargs))
-    written: list[Any] = [tensors[i] for i in listing.written(entry.writes)]
-    if any(map(is_deferred, written)):
-        return _one_by_one(op, entry.writes, listing, args, kwargs)
-    if any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written):
-        return fallback_form(op)(*args, **kwargs)  # as of a single operator: see choose.py
+def _meshes(listing: _Listing, tensors: Sequence[Any]) -> list[Topology | None]:
+    """The mesh of each element, that of its own operands: a shared one serves all meshes. None if
+    they are plain."""
     found = [t._spec.topology if isinstance(t, Wrapper) else None for t in tensors]
-    first = next(iter(listing.lists.values()))
-    mesh = found[first.start]
-    if mesh is not None and {*found} <= {mesh, None} and None not in found[: first.stop]:
-        return _run_on(entry, mesh, listing, tensors, args, kwargs)
-    # An element's mesh is that of its own operands, for a shared one serves all meshes.
     owns = [[found[ids[i]] for ids in listing.lists.values()] for i in range(listing.length)]
-    meshes = [next(filter(None, own), None) for own in owns]
+    return [next(filter(None, own), None) for own in owns]
+
+
+def is_mixed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if the elements of the lists, or a number that serves all, are not all on one mesh."""
+    listing, tensors = _Listing(args, kwargs), list(tensors_in(args, kwargs))
+    listing.check()
+    shared = [tensors[i] for i in listing.shared.values()]
+    numbers = [t._spec.topology for t in shared if isinstance(t, Wrapper)]
+    meshes = {*numbers, *_meshes(listing, tensors)}
+    return len(meshes) > 1 or None in meshes
+
+
+def run_each(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a list operator once for the elements on each mesh, and once for those that are plain."""
+    listing = _Listing(args, kwargs)
     results: list[Any] = [None] * listing.length
-    for mesh, indices in _grouped(meshes).items():
+    for mesh, indices in _grouped(_meshes(listing, list(tensors_in(args, kwargs)))).items():
         given, named = listing.chosen(args, kwargs, indices)
         given = [_at_home(op, value, mesh) for value in given]
         named = {name: _at_home(op, value, mesh) for name, value in named.items()}
-        if mesh is None:
-            made = op(*given, **named)
-        else:
-            own = _Listing(given, named)
-            made = _run_on(entry, mesh, own, list(tensors_in(given, named)), given, named)
-        for index, value in zip(indices, made or (), strict=False):
+        for index, value in zip(indices, op(*given, **named) or (), strict=False):
             results[index] = value
     return results if op._schema.returns else None
 
@@ -458,42 +424,14 @@ def _one_by_one(
             put_back(view, given[place][0])
 
 
-def _run_on(
-    entry: Any,
-    mesh: Topology,
-    listing: _Listing,
-    tensors: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    operands = adopt_all(entry.op, tensors, mesh)
-    key = _key(*filled(args, kwargs, iter(operands)))
-    found = entry.plans.get(key)
-    if found is None:
-        found = _build(entry, mesh, listing, operands, args, kwargs)
-        kept.put(entry.plans, key, found, plan_bytes(operands))
-    several = entry.writes and listing.length > 1
-    reads_first = not found.is_local or any(map(is_deferred, tensors))
-    if several and reads_first and _share_memory(tensors):
-        return _one_by_one(entry.op, entry.writes, listing, args, kwargs)
-    plain = any(isinstance(operand, Plain) for operand in operands)
-    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
-        found.plain_checked = check_plain(entry.op, entry.write_only_args, operands, args, kwargs)
-    try:
-        return found.run(operands, args, kwargs)
-    except BaseException as error:
-        report(error, mesh)  # as of a single operator: it is this rank's alone
-        raise
-
-
-def _build(
-    entry: Any,
-    mesh: Topology,
-    listing: _Listing,
-    operands: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> ListPlan:
+def list_plan(
+    entry: Any, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """The plan of a list operator: one for the elements on each mesh."""
+    if is_mixed(args, kwargs):
+        return FormPlan(entry.op, partial(run_each, entry.op))
+    listing = _Listing(args, kwargs)
+    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
     op = entry.op
     specs = [operand._spec for operand in operands]
     for spec in specs:
@@ -514,9 +452,9 @@ def _build(
         decision = decide(replace(rule, linear=tuple(linear)), call, None if returns else 0)
         inputs.append(decision.inputs)
         outputs += decision.outputs if returns else ()
-    made = ListPlan(op, listing, specs, inputs, outputs, frozenset(written))
+    made = ListPlan(entry, listing, specs, inputs, outputs, frozenset(written))
     lists = [{*map(type, operands[ids.start : ids.stop])} for ids in listing.lists.values()]
     usual = all(kinds in ({Wrapper.public}, {Plain}) for kinds in lists)
     if usual and all(type(operands[i]) is Wrapper.public for i in listing.shared.values()):
-        made.set_quick(operands, entry.writes, args)
+        made.set_quick(operands, args)
     return made

@@ -15,7 +15,7 @@ from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..storage.wrapper import Wrapper
 from .classes import has_classes
-from .lists import is_list_op, list_form
+from .lists import is_list_op, list_form, note_writes
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .views import defer, is_deferred, write_through
 
@@ -124,7 +124,8 @@ class Operator:
         self.composite = user is None and is_composite(op)
         self.family = family_of(op) if user is None else user.family
         self.form = _form_of(op) if user is None else None
-        self.keyed_by_type = tuple([_by_type(a, user) for a in arguments])
+        self.is_list = user is None and self.form is None and is_list_op(op)
+        self.keyed_by_type = tuple([_by_type(a, user, self.is_list) for a in arguments])
         self.named_keyed_by_type = dict(
             zip([a.name for a in arguments], self.keyed_by_type, strict=True)
         )
@@ -150,8 +151,7 @@ class Operator:
         self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
         # Plans by layout class, see classes.py; None if the operator has no classes.
         general = user is None and has_classes(op, self.family, self.form)
-        self.classes: dict[Any, Any] | None = {} if general else None
-        self.is_list = user is None and self.form is None and is_list_op(op)
+        self.classes: dict[Any, Any] | None = {} if general and not self.is_list else None
         self.list_form = list_form(op, self.outs) if self.is_list else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.
         self.special = self.composite or self.is_view
@@ -173,15 +173,20 @@ class Operator:
                 # The local tensors of a deferred view are copies, with other strides.
                 plan = FormPlan(self.op, self.form.run)
             return defer(self.op, plan, first, args, kwargs)
-        return plan.run(operands, args, kwargs)
+        made = plan.run(operands, args, kwargs)
+        if self.is_list:
+            note_writes(self, args)
+        return made
 
 
-def _by_type(argument: Any, user: Registered | None) -> bool | None:
+def _by_type(argument: Any, user: Registered | None, is_list: bool) -> bool | None:
     """True if a number enters the key by its type and sign alone, False if by its value.
 
     None if the schema says the type of the argument, which is no tensor.
     """
     kind = str(argument.type)
+    if is_list and kind in ("List[Tensor]", "List[number]"):
+        return True
     read = user is not None and user.reads(argument.name)
     if kind in ("number", "float", "Optional[number]", "Optional[float]", "Tensor") and not read:
         return True

@@ -65,12 +65,16 @@ def _plain_grad(grad: Any) -> Any:
     return whole.full_tensor() if isinstance(grad, Wrapper) else grad
 
 
-def adopt_all(op: OpOverload, operands: Sequence[Any], mesh: Topology) -> list[Any]:
+def adopt_all(op: OpOverload, operands: Sequence[Any]) -> list[Any]:
     """The operands of a call, the plain ones among them adopted, if the policy allows any."""
+    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
+    made = []
     for value in operands:
-        if not isinstance(value, Wrapper):
+        if not isinstance(value, (Wrapper, Plain)):
             policy.on_plain(op, tuple(value.shape))
-    return [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
+            value = adopt(value, mesh)
+        made.append(value)
+    return made
 
 
 def bring_number(number: Any, mesh: Topology | None) -> Any:
