@@ -25,7 +25,7 @@ from ..storage.wrapper import Wrapper
 from .decide import Decision, decide
 from .fallback import as_form, fallback_form, into_plain_form, run_on
 from .infer import Unknown, infer
-from .lists import list_plan
+from .lists import is_mixed, list_plan, run_each
 from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
 from .plans import CallPlan, FormPlan, Places, Plan, filled, tensors_in
@@ -36,7 +36,9 @@ def build(
     entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
-    made = (list_plan if entry.is_list else _build)(entry, operands, args, kwargs)
+    if entry.is_list and is_mixed(args, kwargs):
+        return FormPlan(entry.op, partial(run_each, entry.op))
+    made = _build(entry, operands, args, kwargs)
     written = tensors_in([args[place] for place in entry.writes if place < len(args)], {})
     overlap = any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written)
     if overlap and not entry.reshapes and made.tier != "random":
@@ -56,6 +58,8 @@ def _build(
         if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
             raise _different_meshes(op, operands)
         return FormPlan(entry.op, _bringing_numbers(op, home))
+    if entry.is_list:
+        return list_plan(entry, operands, args, kwargs)
     if entry.reshapes:
         return FormPlan(op, reshape_form(op) if entry.form is None else entry.form.run)
     if entry.copies:

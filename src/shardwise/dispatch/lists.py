@@ -12,10 +12,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch import OpOverload, local_function, modes_of_thread, new_wrapper, wrapper_arguments
-from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute import run_all, run_between
 from ..rules import Call, Operand
 from ..rules.pointwise import pointwise
 from ..storage import policy
@@ -23,7 +21,7 @@ from ..storage.operands import (
     all_in_layout,
     announce_moves,
     mark_written,
-    mark_written_in_layout,
+    write_back,
 )
 from ..storage.plain import bring_number
 from ..storage.wrapper import Locals, Plain, Wrapper, wrap
@@ -32,7 +30,7 @@ from .decide import decide
 from .fallback import fallback_form
 from .infer import infer
 from .out_variants import out_form
-from .plans import FormPlan, Plan, tensors_in
+from .plans import Plan, tensors_in
 from .views import is_deferred, own_value, put_back
 
 ListForm = Callable[..., Any]
@@ -246,16 +244,9 @@ class ListPlan(Plan):
 
     def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
         """Written operands hold their results; those that were moved are moved back."""
-        moves = {index: spec for index, spec in self._moves if index in self._written}
-        back = run_all(
-            [run_between(spec, operands[i]._spec, local[i]) for i, spec in moves.items()]
-        )
-        for index, ready in zip(moves, back, strict=True):
-            for mine, new in zip(operands[index]._locals, ready(), strict=True):
-                mine.copy_(new)
-            mark_written_in_layout(operands[index], moves[index], local[index])
-        for index in self._written - moves.keys():
-            mark_written(operands[index])
+        moves = dict(self._moves)
+        for index in sorted(self._written):
+            write_back(operands[index], moves.get(index), local[index])
 
 
 _NUMBERED = frozenset(
@@ -355,12 +346,10 @@ def _meshes(listing: _Listing, tensors: Sequence[Any]) -> list[Topology | None]:
 
 
 def is_mixed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True if the elements of the lists, or a number that serves all, are not all on one mesh."""
-    listing, tensors = _Listing(args, kwargs), list(tensors_in(args, kwargs))
+    """True if the elements of the lists are not all on one mesh."""
+    listing = _Listing(args, kwargs)
     listing.check()
-    shared = [tensors[i] for i in listing.shared.values()]
-    numbers = [t._spec.topology for t in shared if isinstance(t, Wrapper)]
-    meshes = {*numbers, *_meshes(listing, tensors)}
+    meshes = {*_meshes(listing, list(tensors_in(args, kwargs)))}
     return len(meshes) > 1 or None in meshes
 
 
@@ -368,35 +357,16 @@ def run_each(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     """Run a list operator once for the elements on each mesh, and once for those that are plain."""
     listing = _Listing(args, kwargs)
     results: list[Any] = [None] * listing.length
-    for mesh, indices in _grouped(_meshes(listing, list(tensors_in(args, kwargs)))).items():
+    meshes = _meshes(listing, list(tensors_in(args, kwargs)))
+    for mesh in dict.fromkeys(meshes):  # in order: all ranks take them in the same one
+        indices = [i for i, own in enumerate(meshes) if own is mesh]
         given, named = listing.chosen(args, kwargs, indices)
-        given = [_at_home(op, value, mesh) for value in given]
-        named = {name: _at_home(op, value, mesh) for name, value in named.items()}
+        if mesh is None:  # a number that serves all is plain beside them
+            given = [bring_number(value, mesh) for value in given]
+            named = {name: bring_number(value, mesh) for name, value in named.items()}
         for index, value in zip(indices, op(*given, **named) or (), strict=False):
             results[index] = value
     return results if op._schema.returns else None
-
-
-def by_mesh(tensors: Sequence[Any]) -> dict[Topology | None, list[int]]:
-    """The places of the tensors of each mesh in a list; None is for plain tensors."""
-    return _grouped([t._spec.topology if isinstance(t, Wrapper) else None for t in tensors])
-
-
-def _grouped(meshes: Sequence[Topology | None]) -> dict[Topology | None, list[int]]:
-    every = dict.fromkeys(meshes)  # in order: all ranks take them in the same one
-    return {mesh: [i for i, own in enumerate(meshes) if own is mesh] for mesh in every}
-
-
-def _at_home(op: OpOverload, value: Any, mesh: Topology | None) -> Any:
-    """A number that serves the whole list is known to every rank, whatever mesh it was made on."""
-    if not isinstance(value, Wrapper) or value._spec.topology is mesh:
-        return value
-    if value._spec.ndim:
-        raise LayoutError(
-            f"{op}: {value._spec} serves elements that are not on its mesh. Give a 0-d tensor, or "
-            "a call for each mesh."
-        )
-    return bring_number(value, mesh)
 
 
 def _share_memory(tensors: Sequence[Any]) -> bool:
@@ -427,16 +397,9 @@ def _one_by_one(
 def list_plan(
     entry: Any, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
-    """The plan of a list operator: one for the elements on each mesh."""
-    if is_mixed(args, kwargs):
-        return FormPlan(entry.op, partial(run_each, entry.op))
-    listing = _Listing(args, kwargs)
-    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
-    op = entry.op
+    """The plan of a list operator, of which all operands are on one mesh."""
+    op, listing = entry.op, _Listing(args, kwargs)
     specs = [operand._spec for operand in operands]
-    for spec in specs:
-        if spec.topology is not mesh:
-            raise LayoutError(f"{op}: an element has operands on different meshes: {spec}, {mesh}.")
     written = [i for i in listing.written(entry.writes) if isinstance(operands[i], Wrapper)]
     returns = bool(op._schema.returns)
     metas = infer(op, args, kwargs, specs)[0] if returns else ()

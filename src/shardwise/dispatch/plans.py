@@ -12,7 +12,6 @@ import torch
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..redistribute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
 from ..storage.halo import fetch_parts
@@ -23,7 +22,7 @@ from ..storage.operands import (
     cached_reduction,
     in_layout,
     mark_written,
-    mark_written_in_layout,
+    write_back,
 )
 from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
@@ -246,6 +245,7 @@ class CallPlan(Plan):
         moves = [(i, dst) for i, dst in enumerate(inputs) if specs[i] is not dst]
         # Written operands move last: one that is read too has its reduced value by then.
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
+        self._moved_write = None if written is None else dict(moves).get(written)
         moving = {index for index, _ in self._moves}
         self._staying = tuple([i for i in range(len(specs)) if i not in moving])
         wide = {} if windows is None else windows(inputs, outputs)
@@ -383,7 +383,7 @@ class CallPlan(Plan):
         for index in range(len(self._calls)):
             results.append(self._one(index, local, args, kwargs))
         if written is not None:
-            self._write_back(operands[written], local[written])
+            write_back(operands[written], self._moved_write, local[written])
             return args[self._target] if _returns(self._op) else None
         return self._wrapped(results, operands)
 
@@ -419,18 +419,6 @@ class CallPlan(Plan):
         if self._local is not None:
             return self._local(self._op, tuple(given), kwargs, self._sites[index])
         return self._op._op(*given, **kwargs)
-
-    def _write_back(self, target: Any, local: Locals) -> None:
-        """The written operand holds the result; if it was moved, the result is moved back into
-        it."""
-        for index, spec in self._moves:
-            if index == self._written:
-                back = redistribute_locals(spec, target._spec, local)
-                for mine, new in zip(target._locals, back, strict=True):
-                    mine.copy_(new)
-                mark_written_in_layout(target, spec, local)
-                return
-        mark_written(target)
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
         """The results of the local calls as DTensors."""
