@@ -58,14 +58,14 @@ def _build(
         if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
             raise _different_meshes(op, operands)
         return FormPlan(entry.op, _bringing_numbers(op, home))
-    if entry.is_list:
-        return list_plan(entry, operands, args, kwargs)
     if entry.reshapes:
         return FormPlan(op, reshape_form(op) if entry.form is None else entry.form.run)
     if entry.copies:
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
+    if entry.is_list:
+        return list_plan(entry, operands, args, kwargs)
     if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
         return _in_pieces(entry)
     if entry.user is not None and entry.user.decide is not None:
@@ -360,5 +360,4 @@ def _without_rule(entry: Operator) -> Plan:
         policy.on_fallback(entry.op, _noticed)
         return whole(*args, **kwargs)
 
-    policy.on_fallback(entry.op, _noticed)
     return FormPlan(entry.op, run, "fallback", deferred=entry.is_view)

@@ -30,7 +30,7 @@ from .._torch import (
 from ..comm.events import planned
 from ..comm.failures import report
 from ..errors import LayoutError, end_at_user_line
-from ..layout.world import World, at_end
+from ..layout.world import at_end
 from ..rules import has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
@@ -67,9 +67,7 @@ def clear() -> None:
     kept.clear()
 
 
-@at_end
-def _forget_plans(_: World) -> None:
-    clear()
+at_end(lambda _: clear())
 
 
 _NO_DDP = (

@@ -29,7 +29,6 @@ from .cache import number_key
 from .decide import decide
 from .fallback import fallback_form
 from .infer import infer
-from .out_variants import out_form
 from .plans import Plan, tensors_in
 from .views import is_deferred, own_value, put_back
 
@@ -49,10 +48,8 @@ def register_list_form(name: str) -> Callable[[ListForm], ListForm]:
     return register
 
 
-def list_form(op: OpOverload, outs: Sequence[str]) -> ListForm | None:
+def list_form(op: OpOverload) -> ListForm | None:
     """The function that runs instead of a list operator that is not pointwise; None if it is."""
-    if outs:
-        return partial(_run_out, out_form(op, outs))
     found = LIST_FORMS.get(op._schema.name.split("::")[-1])
     if found is not None:
         return partial(found, op)
@@ -60,10 +57,6 @@ def list_form(op: OpOverload, outs: Sequence[str]) -> ListForm | None:
     if by_vector or len(op._schema.returns) > 1:  # nobody's optimizer
         return fallback_form(op)
     return None
-
-
-def _run_out(run: ListForm, *args: Any, **kwargs: Any) -> None:
-    run(*args, **kwargs)
 
 
 def is_list_op(op: OpOverload) -> bool:

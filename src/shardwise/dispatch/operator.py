@@ -152,7 +152,7 @@ class Operator:
         # Plans by layout class, see classes.py; None if the operator has no classes.
         general = user is None and has_classes(op, self.family, self.form)
         self.classes: dict[Any, Any] | None = {} if general and not self.is_list else None
-        self.list_form = list_form(op, self.outs) if self.is_list else None
+        self.list_form = list_form(op) if self.is_list and not self.outs else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.
         self.special = self.composite or self.is_view
 

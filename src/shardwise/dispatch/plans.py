@@ -11,7 +11,7 @@ import torch
 
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
-from ..layout.spec import DTensorSpec, TensorMeta
+from ..layout.spec import DTensorSpec
 from ..rules import Local, Site, Windows
 from ..storage import policy
 from ..storage.halo import fetch_parts
@@ -310,7 +310,7 @@ class CallPlan(Plan):
         made.__dict__.update(self.__dict__)
         made.outs = tuple(outs)
         made.plain_checked = False
-        made._moves = tuple([(i, _resized(dst, specs[i].meta)) for i, dst in self._moves])
+        made._moves = tuple([(i, dst.with_meta(specs[i].meta)) for i, dst in self._moves])
         made._orders = self._orders if self._is_sure else None
         if self._local is not None or self._unless is not None or self._rewrites is not None:
             coords = [site.coord for site in self._sites]
@@ -459,10 +459,6 @@ class CallPlan(Plan):
         if any(map(is_not, local, new)):
             self._orders = True
         return new
-
-
-def _resized(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
-    return DTensorSpec._intern(spec.topology, spec.placements, meta, None)
 
 
 @cache

@@ -19,7 +19,7 @@ from ..comm.recording import unrecorded
 from ..errors import LayoutError, PlainTensorError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta
-from ..layout.world import World, at_end
+from ..layout.world import at_end
 from . import policy
 from .operands import in_layout
 from .wrapper import Plain, Wrapper, wrap
@@ -153,9 +153,7 @@ All ranks must have the same entries, so they are no part of the plan cache and 
 """
 
 
-@at_end
-def _forget_checked(_: World) -> None:
-    _checked.clear()
+at_end(lambda _: _checked.clear())
 
 
 _ADVICE = (
