@@ -53,10 +53,7 @@ def _build(
 ) -> Plan:
     op = entry.op
     specs = tuple(operand._spec for operand in operands)
-    home = _home(operands)
-    if home is not None:
-        if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
-            raise _different_meshes(op, operands)
+    if (home := _home(op, operands)) is not None:
         return FormPlan(entry.op, _bringing_numbers(op, home))
     if entry.reshapes:
         return FormPlan(op, reshape_form(op) if entry.form is None else entry.form.run)
@@ -112,24 +109,20 @@ def _in_pieces(entry: Operator) -> Plan:
     return FormPlan(op, run, deferred=entry.is_view)
 
 
-def _home(operands: Sequence[Any]) -> Topology | None:
-    """The mesh of a call whose operands are on several meshes; None if they are on one."""
+def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
+    """The mesh of a call with numbers of other meshes; None if the operands are on one mesh.
+
+    A number is known to every rank that made it, so it may be used on any mesh.
+    """
     ours = [operand for operand in operands if isinstance(operand, Wrapper)]
     home = next((o for o in ours if o._spec.ndim), ours[0])._spec.topology
-    return None if all(operand._spec.topology is home for operand in ours) else home
-
-
-def _is_number_here(operand: Any) -> bool:
-    """A number is known to every rank that made it, so it may be used on any mesh."""
-    plain = not isinstance(operand, Wrapper)
-    return plain or bool(not operand._spec.ndim and operand._spec.slots)
-
-
-def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
+    others = [operand for operand in ours if operand._spec.topology is not home]
+    if all(not operand._spec.ndim and operand._spec.slots for operand in others):
+        return home if others else None
     for operand in operands:
         operand._spec.topology.refuse_destroyed()
     given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
-    return MeshError(
+    raise MeshError(
         f"{op}: the operands are on different meshes: {given}.\n"
         "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
     )

@@ -97,10 +97,6 @@ class _Listing:
         """The operands of one element, in the order of the arguments."""
         return [*(ids[index] for ids in self.lists.values()), *self.shared.values()]
 
-    def written(self, writes: Sequence[int]) -> list[int]:
-        """The operands in the lists that are the arguments at `writes`."""
-        return [i for place in writes for i in self.lists.get(place, ())]
-
     def chosen(
         self,
         args: Sequence[Any],
@@ -393,7 +389,8 @@ def list_plan(
     """The plan of a list operator, of which all operands are on one mesh."""
     op, listing = entry.op, _Listing(args, kwargs)
     specs = [operand._spec for operand in operands]
-    written = [i for i in listing.written(entry.writes) if isinstance(operands[i], Wrapper)]
+    every = [i for place in entry.writes for i in listing.lists.get(place, ())]
+    written = frozenset(i for i in every if isinstance(operands[i], Wrapper))
     returns = bool(op._schema.returns)
     metas = infer(op, args, kwargs, specs)[0] if returns else ()
     inputs: list[Sequence[DTensorSpec]] = []
@@ -408,7 +405,7 @@ def list_plan(
         decision = decide(replace(rule, linear=tuple(linear)), call, None if returns else 0)
         inputs.append(decision.inputs)
         outputs += decision.outputs if returns else ()
-    made = ListPlan(entry, listing, specs, inputs, outputs, frozenset(written))
+    made = ListPlan(entry, listing, specs, inputs, outputs, written)
     lists = [{*map(type, operands[ids.start : ids.stop])} for ids in listing.lists.values()]
     usual = all(kinds in ({Wrapper.public}, {Plain}) for kinds in lists)
     if usual and all(type(operands[i]) is Wrapper.public for i in listing.shared.values()):

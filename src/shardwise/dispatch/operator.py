@@ -130,7 +130,6 @@ class Operator:
             zip([a.name for a in arguments], self.keyed_by_type, strict=True)
         )
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.written_names = frozenset(a.name for a in writes)
         self.outs = tuple(a.name for a in writes if a.is_out)
         self.writes = tuple(i for i, a in enumerate(arguments) if a in writes and not a.is_out)
         self.written = self.writes[0] if self.writes else None

@@ -236,7 +236,6 @@ class CallPlan(Plan):
     ) -> None:
         super().__init__()
         self._op = op
-        self._call: Callable[..., Any] = local_function(op)
         self._places = places
         self._shape = structure
         self._written = written
@@ -288,11 +287,9 @@ class CallPlan(Plan):
         self._orders: bool | None = False if settled else None
         self._is_sure = settled  # if True, what `_orders` says holds for other sizes too
         self._next_quick: Callable[..., Any] | None = None  # `quick` after the first call
-        self._how = device, operands_only
-        if device is not None and len(coords) == 1 and self.is_local:
-            if local is not None:
-                self._call = partial(_at_site, local, op, self._sites[0])
-            self._next_quick = self._quick(device, operands_only)
+        self._device, self._operands_only = device, operands_only
+        if len(coords) == 1 and self.is_local:
+            self._next_quick = self._quick()
         self.quick = self._next_quick if settled else None
 
     @property
@@ -322,20 +319,19 @@ class CallPlan(Plan):
         if self._rewrites is not None:
             made._rewrites = self._rewrites[0], tuple(s.out_shapes[0] for s in made._sites)
         if self._next_quick is not None:
-            device, operands_only = self._how
-            assert device is not None
-            if self._local is not None:
-                made._call = partial(_at_site, self._local, self._op, made._sites[0])
-            made._next_quick = made._quick(device, operands_only)
+            made._next_quick = made._quick()
         made.quick = made._next_quick if made._orders is False else None
         made.set_watched()
         return made
 
-    def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
+    def _quick(self) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
-        places, pending = self._places, self._pending
-        if not places or self._reduces_in_backward:
+        places, pending, device = self._places, self._pending, self._device
+        if device is None or not places or self._reduces_in_backward:
             return None
+        call: Callable[..., Any] = local_function(self._op)
+        if self._local is not None:
+            call = partial(_at_site, self._local, self._op, self._sites[0])
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
             positional = sum(not a.kwarg_only for a in self._op._schema.arguments)
@@ -345,16 +341,14 @@ class CallPlan(Plan):
         if self._written is not None:
             if self._written or self._target or tail is not None or not _returns(self._op):
                 return None
-            return quick_write(self._call, places, operands_only)
+            return quick_write(call, places, self._operands_only)
         several = None
         if not isinstance(self._shape, int):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
-        alone = operands_only and tail is None
-        quick = quick_call(
-            self._call, places, alone, tail, self.outs, several, device, self._aliases
-        )
+        alone = self._operands_only and tail is None
+        quick = quick_call(call, places, alone, tail, self.outs, several, device, self._aliases)
         return quick_unless_reduced(self.run, quick, pending) if pending else quick
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -171,10 +171,8 @@ def _check_writable(op: OpOverload, view: Any) -> None:
 
 
 def _view(spec: DTensorSpec, cell: Cell) -> Any:
-    shape, stride, dtype = spec.meta
     kind = Wrapper.deferred  # type: ignore[attr-defined]
-    device = torch.device(spec.topology.device_type)
-    made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
+    made = make_wrapper(kind, *spec.meta, torch.device(spec.topology.device_type))
     made._spec, made._cell, made._read = spec, cell, _Read()  # type: ignore[attr-defined]
     return made
 

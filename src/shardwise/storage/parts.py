@@ -112,9 +112,8 @@ def common_order(parts: Mapping[Coord, Part]) -> tuple[int, ...] | None:
     >>> common_order({(0,): one_row, (1,): columns})
     (1, 0)
     """
-    different = list(dict.fromkeys(part[:2] for part in parts.values()))
-    every = [Part(shape, stride, torch.float32, False) for shape, stride in different]
-    orders = dict.fromkeys(part.order() for part in every)
+    every = {*parts.values()}
+    orders = dict.fromkeys(part.order() for part in parts.values())
     return next((order for order in orders if all(part.fits(order) for part in every)), None)
 
 
