@@ -4,6 +4,7 @@ call."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ from ..layout.cost import debt
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute import steps_between
-from ..rules import Call, Operand, Site
+from ..rules import Call, Operand, Rule, Site
 from ..storage import policy
 from ..storage.match_meta import conforming
 from ..storage.plain import bring_number
@@ -28,7 +29,7 @@ from .infer import Unknown, infer
 from .lists import is_mixed, list_plan, run_each
 from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
-from .plans import CallPlan, FormPlan, Places, Plan, filled, tensors_in
+from .plans import NO_RULE, CallPlan, FormPlan, Places, Plan, filled, tensors_in
 from .random_ops import is_random, is_without_dropout, random_form
 
 
@@ -166,8 +167,9 @@ def _replicated(
     except Unknown:
         return FormPlan(entry.op, fallback_form(entry.op))
     outputs = tuple(DTensorSpec.replicated(specs[0].topology, meta) for meta in metas)
-    local = {"local": _by_strides} if entry.op is torch.ops.aten.as_strided.default else {}
-    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, **local)
+    strided = entry.op is torch.ops.aten.as_strided.default
+    rule = replace(NO_RULE, local=_by_strides) if strided else NO_RULE
+    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, rule)
 
 
 def _by_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -189,7 +191,7 @@ def _call_plan(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     structure: Any,
-    **local: Any,
+    rule: Rule,
 ) -> CallPlan:
     places = _places(args, kwargs)
     return CallPlan(
@@ -204,7 +206,7 @@ def _call_plan(
         aliases=entry.is_view and decision.inputs == specs,
         device=_device(args, kwargs),
         operands_only=places is not None and len(places) == len(args) and not kwargs,
-        **local,
+        rule=rule,
     )
 
 
@@ -247,14 +249,14 @@ def _by_rule(
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
     call = _call(entry, specs, args, kwargs, metas, structure)
-    decision, local = _decided(entry, call, written)
+    decision, rule = _decided(entry, call, written)
     form = entry.form
     if form is not None and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
             return _in_pieces(entry)
         run = form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
-    plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
+    plan = _call_plan(entry, specs, decision, args, kwargs, structure, rule)
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
     if plan.deferred:
         plan.quick = plan._next_quick = None
@@ -307,12 +309,12 @@ def _row_price(call: Call, decision: Decision) -> int:
     return price
 
 
-def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision, dict[str, Any]]:
-    """The layouts of a call, and what its rule says of the local call."""
+def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision, Rule]:
+    """The layouts of a call, and its rule."""
     user = entry.user
     if user is not None and user.decide is not None:
         decision, local = user.decide(call, written)
-        return decision, {"local": local}
+        return decision, replace(NO_RULE, local=local)
     assert entry.family is not None
     rule = entry.family(call)
     if len(rule.inputs) != len(call.specs) or len(rule.outputs) != len(call.results):
@@ -324,13 +326,7 @@ def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision
     decision = decide(rule, call, written)
     if user is not None and user.check is not None:
         user.check(call, rule, decision)
-    return decision, {
-        "local": _physical if entry.copies else rule.local,
-        "unless": rule.unless,
-        "shape_arg": rule.shape_arg,
-        "tail": rule.tail,
-        "windows": rule.windows,
-    }
+    return decision, replace(rule, local=_physical) if entry.copies else rule
 
 
 def _physical(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:

@@ -89,8 +89,10 @@ def run_on(
     return wrapped(made, mesh, like, same)
 
 
-def fallback_form(op: OpOverload) -> Callable[..., Any]:
-    """`op` on replicated inputs."""
+def fallback_form(
+    op: OpOverload, change: Callable[[Any, bool], Any] | None = None
+) -> Callable[..., Any]:
+    """`op` on replicated inputs, or on those that `change` gives as it does in `run_on`."""
 
     def whole(tensor: Any, written: bool) -> torch.Tensor:
         full = full_local(tensor)
@@ -98,7 +100,7 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         mesh_of(op, list(tensors_in(args, kwargs)))
-        return run_on(op, args, kwargs, whole, store)
+        return run_on(op, args, kwargs, change or whole, store)
 
     return run
 
@@ -106,12 +108,7 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
 def into_plain_form(op: OpOverload) -> Callable[..., Any]:
     """`op` that writes into a plain tensor: ranks may hold different values there, so each computes
     all of it."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        mesh_of(op, list(tensors_in(args, kwargs)))
-        return run_on(op, args, kwargs, lambda tensor, _: gather_plain(op, tensor), store)
-
-    return run
+    return fallback_form(op, lambda tensor, _: gather_plain(op, tensor))
 
 
 def as_form(op: OpOverload, decomposed: Callable[..., Any]) -> Callable[..., Any]:

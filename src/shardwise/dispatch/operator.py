@@ -47,18 +47,15 @@ class Form:
 FORMS: dict[str, Form] = {}
 
 
-def register_form(
-    *names: str,
-    always: bool = False,
-    blocks: bool = False,
-    first: bool = False,
-    cost: Cost = lambda call: (),
-) -> Callable[[Any], Any]:
-    """Register a distributed form of operators, by name or name and overload."""
+def register_form(*names: str, **options: Any) -> Callable[[Any], Any]:
+    """Register a distributed form of operators, by name or name and overload.
+
+    The options are the attributes of `Form`.
+    """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always, blocks, first, cost)
+            FORMS[name] = Form(run, **options)
         return run
 
     return register

@@ -12,7 +12,7 @@ import torch
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
-from ..rules import Local, Site, Windows
+from ..rules import Local, Rule, Site
 from ..storage import policy
 from ..storage.halo import fetch_parts
 from ..storage.match_meta import in_memory_order
@@ -205,6 +205,10 @@ def quick_unless_reduced(
     return run
 
 
+NO_RULE = Rule((), ())
+"""Of calls that are the operator's own on every rank."""
+
+
 class CallPlan(Plan):
     """Move some operands, run the operator once per coordinate held here, wrap the results.
 
@@ -226,11 +230,7 @@ class CallPlan(Plan):
         written: int | None = None,
         target: int = 0,
         aliases: bool = False,
-        local: Local | None = None,
-        unless: Callable[[Site], bool] | None = None,
-        shape_arg: int | None = None,
-        tail: Callable[[Site], tuple[Any, ...]] | None = None,
-        windows: Windows | None = None,
+        rule: Rule = NO_RULE,
         device: torch.device | None = None,
         operands_only: bool = False,
     ) -> None:
@@ -247,7 +247,7 @@ class CallPlan(Plan):
         self._moved_write = None if written is None else dict(moves).get(written)
         moving = {index for index, _ in self._moves}
         self._staying = tuple([i for i in range(len(specs)) if i not in moving])
-        wide = {} if windows is None else windows(inputs, outputs)
+        wide = {} if rule.windows is None else rule.windows(inputs, outputs)
         self._windows = tuple(
             (i, inputs[i], more)
             for i, tables in wide.items()
@@ -274,13 +274,13 @@ class CallPlan(Plan):
         coords = topology.coords_here(sorted(axes))
         self._calls = tuple(tuple(spec.slot(coord) for spec in inputs) for coord in coords)
         self._sites = tuple(Site(coord, tuple(inputs), self.outs) for coord in coords)
-        self._unless = unless if local is not None else None
-        if self._unless is not None and all(map(self._unless, self._sites)):
-            local = None
-        self._local = local
-        shapes = tuple(site.out_shapes[0] for site in self._sites if shape_arg is not None)
-        self._rewrites = None if shape_arg is None else (shape_arg, shapes)
-        self._tails = None if tail is None else tuple(map(tail, self._sites))
+        self._unless = rule.unless if rule.local is not None else None
+        alike = self._unless is not None and all(map(self._unless, self._sites))
+        self._local = None if alike else rule.local
+        at = rule.shape_arg
+        shapes = tuple(site.out_shapes[0] for site in self._sites if at is not None)
+        self._rewrites = None if at is None else (at, shapes)
+        self._tails = None if rule.tail is None else tuple(map(rule.tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
         # True if local results are brought into memory order; None until some have been seen.
         settled = self._aliases or written is not None or structure is None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._torch import is_recorded, modes_of_thread
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.placement import Partial
 from ..layout.spec import DTensorSpec, TensorMeta
@@ -115,8 +115,6 @@ class WholeLocal(torch.autograd.Function):
     def forward(ctx: Any, value: Any) -> Any:
         refuse_recording("full_tensor", (value,))
         ctx.spec = spec = value._spec
-        if not value._locals:
-            raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
         return redistribute_locals(spec.reduced, spec.whole, in_layout(value, spec.reduced))[
             0
         ].clone()

@@ -25,6 +25,7 @@ from ..layout.spec import (
     checked_placements,
 )
 from ..redistribute import ordered
+from ..rules import has_fractions
 from ..storage import policy
 from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
@@ -81,8 +82,6 @@ def _as_parameter(part: torch.Tensor) -> torch.Tensor:
 
 def whole_local(whole: Any, grad_placements: Placements) -> torch.Tensor:
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
-    if not whole._locals:
-        raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
     spec = whole._spec
     grad_spec = _given_grads("full_tensor", spec, grad_placements)
     if spec.topology.virtual and grad_spec.slot_axes:
@@ -176,7 +175,10 @@ def from_local(
     sample = local.parts[0] if isinstance(local, PerRank) else local
     check_dense("from_local", sample)
     places = checked_placements("from_local", mesh, placements, sample.ndim)
-    _check_dtype(places, sample.dtype)
+    if any(place.is_partial("avg") for place in places) and not has_fractions(sample.dtype):
+        raise LayoutError(
+            f"from_local: P(avg) of {sample.dtype}: the average of integers is no integer."
+        )
     ask = run_check
     if run_check is None:
         ask = shape is None and any(place.is_shard() for place in places)
@@ -195,14 +197,6 @@ def from_local(
             _refuse_slots("from_local", spec, grad_spec)
     made: DTensor = FromLocal.apply(spec, grad_spec, *parts)
     return made
-
-
-def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
-    for place in places:
-        if place.is_partial("avg") and not (dtype.is_floating_point or dtype.is_complex):
-            raise LayoutError(
-                f"from_local: {place!r} of {dtype}: the average of integers is no integer."
-            )
 
 
 def _place_local(

@@ -98,6 +98,8 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
         with `grad_placements=[Partial()]`.
         """
+        if not self._spec.slots:
+            raise MeshError(f"full_tensor: this rank is not in mesh {self._spec.topology}.")
         if grad_placements is None:
             return WholeLocal.apply(self)  # type: ignore[no-any-return]
         return whole_local(self.redistribute(), grad_placements)

@@ -195,11 +195,7 @@ class Trial:
             structure=self.structure,
             written=self.written,
             target=self.entry.written or 0,
-            local=rule.local,
-            unless=rule.unless,
-            shape_arg=rule.shape_arg,
-            tail=rule.tail,
-            windows=rule.windows,
+            rule=rule,
         )
         operands = [
             wrap(spec, _parts(tensor, spec, self.draw))
