@@ -24,7 +24,7 @@ from ..storage.operands import (
     write_back,
 )
 from ..storage.plain import bring_number
-from ..storage.wrapper import Locals, Plain, Wrapper, wrap
+from ..storage.wrapper import Plain, Wrapper, wrap
 from .cache import number_key
 from .decide import decide
 from .fallback import fallback_form
@@ -68,7 +68,10 @@ def is_list_op(op: OpOverload) -> bool:
 
 
 class _Listing:
-    """Where the operands are: a list argument has one per element, a single tensor serves all."""
+    """Where the operands are: a list argument has one per element, a single tensor serves all.
+
+    All lists have one length, which is not 0.
+    """
 
     __slots__ = ("length", "lists", "shared")
 
@@ -84,9 +87,6 @@ class _Listing:
                 self.lists[name] = range(count, count + len(value))
                 self.length = max(self.length, len(value))
                 count += len(value)
-
-    def check(self) -> None:
-        """All lists have one length, which is not 0."""
         if not self.lists:
             raise RuntimeError("Tensor list must have at least one tensor.")
         if len({len(ids) for ids in self.lists.values()}) > 1:
@@ -151,11 +151,10 @@ class ListPlan(Plan):
         self._entry = entry
         self._op = entry.op
         self._listing = listing
-        self._outputs = tuple(outputs)
+        self.outs = tuple(outputs)
         self._written = written
-        operands = [listing.operands(index) for index in range(listing.length)]
         pairs = [
-            list(zip(ids, own, strict=True)) for ids, own in zip(operands, inputs, strict=True)
+            list(zip(listing.operands(index), own, strict=True)) for index, own in enumerate(inputs)
         ]
         self._moves = [(i, dst) for own in pairs for i, dst in own if specs[i] is not dst]
         self.is_local = not self._moves
@@ -179,7 +178,7 @@ class ListPlan(Plan):
         """Make `quick`, if there is one local call and all operands can stay."""
         device = next(o.device for o in operands if isinstance(o, Wrapper))
         call = _local_call(self._op, device, {o._spec.dtype for o in operands}, args)
-        outputs = wrappings(self._outputs, device)
+        outputs = wrappings(self.outs, device)
         every, shared = self._listing.lists, tuple(self._listing.shared)
         lists = [name for name, ids in every.items() if isinstance(operands[ids.start], Wrapper)]
         entry = self._entry
@@ -218,7 +217,7 @@ class ListPlan(Plan):
         wanted = [(operands[i], spec, i in self._written) for i, spec in self._moves]
         for (index, _), made in zip(self._moves, all_in_layout(wanted), strict=True):
             local[index] = made
-        results: list[list[Any]] = [[] for _ in self._outputs]
+        results: list[list[Any]] = [[] for _ in self.outs]
         for indices, slots in self._sites:
             here = {i: local[i][slot] for i, slot in slots}
             given, named = self._listing.chosen(args, kwargs, indices, here)
@@ -226,16 +225,12 @@ class ListPlan(Plan):
             for index, value in zip(indices, values or (), strict=False):
                 results[index].append(value)
         if results:
-            pairs = zip(self._outputs, results, strict=True)
+            pairs = zip(self.outs, results, strict=True)
             return [wrap(spec, tuple(made)) for spec, made in pairs]
-        self._write_back(operands, local)
-        return None
-
-    def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
-        """Written operands hold their results; those that were moved are moved back."""
         moves = dict(self._moves)
         for index in sorted(self._written):
             write_back(operands[index], moves.get(index), local[index])
+        return None
 
 
 _NUMBERED = frozenset(
@@ -336,9 +331,7 @@ def _meshes(listing: _Listing, tensors: Sequence[Any]) -> list[Topology | None]:
 
 def is_mixed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """True if the elements of the lists are not all on one mesh."""
-    listing = _Listing(args, kwargs)
-    listing.check()
-    meshes = {*_meshes(listing, list(tensors_in(args, kwargs)))}
+    meshes = {*_meshes(_Listing(args, kwargs), list(tensors_in(args, kwargs)))}
     return len(meshes) > 1 or None in meshes
 
 
