@@ -296,11 +296,6 @@ def _norm(op: Any, channels: bool = False) -> Any:
     return shapes
 
 
-def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """A copy in another shape: the kernel takes tensors that cannot be viewed so, too."""
-    return x.reshape(size).contiguous()
-
-
 def _of_bytes(op: Any, at: int = 1) -> Any:
     """A loss: PyTorch's meta kernel refuses classes that are given as bytes."""
 
@@ -408,7 +403,7 @@ _CORRECTED: dict[str, Any] = {
     "multilabel_margin_loss_forward": _margin(aten.multilabel_margin_loss_forward.default, 1),
     "nll_loss_backward": _of_bytes(aten.nll_loss_backward.default, 2),
     "nll_loss_forward": _of_bytes(aten.nll_loss_forward.default),
-    "view_copy": _view_copy,
+    "view_copy": lambda x, size: x.reshape(size).contiguous(),  # of any strides
     "_grouped_mm": _grouped_mm,
     "convolution": _convolution(aten.convolution.default),
     "convolution_backward": _convolution(aten.convolution_backward.default),

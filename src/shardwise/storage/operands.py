@@ -146,15 +146,12 @@ def _run(tensor: Any, spec: DTensorSpec, fresh: bool, async_op: bool = False) ->
     return run_between(base, spec, local, fresh=fresh, async_op=async_op)
 
 
-def start_moves(
-    tensors: Sequence[Any], specs: Sequence[DTensorSpec], async_op: bool = False
-) -> list[Ready]:
+def start_moves(pairs: Sequence[tuple[Any, DTensorSpec]], async_op: bool = False) -> list[Ready]:
     """New local tensors for many moves, in few collectives.
 
     The last collective of each may still be under way. With `async_op` the tensors may be written
     before the results are asked for.
     """
-    pairs = zip(tensors, specs, strict=True)
     return run_all([_run(tensor, spec, True, async_op) for tensor, spec in pairs])
 
 

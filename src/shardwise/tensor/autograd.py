@@ -57,8 +57,7 @@ class Redistribute(torch.autograd.Function):
         ctx.specs, ctx.grad_dtype = [value._spec for value in values], grad_dtype
         pairs = [_cast(value, spec) for value, spec in zip(values, targets, strict=True)]
         moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
-        sources, goals = [value for value, _ in moving], [spec for _, spec in moving]
-        ready = iter(start_moves(sources, goals, async_op))
+        ready = iter(start_moves(moving, async_op))
         made: list[Any] = []
         for value, spec in pairs:
             if value._spec is spec:

@@ -230,9 +230,8 @@ class Bucket:
     def start(self, async_op: bool) -> Callable[[], None]:
         """Start the reduction; what is returned waits for it and sets each `.grad`."""
         waiting, self.waiting, self.nbytes = self.waiting, [], 0
-        grads = [each.grad for each in waiting]
-        stamps = [version_stamp(grad) for grad in grads]
-        ready = start_moves(grads, [each.target for each in waiting], async_op)
+        stamps = [version_stamp(each.grad) for each in waiting]
+        ready = start_moves([(each.grad, each.target) for each in waiting], async_op)
         return partial(_set_gradients, waiting, stamps, ready)
 
 
