@@ -14,7 +14,7 @@ import shardwise
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.dispatch import infer
-from shardwise.dispatch.infer import _product, meta_of
+from shardwise.dispatch.infer import _product
 from shardwise.layout.spec import TensorMeta
 
 from ..compare import check, ints, numbers, spread, virtual
@@ -171,12 +171,12 @@ def test_products_have_the_metas_of_pytorchs_kernels(
         for op, *given in calls:
             made = op(*(tensor.to("meta") for tensor in given))
             want = TensorMeta(tuple(made.shape), made.stride(), made.dtype)
-            assert _product([meta_of(tensor) for tensor in given]) == want
+            assert _product([TensorMeta.of(tensor) for tensor in given]) == want
 
 
 def test_products_that_do_not_fit_are_left_to_pytorch() -> None:
     def metas(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[TensorMeta]:
-        return [meta_of(torch.empty(shape, dtype=dtype)) for shape in shapes]
+        return [TensorMeta.of(torch.empty(shape, dtype=dtype)) for shape in shapes]
 
     assert _product(metas((3, 4), (5, 4))) is None
     assert _product(metas((2, 3, 4), (3, 4, 5))) is None

@@ -4,6 +4,7 @@ call."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,20 +15,21 @@ from .._torch import OpOverload, decomposition, run_composite
 from ..errors import LayoutError, MeshError, RuleError
 from ..layout.cost import debt
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute.prepare import steps_between
-from ..rules import Call, Operand, Site
+from ..rules import Call, Operand, Rule, Site
 from ..storage import policy
 from ..storage.match_meta import conforming
 from ..storage.plain import bring_number
 from ..storage.ragged import move_to
 from ..storage.wrapper import Wrapper
 from .decide import Decision, decide
-from .fallback import as_form, fallback_form, into_plain_form, written_in
+from .fallback import as_form, fallback_form, into_plain_form, run_on
 from .infer import Unknown, infer
+from .lists import is_mixed, list_plan, run_each
 from .operator import Form, Operator
 from .out_variants import out_form, reshape_form
-from .plans import CallPlan, FormPlan, Places, Plan, filled, tensors_in
+from .plans import NO_RULE, CallPlan, FormPlan, Places, Plan, filled, tensors_in
 from .random_ops import is_random, is_without_dropout, random_form
 
 
@@ -35,8 +37,10 @@ def build(
     entry: Operator, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
     """The plan of a call."""
+    if entry.is_list and is_mixed(args, kwargs):
+        return FormPlan(entry.op, partial(run_each, entry.op))
     made = _build(entry, operands, args, kwargs)
-    written = [args[place] for place in entry.writes if place < len(args)]
+    written = tensors_in([args[place] for place in entry.writes if place < len(args)], {})
     overlap = any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written)
     if overlap and not entry.reshapes and made.tier != "random":
         # Several elements are one memory: PyTorch refuses some of these writes, and in others an
@@ -50,10 +54,7 @@ def _build(
 ) -> Plan:
     op = entry.op
     specs = tuple(operand._spec for operand in operands)
-    home = _home(operands)
-    if home is not None:
-        if not all(o._spec.topology is home or _is_number_here(o) for o in operands):
-            raise _different_meshes(op, operands)
+    if (home := _home(op, operands)) is not None:
         return FormPlan(entry.op, _bringing_numbers(op, home))
     if entry.reshapes:
         return FormPlan(op, reshape_form(op) if entry.form is None else entry.form.run)
@@ -61,6 +62,8 @@ def _build(
         return _by_rule(entry, specs, args, kwargs)
     if entry.outs:
         return FormPlan(entry.op, out_form(entry.op, entry.outs))
+    if entry.is_list:
+        return list_plan(entry, operands, args, kwargs)
     if any(spec.groups is not None for spec in specs) and not _takes_blocks(entry):
         return _in_pieces(entry)
     if entry.user is not None and entry.user.decide is not None:
@@ -97,47 +100,30 @@ def _in_pieces(entry: Operator) -> Plan:
     """The operator on consecutive pieces of tensors that are sharded block by block."""
     op = entry.op
 
+    def piece(tensor: Any, _: bool) -> Any:
+        ours = isinstance(tensor, Wrapper)
+        return move_to(op, tensor, tensor._spec.consecutive) if ours else tensor
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors: list[Any] = list(tensors_in(args, kwargs))
-        names = [argument.name for argument in op._schema.arguments]
-        silent = [v for name, v in zip(names, args, strict=False) if name in _RUNNING]
-        written = [*written_in(op, args), *silent]
-        pieces = [
-            move_to(op, t, t._spec.consecutive) if isinstance(t, Wrapper) else t for t in tensors
-        ]
-        given, named = filled(args, kwargs, iter(pieces))
-        made = op(*given, **named)
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            if piece is not tensor and any(tensor is each for each in written):
-                tensor.copy_(piece)
-        same = {id(piece): tensor for tensor, piece in zip(tensors, pieces, strict=True)}
-        return same.get(id(made), made)
+        return run_on(op, args, kwargs, piece, torch.ops.aten.copy_.default)
 
     return FormPlan(op, run, deferred=entry.is_view)
 
 
-_RUNNING = ("running_mean", "running_var")
-"""The arguments that batch normalisation writes into, whatever its schema says."""
+def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
+    """The mesh of a call with numbers of other meshes; None if the operands are on one mesh.
 
-
-def _home(operands: Sequence[Any]) -> Topology | None:
-    """The mesh of a call whose operands are on several meshes; None if they are on one."""
+    A number is known to every rank that made it, so it may be used on any mesh.
+    """
     ours = [operand for operand in operands if isinstance(operand, Wrapper)]
     home = next((o for o in ours if o._spec.ndim), ours[0])._spec.topology
-    return None if all(operand._spec.topology is home for operand in ours) else home
-
-
-def _is_number_here(operand: Any) -> bool:
-    """A number is known to every rank that made it, so it may be used on any mesh."""
-    plain = not isinstance(operand, Wrapper)
-    return plain or bool(not operand._spec.ndim and operand._spec.slots)
-
-
-def _different_meshes(op: OpOverload, operands: Sequence[Any]) -> MeshError:
+    others = [operand for operand in ours if operand._spec.topology is not home]
+    if all(not operand._spec.ndim and operand._spec.slots for operand in others):
+        return home if others else None
     for operand in operands:
         operand._spec.topology.refuse_destroyed()
     given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
-    return MeshError(
+    raise MeshError(
         f"{op}: the operands are on different meshes: {given}.\n"
         "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
     )
@@ -180,11 +166,10 @@ def _replicated(
         metas, structure = infer(entry.op, args, kwargs, specs)
     except Unknown:
         return FormPlan(entry.op, fallback_form(entry.op))
-    mesh = specs[0].topology
-    whole = default_placements(mesh)
-    outputs = tuple(DTensorSpec._intern(mesh, whole, meta, None) for meta in metas)
-    local = {"local": _by_strides} if entry.op is torch.ops.aten.as_strided.default else {}
-    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, **local)
+    outputs = tuple(DTensorSpec.replicated(specs[0].topology, meta) for meta in metas)
+    strided = entry.op is torch.ops.aten.as_strided.default
+    rule = replace(NO_RULE, local=_by_strides) if strided else NO_RULE
+    return _call_plan(entry, specs, Decision(specs, outputs), args, kwargs, structure, rule)
 
 
 def _by_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -206,7 +191,7 @@ def _call_plan(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     structure: Any,
-    **local: Any,
+    rule: Rule,
 ) -> CallPlan:
     places = _places(args, kwargs)
     return CallPlan(
@@ -221,7 +206,7 @@ def _call_plan(
         aliases=entry.is_view and decision.inputs == specs,
         device=_device(args, kwargs),
         operands_only=places is not None and len(places) == len(args) and not kwargs,
-        **local,
+        rule=rule,
     )
 
 
@@ -264,14 +249,14 @@ def _by_rule(
     if not metas and written is not None:  # what is written is the result
         metas = (specs[written].meta,)
     call = _call(entry, specs, args, kwargs, metas, structure)
-    decision, local = _decided(entry, call, written)
+    decision, rule = _decided(entry, call, written)
     form = entry.form
     if form is not None and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
             return _in_pieces(entry)
         run = form.run
         return FormPlan(entry.op, run if entry.has_views else conforming(run, metas))
-    plan = _call_plan(entry, specs, decision, args, kwargs, structure, **local)
+    plan = _call_plan(entry, specs, decision, args, kwargs, structure, rule)
     plan.deferred = entry.is_view and (entry.copies or not plan.is_local)
     if plan.deferred:
         plan.quick = plan._next_quick = None
@@ -324,12 +309,12 @@ def _row_price(call: Call, decision: Decision) -> int:
     return price
 
 
-def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision, dict[str, Any]]:
-    """The layouts of a call, and what its rule says of the local call."""
+def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision, Rule]:
+    """The layouts of a call, and its rule."""
     user = entry.user
     if user is not None and user.decide is not None:
         decision, local = user.decide(call, written)
-        return decision, {"local": local}
+        return decision, replace(NO_RULE, local=local)
     assert entry.family is not None
     rule = entry.family(call)
     if len(rule.inputs) != len(call.specs) or len(rule.outputs) != len(call.results):
@@ -341,13 +326,7 @@ def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision
     decision = decide(rule, call, written)
     if user is not None and user.check is not None:
         user.check(call, rule, decision)
-    return decision, {
-        "local": _physical if entry.copies else rule.local,
-        "unless": rule.unless,
-        "shape_arg": rule.shape_arg,
-        "tail": rule.tail,
-        "windows": rule.windows,
-    }
+    return decision, replace(rule, local=_physical) if entry.copies else rule
 
 
 def _physical(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -370,5 +349,4 @@ def _without_rule(entry: Operator) -> Plan:
         policy.on_fallback(entry.op, _noticed)
         return whole(*args, **kwargs)
 
-    policy.on_fallback(entry.op, _noticed)
     return FormPlan(entry.op, run, "fallback", deferred=entry.is_view)

@@ -31,7 +31,7 @@ from ..comm.events import watchers
 from ..comm.failures import report
 from ..errors import LayoutError, end_at_user_line
 from ..layout.mesh import Topology
-from ..layout.world import World, at_end
+from ..layout.world import at_end
 from ..rules import has_fractions
 from ..storage import policy
 from ..storage.async_value import AsyncValue
@@ -40,10 +40,10 @@ from ..storage.wrapper import Plain, Wrapper
 from .cache import kept, number_key, plan_bytes
 from .choose import build
 from .classes import from_class, remember
-from .lists import run_list
+from .lists import is_mixed, list_key, run_each, run_list_form
 from .operator import Operator
 from .plans import Plan, tensors_in
-from .views import root_of
+from .views import is_deferred, root_of
 
 _NUMBERS = frozenset((int, float, bool, complex))
 _entries: dict[int, Operator] = {}
@@ -68,9 +68,7 @@ def clear() -> None:
     kept.clear()
 
 
-@at_end
-def _forget_plans(_: World) -> None:
-    clear()
+at_end(lambda _: clear())
 
 
 _NO_DDP = (
@@ -109,8 +107,8 @@ def dispatch(
     entry = _entries.get(id(op))
     if entry is None:
         entry = _entry(op)
-    if entry.is_list:
-        return run_list(entry, args, kwargs or {})
+    if entry.list_form is not None:
+        return run_list_form(entry, args, kwargs or {})
     if entry.special and torch.is_inference_mode_enabled():
         made = _run_special(entry, args, kwargs or {})
         if made is not NotImplemented:
@@ -132,10 +130,11 @@ def dispatch(
     for name in kwargs:
         key.append(name)
         unusual |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
+    if unusual and entry.is_list and is_mixed(args, kwargs):
+        return run_each(op, args, kwargs)
     try:
         if unusual:
-            mesh = _mesh_of(operands)
-            operands = adopt_all(op, operands, mesh)
+            operands = adopt_all(op, operands)
             key.extend([o._spec for o in operands if isinstance(o, Plain)])
         found = entry.plans.get(tuple(key))
         if unusual or found is None or found.is_watched:
@@ -166,6 +165,8 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a call that needs more than its local call, or may."""
+    if entry.is_list:
+        operands = adopt_all(entry.op, operands)
     if found is None or (
         found.default is not None and found.default is not torch.get_default_dtype()
     ):
@@ -180,7 +181,7 @@ def _run(
     if found.is_complex:
         with reading_lazy_bits():
             return _resolved(entry.run_view(found, operands, args, kwargs))
-    if found.quick is not None and (type(operands[0]) is Wrapper.public or not entry.has_views):
+    if found.quick is not None and not (entry.has_views and any(map(is_deferred, operands))):
         return found.quick(operands, args, kwargs)
     return entry.run_view(found, operands, args, kwargs)
 
@@ -260,8 +261,17 @@ def _add(value: Any, keyed_by_type: bool | None, operands: list[Any], key: list[
         key.append(value._spec if isinstance(value, Wrapper) else Plain)
         return type(value) is not Wrapper.public
     if keyed_by_type is not None and (kind is list or kind is tuple):
+        kinds = {*map(type, value)}
+        if kinds == {Wrapper.public}:
+            operands += value
+            key.append(tuple([each._spec for each in value]))
+            return False
+        if keyed_by_type and (found := list_key(value, kinds)) is not None:
+            operands += () if kinds == {float} else value
+            key.append(found)
+            return False
         key.append(len(value))
-        unusual = [_add(each, False, operands, key) for each in value]
+        unusual = [_add(each, keyed_by_type, operands, key) for each in value]
         return any(unusual)
     if keyed_by_type and kind in _NUMBERS:
         key.append(number_key(value))

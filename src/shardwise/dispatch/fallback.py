@@ -10,14 +10,13 @@ import torch
 from .._torch import OpOverload
 from ..errors import MeshError
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute.execute import redistribute_locals
 from ..redistribute.prepare import once
 from ..storage.operands import mark_written, own_copy
 from ..storage.plain import full_local
 from ..storage.ragged import gather_plain
 from ..storage.wrapper import Wrapper, wrap
-from .infer import meta_of
 from .plans import filled, tensors_in
 
 
@@ -33,69 +32,76 @@ def written_in(op: OpOverload, args: Sequence[Any]) -> list[Any]:
     """The tensors among the positional arguments that the operator writes into."""
     found: list[Any] = []
     for value, argument in zip(args, op._schema.arguments, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes or argument.name in _RUNNING:
             found.extend(value if isinstance(value, (list, tuple)) else [value])
     return found
+
+
+_RUNNING = ("running_mean", "running_var")
+"""The arguments that batch normalisation writes into, whatever its schema says."""
 
 
 def laid_out(value: torch.Tensor, mesh: Topology, like: DTensorSpec | None = None) -> Any:
     """A whole tensor as a DTensor: in the shards of `like` if it has the same shape, else
     replicated."""
-    meta = meta_of(value)
-    whole = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
-    if like is None or tuple(like.meta.shape) != meta.shape or not like.is_sharded():
+    whole = DTensorSpec.replicated(mesh, TensorMeta.of(value))
+    if like is None or like.meta.shape != whole.meta.shape or not like.is_sharded():
         return wrap(whole, (value,))
-    places = [p if p.is_shard() else whole.placements[0] for p in like.placements]
-    spec = DTensorSpec(mesh, places, meta, cuts=like.cuts)
+    spec = like.reduced.with_meta(whole.meta)
     return wrap(spec, redistribute_locals(whole, spec, (value,), fresh=True))
 
 
 def store(target: Any, whole: torch.Tensor) -> None:
     """Write a whole value into a DTensor, which keeps its layout."""
     spec = target._spec
-    src = DTensorSpec._intern(spec.topology, default_placements(spec.topology), spec.meta, None)
-    parts = redistribute_locals(src, spec, (whole,))
+    parts = redistribute_locals(spec.whole, spec, (whole,))
     for mine, new in zip(target._locals, parts, strict=True):
         once(mine, spec.meta).copy_(once(new, spec.meta))
     mark_written(target)
 
 
-def run_whole(
+def run_on(
     op: OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    whole: Callable[[Any, bool], torch.Tensor],
+    change: Callable[[Any, bool], Any],
+    store: Callable[[Any, Any], object],
     like: DTensorSpec | None = None,
 ) -> Any:
-    """Run `op` on whole tensors and lay out what it returns and what it wrote.
+    """Run `op` on other tensors in place of its own, and lay out what it returns.
 
-    `whole(tensor, written)` gives the plain tensor that stands for an operand.
+    `change(tensor, written)` gives the tensor that stands for an operand. `store(tensor, value)`
+    writes the value of such a tensor into a written operand.
     """
     tensors: list[Any] = list(tensors_in(args, kwargs))
-    mesh = mesh_of(op, tensors)
     written = written_in(op, args)
     ours = [isinstance(t, Wrapper) and any(t is w for w in written) for t in tensors]
     # A tensor that is written and read is one tensor for the operator as well.
-    own = {id(t): whole(t, mine) for t, mine in zip(tensors, ours, strict=True)}
-    plain = [own[id(tensor)] for tensor in tensors]
-    given, named = filled(args, kwargs, iter(plain))
+    own = {id(t): change(t, mine) for t, mine in zip(tensors, ours, strict=True)}
+    values = [own[id(tensor)] for tensor in tensors]
+    given, named = filled(args, kwargs, iter(values))
     made = op(*given, **named)
-    for tensor, value, mine in zip(tensors, plain, ours, strict=True):
-        if mine:
+    for tensor, value, mine in zip(tensors, values, ours, strict=True):
+        if mine and value is not tensor:
             store(tensor, value)
-    same = {id(value): tensor for tensor, value in zip(tensors, plain, strict=True)}
+    same = {id(value): tensor for tensor, value in zip(tensors, values, strict=True)}
+    mesh = next(t._spec.topology for t in tensors if isinstance(t, Wrapper))
     return wrapped(made, mesh, like, same)
 
 
-def fallback_form(op: OpOverload) -> Callable[..., Any]:
-    """`op` on replicated inputs."""
+def fallback_form(
+    op: OpOverload, change: Callable[[Any, bool], Any] | None = None
+) -> Callable[..., Any]:
+    """`op` on replicated inputs, or on those that `change` gives as it does in `run_on`."""
 
     def whole(tensor: Any, written: bool) -> torch.Tensor:
         full = full_local(tensor)
         return own_copy(full, tensor._spec.meta) if written else full
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return run_whole(op, args, kwargs, whole)
+        mesh_of(op, list(tensors_in(args, kwargs)))
+        return run_on(op, args, kwargs, change or whole, store)
 
     return run
 
@@ -103,11 +109,7 @@ def fallback_form(op: OpOverload) -> Callable[..., Any]:
 def into_plain_form(op: OpOverload) -> Callable[..., Any]:
     """`op` that writes into a plain tensor: ranks may hold different values there, so each computes
     all of it."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return run_whole(op, args, kwargs, lambda tensor, written: gather_plain(op, tensor))
-
-    return run
+    return fallback_form(op, lambda tensor, _: gather_plain(op, tensor))
 
 
 def as_form(op: OpOverload, decomposed: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,10 +130,10 @@ def wrapped(
 ) -> Any:
     """Results as DTensors; `same` are the operands that were returned, by the id of their value."""
     if isinstance(made, torch.Tensor):
-        if isinstance(made, Wrapper) or made.layout is not torch.strided:
-            return made  # a sparse tensor is never on a mesh
-        found = same.get(id(made))
-        return laid_out(made, mesh, like) if found is None else found
+        if (found := same.get(id(made))) is not None:
+            return found
+        dense = made.layout is torch.strided  # a sparse tensor is never on a mesh
+        return laid_out(made, mesh, like) if dense and not isinstance(made, Wrapper) else made
     if isinstance(made, (list, tuple)):
         values = [wrapped(value, mesh, like, same) for value in made]
         return values if isinstance(made, list) else tuple(values)

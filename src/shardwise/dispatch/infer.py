@@ -165,7 +165,7 @@ def _by_integers(op: Any, args: Sequence[Any]) -> bool:
 
 def _listed(made: Any) -> Results:
     if isinstance(made, torch.Tensor):
-        return (meta_of(made),), 0
+        return (TensorMeta.of(made),), 0
     if made is None:
         return (), None
     if not isinstance(made, (list, tuple)):
@@ -175,7 +175,7 @@ def _listed(made: Any) -> Results:
     for value in made:
         if isinstance(value, torch.Tensor):
             places.append(len(metas))
-            metas.append(meta_of(value))
+            metas.append(TensorMeta.of(value))
         elif value is None:
             places.append(None)
         elif isinstance(value, (int, float)):
@@ -183,11 +183,6 @@ def _listed(made: Any) -> Results:
         else:
             raise Unknown
     return tuple(metas), tuple(places)
-
-
-def meta_of(value: torch.Tensor) -> TensorMeta:
-    """Shape, stride and dtype of a tensor."""
-    return TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 # --- where meta kernels and those of devices disagree ---------------------------------------------
@@ -301,11 +296,6 @@ def _norm(op: Any, channels: bool = False) -> Any:
     return shapes
 
 
-def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """A copy in another shape: the kernel takes tensors that cannot be viewed so, too."""
-    return x.reshape(size).contiguous()
-
-
 def _of_bytes(op: Any, at: int = 1) -> Any:
     """A loss: PyTorch's meta kernel refuses classes that are given as bytes."""
 
@@ -413,7 +403,7 @@ _CORRECTED: dict[str, Any] = {
     "multilabel_margin_loss_forward": _margin(aten.multilabel_margin_loss_forward.default, 1),
     "nll_loss_backward": _of_bytes(aten.nll_loss_backward.default, 2),
     "nll_loss_forward": _of_bytes(aten.nll_loss_forward.default),
-    "view_copy": _view_copy,
+    "view_copy": lambda x, size: x.reshape(size).contiguous(),  # of any strides
     "_grouped_mm": _grouped_mm,
     "convolution": _convolution(aten.convolution.default),
     "convolution_backward": _convolution(aten.convolution_backward.default),

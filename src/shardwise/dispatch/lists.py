@@ -12,12 +12,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch import OpOverload, local_function, modes_of_thread, new_wrapper, wrapper_arguments
-from ..comm.failures import report
-from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute.execute import Run, run_all
-from ..redistribute.prepare import prepared
 from ..rules import Call, Operand
 from ..rules.pointwise import pointwise
 from ..storage import policy
@@ -25,16 +21,15 @@ from ..storage.operands import (
     all_in_layout,
     announce_moves,
     mark_written,
-    mark_written_in_layout,
+    write_back,
 )
-from ..storage.plain import adopt_all, bring_number, check_plain
-from ..storage.wrapper import Locals, Plain, Wrapper, wrap
-from .cache import kept, number_key, plan_bytes
+from ..storage.plain import bring_number
+from ..storage.wrapper import Plain, Wrapper, wrap
+from .cache import number_key
 from .decide import decide
 from .fallback import fallback_form
 from .infer import infer
-from .out_variants import out_form
-from .plans import Plan, filled, tensors_in
+from .plans import Plan, tensors_in
 from .views import is_deferred, own_value, put_back
 
 ListForm = Callable[..., Any]
@@ -53,10 +48,8 @@ def register_list_form(name: str) -> Callable[[ListForm], ListForm]:
     return register
 
 
-def list_form(op: OpOverload, outs: Sequence[str]) -> ListForm | None:
+def list_form(op: OpOverload) -> ListForm | None:
     """The function that runs instead of a list operator that is not pointwise; None if it is."""
-    if outs:
-        return partial(_run_out, out_form(op, outs))
     found = LIST_FORMS.get(op._schema.name.split("::")[-1])
     if found is not None:
         return partial(found, op)
@@ -64,10 +57,6 @@ def list_form(op: OpOverload, outs: Sequence[str]) -> ListForm | None:
     if by_vector or len(op._schema.returns) > 1:  # nobody's optimizer
         return fallback_form(op)
     return None
-
-
-def _run_out(run: ListForm, *args: Any, **kwargs: Any) -> None:
-    run(*args, **kwargs)
 
 
 def is_list_op(op: OpOverload) -> bool:
@@ -79,7 +68,10 @@ def is_list_op(op: OpOverload) -> bool:
 
 
 class _Listing:
-    """Where the operands are: a list argument has one per element, a single tensor serves all."""
+    """Where the operands are: a list argument has one per element, a single tensor serves all.
+
+    All lists have one length, which is not 0.
+    """
 
     __slots__ = ("length", "lists", "shared")
 
@@ -95,9 +87,6 @@ class _Listing:
                 self.lists[name] = range(count, count + len(value))
                 self.length = max(self.length, len(value))
                 count += len(value)
-
-    def check(self) -> None:
-        """All lists have one length, which is not 0."""
         if not self.lists:
             raise RuntimeError("Tensor list must have at least one tensor.")
         if len({len(ids) for ids in self.lists.values()}) > 1:
@@ -107,10 +96,6 @@ class _Listing:
     def operands(self, index: int) -> list[int]:
         """The operands of one element, in the order of the arguments."""
         return [*(ids[index] for ids in self.lists.values()), *self.shared.values()]
-
-    def written(self, writes: Sequence[int]) -> list[int]:
-        """The operands in the lists that are the arguments at `writes`."""
-        return [i for place in writes for i in self.lists.get(place, ())]
 
     def chosen(
         self,
@@ -155,7 +140,7 @@ class ListPlan(Plan):
 
     def __init__(
         self,
-        op: Any,
+        entry: Any,
         listing: _Listing,
         specs: Sequence[DTensorSpec],
         inputs: Sequence[Sequence[DTensorSpec]],
@@ -163,13 +148,13 @@ class ListPlan(Plan):
         written: frozenset[int],
     ) -> None:
         super().__init__()
-        self._op = op
+        self._entry = entry
+        self._op = entry.op
         self._listing = listing
-        self._outputs = tuple(outputs)
+        self.outs = tuple(outputs)
         self._written = written
-        operands = [listing.operands(index) for index in range(listing.length)]
         pairs = [
-            list(zip(ids, own, strict=True)) for ids, own in zip(operands, inputs, strict=True)
+            list(zip(listing.operands(index), own, strict=True)) for index, own in enumerate(inputs)
         ]
         self._moves = [(i, dst) for own in pairs for i, dst in own if specs[i] is not dst]
         self.is_local = not self._moves
@@ -189,25 +174,21 @@ class ListPlan(Plan):
             slots = [(i, spec.slot(coord)) for index in indices for i, spec in pairs[index]]
             self._sites += [(indices, slots)] if indices else []
 
-    def set_quick(
-        self, operands: Sequence[Any], writes: Sequence[int], args: Sequence[Any]
-    ) -> None:
-        """Make `quick(args, kwargs)`, if there is one local call and all operands can stay.
-
-        `writes` are the arguments that are written.
-        """
+    def set_quick(self, operands: Sequence[Any], args: Sequence[Any]) -> None:
+        """Make `quick`, if there is one local call and all operands can stay."""
         device = next(o.device for o in operands if isinstance(o, Wrapper))
         call = _local_call(self._op, device, {o._spec.dtype for o in operands}, args)
-        outputs = wrappings(self._outputs, device)
+        outputs = wrappings(self.outs, device)
         every, shared = self._listing.lists, tuple(self._listing.shared)
         lists = [name for name, ids in every.items() if isinstance(operands[ids.start], Wrapper)]
-        writes = [place for place in writes if place in lists]
+        entry = self._entry
+        writes = [place for place in entry.writes if place in lists]
         sums = any(operands[i]._spec.sums for i in self._written)
         named = any(isinstance(name, str) for name in (*lists, *shared))
         if not self.is_local or len(self._sites) != 1 or named:
             return
 
-        def run(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        def run(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             given = [*args]
             for place in lists:
                 given[place] = [tensor._locals[0] for tensor in given[place]]
@@ -220,17 +201,23 @@ class ListPlan(Plan):
                         tensor._cell.writes += 1
                 if sums:
                     any(map(mark_written, args[place]))
+            note_writes(entry, args)
             return wrap_each(outputs, values) if outputs else None
 
         self.quick = run
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        writes, tensors = self._entry.writes, list(tensors_in(args, kwargs))
+        deferred = {i for i, tensor in enumerate(tensors) if is_deferred(tensor)}
+        several = writes and self._listing.length > 1 and (deferred or not self.is_local)
+        if deferred & self._written or (several and _share_memory(tensors)):
+            return _one_by_one(self._op, writes, self._listing, args, kwargs)
         announce_moves(self._op, self._moves, operands)
         local = [operand._locals for operand in operands]
         wanted = [(operands[i], spec, i in self._written) for i, spec in self._moves]
         for (index, _), made in zip(self._moves, all_in_layout(wanted), strict=True):
             local[index] = made
-        results: list[list[Any]] = [[] for _ in self._outputs]
+        results: list[list[Any]] = [[] for _ in self.outs]
         for indices, slots in self._sites:
             here = {i: local[i][slot] for i, slot in slots}
             given, named = self._listing.chosen(args, kwargs, indices, here)
@@ -238,23 +225,12 @@ class ListPlan(Plan):
             for index, value in zip(indices, values or (), strict=False):
                 results[index].append(value)
         if results:
-            pairs = zip(self._outputs, results, strict=True)
+            pairs = zip(self.outs, results, strict=True)
             return [wrap(spec, tuple(made)) for spec, made in pairs]
-        self._write_back(operands, local)
+        moves = dict(self._moves)
+        for index in sorted(self._written):
+            write_back(operands[index], moves.get(index), local[index])
         return None
-
-    def _write_back(self, operands: Sequence[Any], local: list[Locals]) -> None:
-        """Written operands hold their results; those that were moved are moved back."""
-        moves = {index: spec for index, spec in self._moves if index in self._written}
-        back = run_all(
-            [Run(prepared(spec, operands[i]._spec), local[i]) for i, spec in moves.items()]
-        )
-        for index, ready in zip(moves, back, strict=True):
-            for mine, new in zip(operands[index]._locals, ready(), strict=True):
-                mine.copy_(new)
-            mark_written_in_layout(operands[index], moves[index], local[index])
-        for index in self._written - moves.keys():
-            mark_written(operands[index])
 
 
 _NUMBERED = frozenset(
@@ -311,66 +287,33 @@ def wrap_each(how: Sequence[Wrapping], values: Sequence[torch.Tensor]) -> list[A
     return made
 
 
-def run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a list operator, and let autograd know what it wrote into."""
-    form = entry.list_form
-    found = None if form is not None else entry.plans.get(_key(args, kwargs))
-    if form is not None:
-        made = form(*args, **kwargs)
-    elif found is not None and found.quick is not None:
-        try:
-            made = found.quick(args, kwargs)
-        except BaseException as error:
-            report(error, args[0][0]._spec.topology)
-            raise
-    else:
-        made = _run_list(entry, args, kwargs)
-    # Plain tensors learn of it from the operators that `_foreach_*` is made of, below this level;
-    # without it a view keeps its gradient's old formula, and a saved value is not known as stale.
-    if entry.written is not None and entry.op.__name__.startswith("_foreach_"):
-        increment_version(args[entry.written])
+def run_list_form(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run the function that stands for a list operator."""
+    made = entry.list_form(*args, **kwargs)
+    note_writes(entry, args)
     return made
 
 
-def _key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The key of a call: all that its plan depends on.
+def note_writes(entry: Any, args: Sequence[Any]) -> None:
+    """Let autograd know what a list operator wrote into.
 
-    No plan is kept under the key of a call with plain tensors, unless they are numbers: it is found
-    once they are adopted.
+    Plain tensors learn of it from the operators that `_foreach_*` is made of, below this level;
+    without it a view keeps its gradient's old formula, and a saved value is not known as stale.
     """
-    return (
-        torch.get_default_dtype(),
-        *map(_part, args),
-        *kwargs,
-        *map(_part, kwargs.values()),
-    )
+    if entry.written is not None and entry.op.__name__.startswith("_foreach_"):
+        increment_version(args[entry.written])
 
 
-def _part(value: Any) -> Any:
-    """The part of an argument that a plan depends on."""
-    kind = type(value)
-    if kind is list:
-        kinds = {*map(type, value)}
-        if len(kinds) == 1 and Wrapper.public in kinds:
-            return tuple([tensor._spec for tensor in value])
-        if kinds == {float}:
-            least = number_key(min(value))
-            # Numbers between two that are alike are as these are; NaN is between none.
-            if least == number_key(max(value)) and not isnan(sum(value)):
-                return len(value), least
-        numbers = _numbers(value) if kinds in ({Plain}, {torch.Tensor}) else None
-        return tuple(map(_part, value)) if numbers is None else numbers
-    if kind in (int, float, complex):
-        return number_key(value)
-    if isinstance(value, (Wrapper, Plain)):
-        return kind, value._spec
-    return kind if isinstance(value, torch.Tensor) else value
-
-
-def _numbers(values: Sequence[Any]) -> Any:
-    """The part of a key for plain tensors that are numbers, and need no look; None for others."""
-    if type(values[0]) is Plain:
-        values = [value._locals[0] for value in values]
+def list_key(values: Sequence[Any], kinds: Set[type]) -> Any:
+    """The part of a key for a list of numbers: floats, or plain tensors that need no look. None for
+    other values."""
+    if kinds == {float}:
+        least = number_key(min(values))
+        # Numbers between two that are alike are as these are; NaN is between none.
+        alike = least == number_key(max(values)) and not isnan(sum(values))
+        return (len(values), least) if alike else None
+    if kinds != {torch.Tensor}:
+        return None
     dtypes = tuple([value.dtype for value in values])
     special = any(value.dim() or value.requires_grad for value in values)
     if special or any(dtype.is_complex for dtype in {*dtypes}):
@@ -378,60 +321,34 @@ def _numbers(values: Sequence[Any]) -> Any:
     return Plain, dtypes, policy.current().plain == "error"
 
 
-def _run_list(entry: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a list operator, with one plan for the elements on each mesh."""
-    op = entry.op
-    listing = _Listing(args, kwargs)
-    listing.check()
-    tensors = list(tensors_in(args, kwargs))
-    written: list[Any] = [tensors[i] for i in listing.written(entry.writes)]
-    if any(map(is_deferred, written)):
-        return _one_by_one(op, entry.writes, listing, args, kwargs)
-    if any(isinstance(t, Wrapper) and t._spec.meta.overlaps for t in written):
-        return fallback_form(op)(*args, **kwargs)  # as of a single operator: see choose.py
+def _meshes(listing: _Listing, tensors: Sequence[Any]) -> list[Topology | None]:
+    """The mesh of each element, that of its own operands: a shared one serves all meshes. None if
+    they are plain."""
     found = [t._spec.topology if isinstance(t, Wrapper) else None for t in tensors]
-    first = next(iter(listing.lists.values()))
-    mesh = found[first.start]
-    if mesh is not None and {*found} <= {mesh, None} and None not in found[: first.stop]:
-        return _run_on(entry, mesh, listing, tensors, args, kwargs)
-    # An element's mesh is that of its own operands, for a shared one serves all meshes.
     owns = [[found[ids[i]] for ids in listing.lists.values()] for i in range(listing.length)]
-    meshes = [next(filter(None, own), None) for own in owns]
+    return [next(filter(None, own), None) for own in owns]
+
+
+def is_mixed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if the elements of the lists are not all on one mesh."""
+    meshes = {*_meshes(_Listing(args, kwargs), list(tensors_in(args, kwargs)))}
+    return len(meshes) > 1 or None in meshes
+
+
+def run_each(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a list operator once for the elements on each mesh, and once for those that are plain."""
+    listing = _Listing(args, kwargs)
     results: list[Any] = [None] * listing.length
-    for mesh, indices in _grouped(meshes).items():
+    meshes = _meshes(listing, list(tensors_in(args, kwargs)))
+    for mesh in dict.fromkeys(meshes):  # in order: all ranks take them in the same one
+        indices = [i for i, own in enumerate(meshes) if own is mesh]
         given, named = listing.chosen(args, kwargs, indices)
-        given = [_at_home(op, value, mesh) for value in given]
-        named = {name: _at_home(op, value, mesh) for name, value in named.items()}
-        if mesh is None:
-            made = op(*given, **named)
-        else:
-            own = _Listing(given, named)
-            made = _run_on(entry, mesh, own, list(tensors_in(given, named)), given, named)
-        for index, value in zip(indices, made or (), strict=False):
+        if mesh is None:  # a number that serves all is plain beside them
+            given = [bring_number(value, mesh) for value in given]
+            named = {name: bring_number(value, mesh) for name, value in named.items()}
+        for index, value in zip(indices, op(*given, **named) or (), strict=False):
             results[index] = value
     return results if op._schema.returns else None
-
-
-def by_mesh(tensors: Sequence[Any]) -> dict[Topology | None, list[int]]:
-    """The places of the tensors of each mesh in a list; None is for plain tensors."""
-    return _grouped([t._spec.topology if isinstance(t, Wrapper) else None for t in tensors])
-
-
-def _grouped(meshes: Sequence[Topology | None]) -> dict[Topology | None, list[int]]:
-    every = dict.fromkeys(meshes)  # in order: all ranks take them in the same one
-    return {mesh: [i for i, own in enumerate(meshes) if own is mesh] for mesh in every}
-
-
-def _at_home(op: OpOverload, value: Any, mesh: Topology | None) -> Any:
-    """A number that serves the whole list is known to every rank, whatever mesh it was made on."""
-    if not isinstance(value, Wrapper) or value._spec.topology is mesh:
-        return value
-    if value._spec.ndim:
-        raise LayoutError(
-            f"{op}: {value._spec} serves elements that are not on its mesh. Give a 0-d tensor, or "
-            "a call for each mesh."
-        )
-    return bring_number(value, mesh)
 
 
 def _share_memory(tensors: Sequence[Any]) -> bool:
@@ -459,48 +376,14 @@ def _one_by_one(
             put_back(view, given[place][0])
 
 
-def _run_on(
-    entry: Any,
-    mesh: Topology,
-    listing: _Listing,
-    tensors: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    operands = adopt_all(entry.op, tensors, mesh)
-    key = _key(*filled(args, kwargs, iter(operands)))
-    found = entry.plans.get(key)
-    if found is None:
-        found = _build(entry, mesh, listing, operands, args, kwargs)
-        kept.put(entry.plans, key, found, plan_bytes(operands))
-    several = entry.writes and listing.length > 1
-    reads_first = not found.is_local or any(map(is_deferred, tensors))
-    if several and reads_first and _share_memory(tensors):
-        return _one_by_one(entry.op, entry.writes, listing, args, kwargs)
-    plain = any(isinstance(operand, Plain) for operand in operands)
-    if plain and (not found.plain_checked or policy.current().plain == "check_always"):
-        found.plain_checked = check_plain(entry.op, entry.write_only_args, operands, args, kwargs)
-    try:
-        return found.run(operands, args, kwargs)
-    except BaseException as error:
-        report(error, mesh)  # as of a single operator: it is this rank's alone
-        raise
-
-
-def _build(
-    entry: Any,
-    mesh: Topology,
-    listing: _Listing,
-    operands: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> ListPlan:
-    op = entry.op
+def list_plan(
+    entry: Any, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Plan:
+    """The plan of a list operator, of which all operands are on one mesh."""
+    op, listing = entry.op, _Listing(args, kwargs)
     specs = [operand._spec for operand in operands]
-    for spec in specs:
-        if spec.topology is not mesh:
-            raise LayoutError(f"{op}: an element has operands on different meshes: {spec}, {mesh}.")
-    written = [i for i in listing.written(entry.writes) if isinstance(operands[i], Wrapper)]
+    every = [i for place in entry.writes for i in listing.lists.get(place, ())]
+    written = frozenset(i for i in every if isinstance(operands[i], Wrapper))
     returns = bool(op._schema.returns)
     metas = infer(op, args, kwargs, specs)[0] if returns else ()
     inputs: list[Sequence[DTensorSpec]] = []
@@ -515,9 +398,9 @@ def _build(
         decision = decide(replace(rule, linear=tuple(linear)), call, None if returns else 0)
         inputs.append(decision.inputs)
         outputs += decision.outputs if returns else ()
-    made = ListPlan(op, listing, specs, inputs, outputs, frozenset(written))
+    made = ListPlan(entry, listing, specs, inputs, outputs, written)
     lists = [{*map(type, operands[ids.start : ids.stop])} for ids in listing.lists.values()]
     usual = all(kinds in ({Wrapper.public}, {Plain}) for kinds in lists)
     if usual and all(type(operands[i]) is Wrapper.public for i in listing.shared.values()):
-        made.set_quick(operands, entry.writes, args)
+        made.set_quick(operands, args)
     return made

@@ -15,7 +15,7 @@ from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..storage.wrapper import Wrapper
 from .classes import has_classes, regroups_dims
-from .lists import is_list_op, list_form
+from .lists import is_list_op, list_form, note_writes
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .views import defer, is_deferred, write_through
 
@@ -47,18 +47,15 @@ class Form:
 FORMS: dict[str, Form] = {}
 
 
-def register_form(
-    *names: str,
-    always: bool = False,
-    blocks: bool = False,
-    first: bool = False,
-    cost: Cost = lambda call: (),
-) -> Callable[[Any], Any]:
-    """Register a distributed form of operators, by name or name and overload."""
+def register_form(*names: str, **options: Any) -> Callable[[Any], Any]:
+    """Register a distributed form of operators, by name or name and overload.
+
+    The options are the attributes of `Form`.
+    """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always, blocks, first, cost)
+            FORMS[name] = Form(run, **options)
         return run
 
     return register
@@ -124,12 +121,12 @@ class Operator:
         self.composite = user is None and is_composite(op)
         self.family = family_of(op) if user is None else user.family
         self.form = _form_of(op) if user is None else None
-        self.keyed_by_type = tuple([_by_type(a, user) for a in arguments])
+        self.is_list = user is None and self.form is None and is_list_op(op)
+        self.keyed_by_type = tuple([_by_type(a, user, self.is_list) for a in arguments])
         self.named_keyed_by_type = dict(
             zip([a.name for a in arguments], self.keyed_by_type, strict=True)
         )
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.written_names = frozenset(a.name for a in writes)
         self.outs = tuple(a.name for a in writes if a.is_out)
         self.writes = tuple(i for i, a in enumerate(arguments) if a in writes and not a.is_out)
         self.written = self.writes[0] if self.writes else None
@@ -150,10 +147,9 @@ class Operator:
         self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
         # Plans by layout class, see classes.py; None if the operator has no classes.
         general = user is None and has_classes(op._schema.name, self.family, self.form)
-        self.classes: dict[Any, Any] | None = {} if general else None
+        self.classes: dict[Any, Any] | None = {} if general and not self.is_list else None
         self.regroups_dims = regroups_dims(op._schema.name)
-        self.is_list = user is None and self.form is None and is_list_op(op)
-        self.list_form = list_form(op, self.outs) if self.is_list else None
+        self.list_form = list_form(op) if self.is_list and not self.outs else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.
         self.special = self.composite or self.is_view
 
@@ -174,15 +170,20 @@ class Operator:
                 # The local tensors of a deferred view are copies, with other strides.
                 plan = FormPlan(self.op, self.form.run)
             return defer(self.op, plan, first, args, kwargs)
-        return plan.run(operands, args, kwargs)
+        made = plan.run(operands, args, kwargs)
+        if self.is_list:
+            note_writes(self, args)
+        return made
 
 
-def _by_type(argument: Any, user: Registered | None) -> bool | None:
+def _by_type(argument: Any, user: Registered | None, is_list: bool) -> bool | None:
     """True if a number enters the key by its type and sign alone, False if by its value.
 
     None if the schema says the type of the argument, which is no tensor.
     """
     kind = str(argument.type)
+    if is_list and kind in ("List[Tensor]", "List[number]"):
+        return True
     read = user is not None and user.reads(argument.name)
     if kind in ("number", "float", "Optional[number]", "Optional[float]", "Tensor") and not read:
         return True

@@ -12,8 +12,7 @@ import torch
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
 from ..layout.spec import DTensorSpec
-from ..redistribute.execute import redistribute_locals
-from ..rules import Local, Site, Windows
+from ..rules import Local, Rule, Site
 from ..storage import policy
 from ..storage.halo import fetch_parts
 from ..storage.match_meta import in_memory_order
@@ -23,7 +22,7 @@ from ..storage.operands import (
     cached_reduction,
     in_layout,
     mark_written,
-    mark_written_in_layout,
+    write_back,
 )
 from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Locals, Wrapper, share_cell, wrap
@@ -206,6 +205,10 @@ def quick_unless_reduced(
     return run
 
 
+NO_RULE = Rule((), ())
+"""Of calls that are the operator's own on every rank."""
+
+
 class CallPlan(Plan):
     """Move some operands, run the operator once per coordinate held here, wrap the results.
 
@@ -227,17 +230,12 @@ class CallPlan(Plan):
         written: int | None = None,
         target: int = 0,
         aliases: bool = False,
-        local: Local | None = None,
-        unless: Callable[[Site], bool] | None = None,
-        shape_arg: int | None = None,
-        tail: Callable[[Site], tuple[Any, ...]] | None = None,
-        windows: Windows | None = None,
+        rule: Rule = NO_RULE,
         device: torch.device | None = None,
         operands_only: bool = False,
     ) -> None:
         super().__init__()
         self._op = op
-        self._call: Callable[..., Any] = local_function(op)
         self._places = places
         self._shape = structure
         self._written = written
@@ -246,9 +244,10 @@ class CallPlan(Plan):
         moves = [(i, dst) for i, dst in enumerate(inputs) if specs[i] is not dst]
         # Written operands move last: one that is read too has its reduced value by then.
         self._moves = tuple(sorted(moves, key=lambda move: move[0] == written))
+        self._moved_write = None if written is None else dict(moves).get(written)
         moving = {index for index, _ in self._moves}
         self._staying = tuple([i for i in range(len(specs)) if i not in moving])
-        wide = {} if windows is None else windows(inputs, outputs)
+        wide = {} if rule.windows is None else rule.windows(inputs, outputs)
         self._windows = tuple(
             (i, inputs[i], more)
             for i, tables in wide.items()
@@ -275,24 +274,22 @@ class CallPlan(Plan):
         coords = topology.coords_here(sorted(axes))
         self._calls = tuple(tuple(spec.slot(coord) for spec in inputs) for coord in coords)
         self._sites = tuple(Site(coord, tuple(inputs), self.outs) for coord in coords)
-        self._unless = unless if local is not None else None
-        if self._unless is not None and all(map(self._unless, self._sites)):
-            local = None
-        self._local = local
-        shapes = tuple(site.out_shapes[0] for site in self._sites if shape_arg is not None)
-        self._rewrites = None if shape_arg is None else (shape_arg, shapes)
-        self._tails = None if tail is None else tuple(map(tail, self._sites))
+        self._unless = rule.unless if rule.local is not None else None
+        alike = self._unless is not None and all(map(self._unless, self._sites))
+        self._local = None if alike else rule.local
+        at = rule.shape_arg
+        shapes = tuple(site.out_shapes[0] for site in self._sites if at is not None)
+        self._rewrites = None if at is None else (at, shapes)
+        self._tails = None if rule.tail is None else tuple(map(rule.tail, self._sites))
         self._picks = tuple(_picks(topology, coords, spec) for spec in outputs)
         # True if local results are brought into memory order; None until some have been seen.
         settled = self._aliases or written is not None or structure is None
         self._orders: bool | None = False if settled else None
         self._is_sure = settled  # if True, what `_orders` says holds for other sizes too
         self._next_quick: Callable[..., Any] | None = None  # `quick` after the first call
-        self._how = device, operands_only
-        if device is not None and len(coords) == 1 and self.is_local:
-            if local is not None:
-                self._call = partial(_at_site, local, op, self._sites[0])
-            self._next_quick = self._quick(device, operands_only)
+        self._device, self._operands_only = device, operands_only
+        if len(coords) == 1 and self.is_local:
+            self._next_quick = self._quick()
         self.quick = self._next_quick if settled else None
 
     @property
@@ -322,20 +319,19 @@ class CallPlan(Plan):
         if self._rewrites is not None:
             made._rewrites = self._rewrites[0], tuple(s.out_shapes[0] for s in made._sites)
         if self._next_quick is not None:
-            device, operands_only = self._how
-            assert device is not None
-            if self._local is not None:
-                made._call = partial(_at_site, self._local, self._op, made._sites[0])
-            made._next_quick = made._quick(device, operands_only)
+            made._next_quick = made._quick()
         made.quick = made._next_quick if made._orders is False else None
         made.set_watched()
         return made
 
-    def _quick(self, device: torch.device, operands_only: bool) -> Callable[..., Any] | None:
+    def _quick(self) -> Callable[..., Any] | None:
         """The whole recipe as one function, for the common case of one call."""
-        places, pending = self._places, self._pending
-        if not places or self._reduces_in_backward:
+        places, pending, device = self._places, self._pending, self._device
+        if device is None or not places or self._reduces_in_backward:
             return None
+        call: Callable[..., Any] = local_function(self._op)
+        if self._local is not None:
+            call = partial(_at_site, self._local, self._op, self._sites[0])
         tail = None if self._tails is None else self._tails[0]
         if self._rewrites is not None:
             positional = sum(not a.kwarg_only for a in self._op._schema.arguments)
@@ -345,16 +341,14 @@ class CallPlan(Plan):
         if self._written is not None:
             if self._written or self._target or tail is not None or not _returns(self._op):
                 return None
-            return quick_write(self._call, places, operands_only)
+            return quick_write(call, places, self._operands_only)
         several = None
         if not isinstance(self._shape, int):
             if not self._shape or not all(isinstance(place, int) for place in self._shape):
                 return None
             several = _returned_type(self._op)
-        alone = operands_only and tail is None
-        quick = quick_call(
-            self._call, places, alone, tail, self.outs, several, device, self._aliases
-        )
+        alone = self._operands_only and tail is None
+        quick = quick_call(call, places, alone, tail, self.outs, several, device, self._aliases)
         return quick_unless_reduced(self.run, quick, pending) if pending else quick
 
     def run(self, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -383,7 +377,7 @@ class CallPlan(Plan):
         for index in range(len(self._calls)):
             results.append(self._one(index, local, args, kwargs))
         if written is not None:
-            self._write_back(operands[written], local[written])
+            write_back(operands[written], self._moved_write, local[written])
             return args[self._target] if _returns(self._op) else None
         return self._wrapped(results, operands)
 
@@ -419,18 +413,6 @@ class CallPlan(Plan):
         if self._local is not None:
             return self._local(self._op, tuple(given), kwargs, self._sites[index])
         return self._op._op(*given, **kwargs)
-
-    def _write_back(self, target: Any, local: Locals) -> None:
-        """The written operand holds the result; if it was moved, the result is moved back into
-        it."""
-        for index, spec in self._moves:
-            if index == self._written:
-                back = redistribute_locals(spec, target._spec, local)
-                for mine, new in zip(target._locals, back, strict=True):
-                    mine.copy_(new)
-                mark_written_in_layout(target, spec, local)
-                return
-        mark_written(target)
 
     def _wrapped(self, results: list[Any], operands: Sequence[Any]) -> Any:
         """The results of the local calls as DTensors."""

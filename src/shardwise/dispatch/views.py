@@ -18,7 +18,7 @@ from .._torch import OpOverload, make_wrapper, memory_of
 from ..comm.dtypes import identity
 from ..errors import LayoutError
 from ..layout.geometry import contiguous_stride
-from ..layout.spec import DTensorSpec, default_placements
+from ..layout.spec import DTensorSpec
 from ..rules.pointwise import pointwise
 from ..storage.operands import in_layout, mark_written, own_copy, version_stamp
 from ..storage.plain import full_local
@@ -171,10 +171,8 @@ def _check_writable(op: OpOverload, view: Any) -> None:
 
 
 def _view(spec: DTensorSpec, cell: Cell) -> Any:
-    shape, stride, dtype = spec.meta
     kind = Wrapper.deferred  # type: ignore[attr-defined]
-    device = torch.device(spec.topology.device_type)
-    made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
+    made = make_wrapper(kind, *spec.meta, torch.device(spec.topology.device_type))
     made._spec, made._cell, made._read = spec, cell, _Read()  # type: ignore[attr-defined]
     return made
 
@@ -215,8 +213,7 @@ def own_value(op: OpOverload, view: Any) -> Any:
     _check_writable(op, view)
     spec = view._spec
     if spec.meta.overlaps:  # on one device several of its elements are the same memory
-        whole = spec.with_placements(default_placements(spec.topology))
-        return wrap(whole, (own_copy(full_local(view), spec.meta),))
+        return wrap(spec.whole, (own_copy(full_local(view), spec.meta),))
     if op._schema.name in _OVERWRITES:
         shapes = [spec.local_shape(coord) for coord in spec.slots]
         local = [torch.empty(shape, dtype=view.dtype, device=view.device) for shape in shapes]

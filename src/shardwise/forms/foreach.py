@@ -11,13 +11,13 @@ import torch
 
 from ..dispatch.cache import kept, plan_bytes
 from ..dispatch.infer import infer
-from ..dispatch.lists import by_mesh, register_list_form, wrap_each, wrappings
-from ..layout.mesh import Topology
+from ..dispatch.lists import is_mixed, register_list_form, run_each, wrap_each, wrappings
 from ..layout.placement import Partial, Replicate
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute.execute import redistribute_locals
 from ..storage.operands import all_in_layout
 from ..storage.plain import full_local
+from ..storage.wrapper import Wrapper
 
 Locally = Callable[[list[torch.Tensor], Any, torch.dtype], Any]
 
@@ -57,8 +57,7 @@ class _Reduction:
             }
             for coord in self._pending.slots
         ]
-        whole = default_placements(mesh)
-        specs = [DTensorSpec._intern(mesh, whole, meta, None) for meta in results]
+        specs = [DTensorSpec.replicated(mesh, meta) for meta in results]
         self.results = wrappings(specs, self._device)
         self._same = all(meta.dtype is wide for meta in results)
 
@@ -109,27 +108,14 @@ def _each(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> 
         key = ()
     plan = _plans.get(key)
     if plan is None:
-        meshes = by_mesh(tensors)
-        if len(meshes) > 1:
-            return _on_each(meshes, op, tensors, ord, dtype)
+        if is_mixed((tensors,), {}):
+            made: list[Any] = run_each(op, (tensors, ord, dtype), {})
+            meshes = {number._spec.topology for number in made if isinstance(number, Wrapper)}
+            # Numbers of several meshes are plain, so that the caller can stack them.
+            return made if len(meshes) == 1 else [full_local(number) for number in made]
         plan = _Reduction(tensors, ord, root, _metas(op, tensors, ord, dtype))
         kept.put(_plans, key, plan, plan_bytes(tensors))
     return wrap_each(plan.results, plan.run(tensors, ord))
-
-
-def _on_each(
-    meshes: dict[Topology | None, list[int]], op: Any, tensors: Sequence[Any], ord: Any, dtype: Any
-) -> list[Any]:
-    """The same for tensors on several meshes, or plain ones among them. If there are several
-    meshes, the numbers are plain, so that the caller can stack them."""
-    results: list[Any] = [None] * len(tensors)
-    for mesh, places in meshes.items():
-        made = op([tensors[i] for i in places], ord, dtype)
-        if mesh is not None and len(meshes.keys() - {None}) > 1:
-            made = [number._locals[0] for number in made]
-        for i, value in zip(places, made, strict=True):
-            results[i] = value
-    return results
 
 
 def _complex_power_sums(

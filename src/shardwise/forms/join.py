@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ..dispatch.fallback import laid_out
-from ..dispatch.infer import meta_of
 from ..dispatch.operator import register_form
 from ..layout.geometry import Cuts, Interval, intervals
 from ..layout.layout import DimMap
 from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute.execute import in_order
 from ..rules import Call
 from ..storage.halo import fetch_all
@@ -69,7 +68,7 @@ def _joined_spec(specs: Sequence[DTensorSpec], example: torch.Tensor) -> DTensor
             if isinstance(place, Shard):
                 weights[place] = weights.get(place, 0) + sizes[spec]
         places.append(max(weights, key=weights.__getitem__) if weights else Replicate())
-    even = DTensorSpec(specs[0].topology, places, meta_of(example))
+    even = DTensorSpec(specs[0].topology, places, TensorMeta.of(example))
     cuts: list[Cuts | None] = []
     for d in range(even.ndim):
         alike = [

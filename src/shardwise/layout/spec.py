@@ -33,6 +33,11 @@ class TensorMeta(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
     @property
     def repeated(self) -> list[int]:
         """The dims of stride 0: every place along them is the same memory."""
@@ -182,6 +187,11 @@ class DTensorSpec:
         return found
 
     @classmethod
+    def replicated(cls, mesh: Topology, meta: TensorMeta) -> DTensorSpec:
+        """The spec of a tensor that every rank of a mesh holds whole."""
+        return cls._intern(mesh, default_placements(mesh), meta, None)
+
+    @classmethod
     @public
     def from_dim_map(
         cls,
@@ -305,6 +315,11 @@ class DTensorSpec:
         """The layout with Replicate on the axes that are Partial, and the others as they are."""
         places = [Replicate() if place.is_partial() else place for place in self.placements]
         return self.with_placements(places, self.cuts)
+
+    @cached_property
+    def whole(self) -> DTensorSpec:
+        """The layout with Replicate on every axis."""
+        return self.replicated(self.topology, self.meta)
 
     @property
     def num_shards(self) -> int:

@@ -22,7 +22,7 @@ from ..config import communication
 from ..errors import LayoutError, MeshError, OutOfRangeError, need, public
 from ..layout.geometry import Cuts, all_coords, chunk_cuts, flat_index, intervals
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..storage.ragged import gather_plain
 from ..storage.wrapper import Wrapper, wrap
 from .rows import OP, Add, Pick, Rows, sum_rows
@@ -240,7 +240,7 @@ def _on_mesh(value: Any, mesh: Topology) -> Any:
     if isinstance(value, Wrapper):
         return value
     one = torch.ones((), dtype=value.dtype, device=value.device)
-    spec = DTensorSpec(mesh, default_placements(mesh), TensorMeta((), (), value.dtype))
+    spec = DTensorSpec.replicated(mesh, TensorMeta((), (), value.dtype))
     return value * wrap(spec, (one,))
 
 

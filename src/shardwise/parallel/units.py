@@ -130,7 +130,7 @@ class Unit:
             self._specs, self._targets = specs, list(map(self._gathered_spec, specs))
         pairs = zip(self.parameters, self._targets, strict=True)
         cast = [_in_dtype(parameter, spec.dtype) for parameter, spec in pairs]
-        self._started = start_moves(cast, self._targets, True)
+        self._started = start_moves([*zip(cast, self._targets, strict=True)], True)
         self._stamps = list(map(state_stamp, self.parameters))
 
     def gather(self) -> list[Locals]:

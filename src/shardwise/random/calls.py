@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..dispatch.fallback import laid_out, mesh_of, run_whole
+from ..dispatch.fallback import laid_out, mesh_of, run_on, store
 from ..dispatch.plans import tensors_in
 from ..dispatch.random_ops import is_fill
 from ..layout.spec import DTensorSpec
@@ -50,7 +50,7 @@ def random_form(op: OpOverload) -> Callable[..., Any]:
         if mode == "counter" and overwrites and not isinstance(given.get("p"), torch.Tensor):
             return fill(op, given)
         like = next(t._spec for t in tensors if isinstance(t, Wrapper))
-        return run_whole(op, args, kwargs, whole, like)
+        return run_on(op, args, kwargs, whole, store, like)
 
     return run
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..dispatch.decide import Decision
 from ..errors import LayoutError, RuleError, public
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call, Local, Registered, Site
 from .helpers import redistribute_cost
 from .operators import check_shapes, overloads, put, with_operands
@@ -250,7 +250,7 @@ def _placed(call: Call, what: str, spec: Any, meta: TensorMeta) -> DTensorSpec:
     """The tensor `meta` in the placements of a spec that a rule wrote."""
     mesh = call.specs[0].topology
     if spec is None and 0 in meta.shape:  # a result that was not asked for
-        return DTensorSpec(mesh, default_placements(mesh), meta)
+        return DTensorSpec.replicated(mesh, meta)
     if not isinstance(spec, DTensorSpec) or spec.topology is not mesh:
         raise RuleError(
             f"{call.name}: the rule gives {what} {spec!r}, which is no DTensorSpec on mesh {mesh}."

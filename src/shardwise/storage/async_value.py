@@ -31,12 +31,9 @@ class AsyncValue:
 
 def pending(spec: DTensorSpec, ready: Ready) -> Any:
     """A DTensor with the local tensors that `ready` gives, asked for when they are used."""
-    topology = spec.topology
-    if topology.virtual:
+    if spec.topology.virtual:
         return wrap(spec, ready())  # nothing is under way
-    shape, stride, dtype = spec.meta
     kind = Wrapper.pending  # type: ignore[attr-defined]
-    device = torch.device(topology.device_type)
-    made = make_wrapper(kind, shape, strides=stride, dtype=dtype, device=device)
+    made = make_wrapper(kind, *spec.meta, torch.device(spec.topology.device_type))
     made._spec, made._ready = spec, waited_once(ready)  # type: ignore[attr-defined]
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,30 +13,10 @@ from ..redistribute.execute import in_order
 from .wrapper import Wrapper, wrap
 
 
-def is_in_memory_order(spec: DTensorSpec, local: torch.Tensor) -> bool:
-    """True if a local tensor has the dtype of the global tensor, and its dims in memory as that has
-    them, so that it can be viewed as that can."""
-    if local.dtype is not spec.dtype:
-        return False
-    shape, stride, own = local.shape, spec.meta.stride, local.stride()
-    dims = [dim for dim, size in enumerate(shape) if size > 1 and stride[dim]]
-    if not local.numel():
-        return True
-    dims.sort(key=lambda dim: (stride[dim], stride[dim] * spec.meta.shape[dim]), reverse=True)
-    for outer, inner in pairwise(dims):
-        joined = stride[outer] == stride[inner] * spec.meta.shape[inner]
-        whole = shape[inner] == spec.meta.shape[inner]
-        if own[outer] < own[inner]:
-            return False
-        if joined and whole and own[outer] != own[inner] * shape[inner]:
-            return False
-    return True
-
-
 def in_memory_order(spec: DTensorSpec, local: torch.Tensor) -> torch.Tensor:
     """A local tensor with the dtype and the order of dims in memory of the global tensor."""
-    if is_in_memory_order(spec, local):
-        return local
+    if spec.meta.repeated:
+        return local.to(spec.dtype)
     return in_order([local.to(spec.dtype)], spec.meta.stride)[0]
 
 

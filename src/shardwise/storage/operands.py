@@ -54,10 +54,14 @@ def mark_written(tensor: Any) -> None:
         tensor._memo.clear()  # views of a pending sum have it too
 
 
-def mark_written_in_layout(tensor: Any, spec: DTensorSpec, value: Locals) -> None:
-    """As `mark_written`, where the tensor now has a value that was written in another layout."""
+def write_back(tensor: Any, spec: DTensorSpec | None, value: Locals) -> None:
+    """Mark a tensor as written. If that was in another layout, move the value back into it."""
+    if spec is not None:
+        back = redistribute_locals(spec, tensor._spec, value)
+        for mine, new in zip(tensor._locals, back, strict=True):
+            mine.copy_(new)
     mark_written(tensor)
-    if tensor._spec.sums:
+    if spec is not None and tensor._spec.sums:
         cache_reduction(tensor, spec, value)
 
 
@@ -135,15 +139,12 @@ def _run(tensor: Any, spec: DTensorSpec, fresh: bool, async_op: bool = False) ->
     return Run(prepared(base, spec), local, fresh, async_op)
 
 
-def start_moves(
-    tensors: Sequence[Any], specs: Sequence[DTensorSpec], async_op: bool = False
-) -> list[Ready]:
+def start_moves(pairs: Sequence[tuple[Any, DTensorSpec]], async_op: bool = False) -> list[Ready]:
     """New local tensors for many moves, in few collectives.
 
     The last collective of each may still be under way. With `async_op` the tensors may be written
     before the results are asked for.
     """
-    pairs = zip(tensors, specs, strict=True)
     return run_all([_run(tensor, spec, True, async_op) for tensor, spec in pairs])
 
 

@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..layout.geometry import memory_order
 from ..layout.mesh import Coord, Topology
 from ..layout.placement import Shard
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from .operands import in_layout
 from .wrapper import wrap
 
@@ -66,7 +66,7 @@ def told_by_all(mesh: Topology, own: Part) -> dict[Coord, Part]:
     meta = TensorMeta((ranks * len(record),), (1,), torch.int64)
     spec = DTensorSpec(mesh, [Shard(0)] * mesh.ndim, meta)
     mine = torch.tensor(record, dtype=torch.int64, device=mesh.device_type)
-    every = in_layout(wrap(spec, (mine,)), spec.with_placements(default_placements(mesh)))[0]
+    every = in_layout(wrap(spec, (mine,)), spec.whole)[0]
     coords = mesh.coords(range(mesh.ndim))
     rows = every.view(ranks, len(record)).tolist()
     return {coord: _read(row) for coord, row in zip(coords, rows, strict=True)}
@@ -112,9 +112,8 @@ def common_order(parts: Mapping[Coord, Part]) -> tuple[int, ...] | None:
     >>> common_order({(0,): one_row, (1,): columns})
     (1, 0)
     """
-    different = list(dict.fromkeys(part[:2] for part in parts.values()))
-    every = [Part(shape, stride, torch.float32, False) for shape, stride in different]
-    orders = dict.fromkeys(part.order() for part in every)
+    every = {*parts.values()}
+    orders = dict.fromkeys(part.order() for part in parts.values())
     return next((order for order in orders if all(part.fits(order) for part in every)), None)
 
 

@@ -18,8 +18,8 @@ from ..comm.lockstep import all_arrive
 from ..comm.recording import unrecorded
 from ..errors import LayoutError, PlainTensorError
 from ..layout.mesh import Topology
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
-from ..layout.world import World, at_end
+from ..layout.spec import DTensorSpec, TensorMeta
+from ..layout.world import at_end
 from . import policy
 from .operands import in_layout
 from .wrapper import Plain, Wrapper, wrap
@@ -50,9 +50,7 @@ def adopt(value: torch.Tensor, mesh: Topology) -> Plain:
         value.register_hook(_plain_grad)
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
-    meta = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
-    spec = DTensorSpec._intern(mesh, default_placements(mesh), meta, None)
-    return Plain(spec, value)
+    return Plain(DTensorSpec.replicated(mesh, TensorMeta.of(value)), value)
 
 
 def _has_hook(value: Any, hook: object) -> bool:
@@ -67,12 +65,16 @@ def _plain_grad(grad: Any) -> Any:
     return whole.full_tensor() if isinstance(grad, Wrapper) else grad
 
 
-def adopt_all(op: OpOverload, operands: Sequence[Any], mesh: Topology) -> list[Any]:
+def adopt_all(op: OpOverload, operands: Sequence[Any]) -> list[Any]:
     """The operands of a call, the plain ones among them adopted, if the policy allows any."""
+    mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
+    made = []
     for value in operands:
-        if not isinstance(value, Wrapper):
+        if not isinstance(value, (Wrapper, Plain)):
             policy.on_plain(op, tuple(value.shape))
-    return [o if isinstance(o, Wrapper) else adopt(o, mesh) for o in operands]
+            value = adopt(value, mesh)
+        made.append(value)
+    return made
 
 
 def bring_number(number: Any, mesh: Topology | None) -> Any:
@@ -97,8 +99,7 @@ class _ToMesh:
     def __call__(self, grad: Any) -> Any:
         if not isinstance(grad, Wrapper) or grad._spec.topology is self.mesh:
             return grad
-        meta = TensorMeta((), (), grad.dtype)
-        spec = DTensorSpec._intern(self.mesh, default_placements(self.mesh), meta, None)
+        spec = DTensorSpec.replicated(self.mesh, TensorMeta((), (), grad.dtype))
         one = wrap(spec, (torch.ones((), dtype=grad.dtype, device=grad.device),) * len(spec.slots))
         whole: Any = grad
         return one * whole.full_tensor()
@@ -108,9 +109,7 @@ def full_local(value: torch.Tensor) -> torch.Tensor:
     """The whole value as a plain tensor."""
     if not isinstance(value, Wrapper):
         return value
-    spec: Any = value._spec
-    whole = in_layout(value, spec.with_placements(default_placements(spec.topology)))
-    return whole[0]
+    return in_layout(value, value._spec.whole)[0]
 
 
 _CHUNK = 1 << 20
@@ -154,9 +153,7 @@ All ranks must have the same entries, so they are no part of the plan cache and 
 """
 
 
-@at_end
-def _forget_checked(_: World) -> None:
-    _checked.clear()
+at_end(lambda _: _checked.clear())
 
 
 _ADVICE = (

@@ -19,7 +19,7 @@ from ..errors import MeshError
 from ..layout.geometry import Cuts, contiguous_stride
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Replicate, Shard
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from . import policy
 from .operands import describe_moves, in_layout
 from .plain import adopt
@@ -43,8 +43,7 @@ def reduce_partial(op: object, x: Any) -> Any:
 def gather_plain(op: object, x: Any) -> torch.Tensor:
     """A tensor as a plain one, the same on every rank."""
     if isinstance(x, Wrapper):
-        spec: Any = x._spec
-        x = move_to(op, x, spec.with_placements(default_placements(spec.topology)))._locals[0]
+        x = move_to(op, x, x._spec.whole)._locals[0]
     return x  # type: ignore[no-any-return]
 
 

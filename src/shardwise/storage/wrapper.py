@@ -52,9 +52,8 @@ class Wrapper(torch.Tensor):
 
 def wrap(spec: DTensorSpec, local: Locals, cell: Cell | None = None) -> Any:
     """A DTensor of these local tensors."""
-    shape, stride, dtype = spec.meta
     device = local[0].device if local else torch.device(spec.topology.device_type)
-    made = make_wrapper(Wrapper.public, shape, stride, dtype, device)
+    made = make_wrapper(Wrapper.public, *spec.meta, device)
     made._spec = spec  # type: ignore[attr-defined]
     made._locals = local  # type: ignore[attr-defined]
     if cell is not None:

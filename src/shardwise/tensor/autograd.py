@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from .._torch import is_recorded, modes_of_thread
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.placement import Partial
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute.execute import redistribute_locals
 from ..storage.async_value import pending
 from ..storage.match_meta import in_memory_order
@@ -57,8 +57,7 @@ class Redistribute(torch.autograd.Function):
         ctx.specs, ctx.grad_dtype = [value._spec for value in values], grad_dtype
         pairs = [_cast(value, spec) for value, spec in zip(values, targets, strict=True)]
         moving = [(value, spec) for value, spec in pairs if value._spec is not spec]
-        sources, goals = [value for value, _ in moving], [spec for _, spec in moving]
-        ready = iter(start_moves(sources, goals, async_op))
+        ready = iter(start_moves(moving, async_op))
         made: list[Any] = []
         for value, spec in pairs:
             if value._spec is spec:
@@ -104,8 +103,7 @@ def as_gradient(grad: Any, topology: Topology) -> Any:
     """A gradient as a DTensor. PyTorch makes plain zeros for a result that is not used."""
     if isinstance(grad, Wrapper):
         return grad
-    meta = TensorMeta(tuple(grad.shape), tuple(grad.stride()), grad.dtype)
-    whole = DTensorSpec._intern(topology, default_placements(topology), meta, None)
+    whole = DTensorSpec.replicated(topology, TensorMeta.of(grad))
     return FromLocal.apply(whole, None, *[grad] * len(whole.slots))
 
 
@@ -116,10 +114,9 @@ class WholeLocal(torch.autograd.Function):
     def forward(ctx: Any, value: Any) -> Any:
         refuse_recording("full_tensor", (value,))
         ctx.spec = spec = value._spec
-        if not value._locals:
-            raise MeshError(f"full_tensor: this rank is not in mesh {spec.topology}.")
-        whole = spec.with_placements(default_placements(spec.topology))
-        return redistribute_locals(spec.reduced, whole, in_layout(value, spec.reduced))[0].clone()
+        return redistribute_locals(spec.reduced, spec.whole, in_layout(value, spec.reduced))[
+            0
+        ].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

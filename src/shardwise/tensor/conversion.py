@@ -22,10 +22,10 @@ from ..layout.spec import (
     Placements,
     TensorMeta,
     checked_placements,
-    default_placements,
 )
 from ..layout.user_line import warn_user
 from ..redistribute.prepare import ordered
+from ..rules import has_fractions
 from ..storage import policy
 from ..storage.operands import in_layout
 from ..storage.parts import DTYPES, Part, check_alike, common_order, told_by_all
@@ -83,8 +83,6 @@ def _as_parameter(part: torch.Tensor) -> torch.Tensor:
 
 def whole_local(whole: Any, grad_placements: Placements) -> torch.Tensor:
     """The local tensor of a replicated DTensor, whose gradient has `grad_placements`."""
-    if not whole._locals:
-        raise MeshError(f"full_tensor: this rank is not in mesh {whole._spec.topology}.")
     spec = whole._spec
     grad_spec = _given_grads("full_tensor", spec, grad_placements)
     if spec.topology.virtual and grad_spec.slot_axes:
@@ -178,7 +176,10 @@ def from_local(
     sample = local.parts[0] if isinstance(local, PerRank) else local
     check_dense("from_local", sample)
     places = checked_placements("from_local", mesh, placements, sample.ndim)
-    _check_dtype(places, sample.dtype)
+    if any(place.is_partial("avg") for place in places) and not has_fractions(sample.dtype):
+        raise LayoutError(
+            f"from_local: P(avg) of {sample.dtype}: the average of integers is no integer."
+        )
     ask = run_check
     if run_check is None:
         ask = shape is None and any(place.is_shard() for place in places)
@@ -197,14 +198,6 @@ def from_local(
             _refuse_slots("from_local", spec, grad_spec)
     made: DTensor = FromLocal.apply(spec, grad_spec, *parts)
     return made
-
-
-def _check_dtype(places: Sequence[Placement], dtype: torch.dtype) -> None:
-    for place in places:
-        if place.is_partial("avg") and not (dtype.is_floating_point or dtype.is_complex):
-            raise LayoutError(
-                f"from_local: {place!r} of {dtype}: the average of integers is no integer."
-            )
 
 
 def _place_local(
@@ -366,7 +359,7 @@ def distribute_tensor(
     value = tensor.detach().resolve_conj().resolve_neg().to(mesh.device_type)
     stride = stride_like(value.shape, memory_order(value.stride()))
     meta = TensorMeta(tuple(value.shape), stride, value.dtype)
-    whole = DTensorSpec(mesh, default_placements(mesh), meta)
+    whole = DTensorSpec.replicated(mesh, meta)
     target = DTensorSpec(mesh, places, meta, cuts=cuts)
     parts: tuple[torch.Tensor, ...] = (value,) if whole.slots else ()
     if src_data_rank is not None and not mesh.virtual:

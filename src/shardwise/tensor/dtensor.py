@@ -13,7 +13,7 @@ from ..dispatch.views import DeferredView
 from ..errors import ArgumentError, LayoutError, MeshError, need, public
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
-from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
+from ..layout.spec import DTensorSpec, Placements, checked_placements
 from ..storage.async_value import AsyncValue
 from ..storage.wrapper import Wrapper, wrap
 from .autograd import Redistribute, WholeLocal, redistributed
@@ -101,10 +101,11 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         Its gradient is taken to be equal on all ranks. If each rank computes a part of it, say so
         with `grad_placements=[Partial()]`.
         """
+        if not self._spec.slots:
+            raise MeshError(f"full_tensor: this rank is not in mesh {self._spec.topology}.")
         if grad_placements is None:
             return WholeLocal.apply(self)  # type: ignore[no-any-return]
-        whole = self.redistribute(placements=default_placements(self._spec.topology))
-        return whole_local(whole, grad_placements)
+        return whole_local(self.redistribute(), grad_placements)
 
     @untraced
     @public

@@ -16,7 +16,6 @@ from ..layout.spec import (
     Placements,
     TensorMeta,
     checked_placements,
-    default_placements,
 )
 from ..random import permuted
 from ..storage.wrapper import Locals, wrap
@@ -64,7 +63,7 @@ def _made(
     meta = TensorMeta(shape, contiguous_stride(shape), kind)
     places = checked_placements(name, mesh, where.get("placements"), len(shape))
     target = DTensorSpec(mesh, places, meta)
-    spec = DTensorSpec(mesh, default_placements(mesh), meta) if target.sums else target
+    spec = target.whole if target.sums else target
     made: DTensor = wrap(spec, fill(spec))
     if spec is not target:
         made = made.redistribute(placements=places)

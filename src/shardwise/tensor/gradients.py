@@ -126,18 +126,15 @@ def _may_stay_partial() -> bool:
     leaf = None if is_tracing() else leaf_of_gradient()
     if leaf is None:
         return False
-    unseen = _is_unseen(leaf) and (leaf.grad is None or _is_partial(leaf.grad))
-    return unseen or keeps_partial(leaf)
+    before = leaf.grad
+    adds_up = before is None or bool(isinstance(before, Wrapper) and before._spec.sums)
+    return (adds_up and _is_unseen(leaf)) or keeps_partial(leaf)
 
 
 def _is_unseen(leaf: Any) -> bool:
     """True if nobody looks at the gradient of a leaf before the backward ends."""
     hooks = [*leaf._backward_hooks, *leaf._post_accumulate_grad_hooks]
     return len(hooks) == 2 and not torch.is_grad_enabled()  # those of `watch_leaf`
-
-
-def _is_partial(grad: Any) -> bool:
-    return isinstance(grad, Wrapper) and bool(grad._spec.sums)
 
 
 def _after_accumulation(leaf: Any) -> None:
@@ -158,12 +155,6 @@ def _target(leaf: Any) -> DTensorSpec | None:
         return None
     target = _like(leaf._spec, grad._spec)
     return None if target is grad._spec else target
-
-
-def _move(leaf: Any) -> None:
-    target = _target(leaf)
-    if target is not None:
-        leaf.grad = _moved(leaf.grad, target)
 
 
 # --- torch.func ----------------------------------------------------------------------------------
@@ -240,9 +231,8 @@ class Bucket:
     def start(self, async_op: bool) -> Callable[[], None]:
         """Start the reduction; what is returned waits for it and sets each `.grad`."""
         waiting, self.waiting, self.nbytes = self.waiting, [], 0
-        grads = [each.grad for each in waiting]
-        stamps = [version_stamp(grad) for grad in grads]
-        ready = start_moves(grads, [each.target for each in waiting], async_op)
+        stamps = [version_stamp(each.grad) for each in waiting]
+        ready = start_moves([(each.grad, each.target) for each in waiting], async_op)
         return partial(_set_gradients, waiting, stamps, ready)
 
 
@@ -253,8 +243,8 @@ def _set_gradients(
         local = made()
         if leaf.grad is grad and version_stamp(grad) == stamp:
             leaf.grad = wrap(target, local)
-        else:  # a backward within this one has added to it
-            _move(leaf)
+        elif (now := _target(leaf)) is not None:  # a backward within this one has added to it
+            leaf.grad = _moved(leaf.grad, now)
 
 
 class _Backward:

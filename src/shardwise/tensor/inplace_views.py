@@ -55,13 +55,8 @@ def in_place(view: Callable[..., Any]) -> Callable[..., Any]:
 
 def shards_left(tensor: Any, ndim: int) -> list[Placement]:
     """The placements of a tensor for one of `ndim` dims, in shards where there is such a dim."""
-    places: list[Placement] = []
-    for place in tensor.placements:
-        if isinstance(place, Shard):
-            places.append(Shard(place.dim) if place.dim < ndim else Replicate())
-        else:
-            places.append(place)
-    return places
+    places: list[Placement] = list(tensor._spec.consecutive.placements)
+    return [Replicate() if isinstance(p, Shard) and p.dim >= ndim else p for p in places]
 
 
 def strided_alike(tensor: Any, view: Any) -> Any:

@@ -51,7 +51,7 @@ class PerRank:
         return _same_or_mapped(self.mesh, self.axes, [getattr(part, name) for part in self.parts])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return mapped(_call, self, *args, **kwargs)
+        return mapped(lambda part, *own, **named: part(*own, **named), self, *args, **kwargs)
 
     @classmethod
     def __torch_function__(
@@ -95,10 +95,6 @@ class PerRank:
     def __repr__(self) -> str:
         lines = [f"  {index}: {part!r}" for index, part in enumerate(self.parts)]
         return "PerRank(\n" + "\n".join(lines) + "\n)"
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def mapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from ..dispatch.views import DeferredView
 from ..layout.layout import notation
 from ..layout.picture import as_html, panels
 from ..layout.placement import Shard
-from ..layout.spec import DTensorSpec, default_placements
+from ..layout.spec import DTensorSpec
 from ..redistribute.execute import redistribute_locals
 from ..storage.async_value import AsyncValue
 
@@ -83,8 +83,7 @@ def _values(tensor: Any) -> str:
             local = tensor._locals
             if any(type(part) is not torch.Tensor for part in local):
                 return "..."  # while PyTorch traces there are no values
-            whole = spec.with_placements(default_placements(spec.topology))
-            return _numbers(redistribute_locals(spec, whole, local)[0], len("DTensor("))
+            return _numbers(redistribute_locals(spec, spec.whole, local)[0], len("DTensor("))
     if isinstance(tensor, DeferredView):
         return "a view not read yet"
     if isinstance(tensor, AsyncValue):

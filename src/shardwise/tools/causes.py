@@ -168,7 +168,7 @@ def tensors_moving() -> list[torch.Tensor]:
 
 _MOVERS: dict[Any, Any] = {
     in_layout.__code__: lambda values: [values["tensor"]],
-    start_moves.__code__: lambda values: values["tensors"],
+    start_moves.__code__: lambda values: [tensor for tensor, _ in values["pairs"]],
     all_in_layout.__code__: lambda values: [tensor for tensor, _, _ in values["moves"]],
 }
 """The functions that move tensors, with where their arguments are."""

@@ -25,7 +25,7 @@ from ..errors import LayoutError, RuleError, need, public
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
 from ..layout.placement import Partial, Placement
-from ..layout.spec import DTensorSpec, TensorMeta, default_placements
+from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute.execute import redistribute_locals
 from ..rules import Call, Operand, Row, Rule, has_fractions
 from ..storage.plain import full_local
@@ -141,7 +141,7 @@ class Trial:
         self.entry, self.args, self.kwargs = entry, args, kwargs
         self.draw = torch.Generator().manual_seed(0)
         self.tensors = list(tensors_in(args, kwargs))
-        self.metas = [TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in self.tensors]
+        self.metas = [TensorMeta.of(t) for t in self.tensors]
         copies = [t.clone() for t in self.tensors]
         given, named = filled(args, kwargs, iter(copies))
         self.expected = list(tensors_in([entry.op(*given, **named)], {}))
@@ -153,7 +153,7 @@ class Trial:
     def rule(self, count: int) -> Rule:
         """The rule for the call on an axis of `count` ranks."""
         where = _axis(count)
-        specs = [DTensorSpec(where, default_placements(where), meta) for meta in self.metas]
+        specs = [DTensorSpec.replicated(where, meta) for meta in self.metas]
         self.results, self.structure = infer(self.entry.op, self.args, self.kwargs, specs)
         given = filled(self.args, self.kwargs, iter(map(Operand, range(len(specs)))))
         assert self.entry.family is not None
@@ -196,11 +196,7 @@ class Trial:
             structure=self.structure,
             written=self.written,
             target=self.entry.written or 0,
-            local=rule.local,
-            unless=rule.unless,
-            shape_arg=rule.shape_arg,
-            tail=rule.tail,
-            windows=rule.windows,
+            rule=rule,
         )
         operands = [
             wrap(spec, _parts(tensor, spec, self.draw))
@@ -245,7 +241,7 @@ def _parts(tensor: torch.Tensor, spec: DTensorSpec, draw: torch.Generator) -> Lo
     if isinstance(place, Partial):
         parts = _split(tensor, place.reduce_op, len(spec.slots), draw)
         return tuple(torch.empty_like(tensor).copy_(part) for part in parts)  # in its memory format
-    whole = DTensorSpec(spec.topology, default_placements(spec.topology), spec.meta)
+    whole = spec.whole
     return redistribute_locals(whole, spec, (tensor.clone(),), fresh=True)
 
 
@@ -273,7 +269,7 @@ def _split(whole: torch.Tensor, op: str, count: int, draw: torch.Generator) -> l
 
 def _difference(got: Any, want: torch.Tensor, values: bool) -> str | None:
     spec = got._spec
-    expected = TensorMeta(tuple(want.shape), want.stride(), want.dtype)
+    expected = TensorMeta.of(want)
     if not (values and want.numel()):  # then strides do not matter
         expected = expected._replace(stride=spec.stride)
     if spec.meta != expected:
