@@ -144,7 +144,7 @@ def fully_shard(
     ignored = ids_of("fully_shard", ignored_params)
     parts = list(dict.fromkeys(part for each in modules for part in each.modules()))
     owners = {part: own for part in parts if (own := _own_parameters(part, ignored))}
-    unique = list({id(each): each for own in owners.values() for each in own}.values())
+    unique = list(dict.fromkeys(each for own in owners.values() for each in own))
     whole = common_mesh("fully_shard", modules, where.mesh if mesh is None else mesh, ignored)
     layouts = [_layout(parameter, where, whole, shard_placement_fn) for parameter in unique]
     for parameter, places in zip(unique, layouts, strict=True):
@@ -206,13 +206,8 @@ def _check_units(what: str, modules: Sequence[Any]) -> None:
 
 def _own_parameters(module: nn.Module, ignored: set[int]) -> list[Any]:
     """The parameters of a module itself that no other unit has."""
-    return [
-        parameter
-        for parameter in module._parameters.values()
-        if parameter is not None
-        and id(parameter) not in ignored
-        and getattr(parameter, "_fully_sharded", None) is None
-    ]
+    every = module.parameters(recurse=False)
+    return [p for p in every if id(p) not in ignored and not hasattr(p, "_fully_sharded")]
 
 
 def _layout(
@@ -262,16 +257,16 @@ def _read_through(module: nn.Module) -> None:
     `parameters()`, `state_dict()` and optimizers go on to see the sharded one.
     """
 
-    def reader(name: str, unit: Unit) -> property:
+    def reader(name: str) -> property:
         @untraced
         def get(self: nn.Module) -> Any:
             parameter = self._parameters.get(name)
-            return unit.value(parameter) if parameter is not None else None
+            unit, index = getattr(parameter, "_fully_sharded", (None, 0))
+            return parameter if unit is None else unit.value(index)
 
         return property(get)
 
     kind = type(module)
-    units = {n: getattr(p, "_fully_sharded", None) for n, p in module._parameters.items()}
-    readers = {n: reader(n, unit) for n, unit in units.items() if unit and not hasattr(kind, n)}
-    if readers:
+    names = [n for n, each in module._parameters.items() if hasattr(each, "_fully_sharded")]
+    if readers := {name: reader(name) for name in names if not hasattr(kind, name)}:
         mix_in(module, **readers)

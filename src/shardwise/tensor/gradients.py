@@ -125,7 +125,7 @@ def _may_stay_partial() -> bool:
     leaf = None if is_tracing() else leaf_of_gradient()
     if leaf is None:
         return False
-    unseen = _is_unseen(leaf) and (leaf.grad is None or _is_partial(leaf.grad))
+    unseen = _is_unseen(leaf) and (leaf.grad is None or is_partial(leaf.grad))
     return unseen or keeps_partial(leaf)
 
 
@@ -135,7 +135,8 @@ def _is_unseen(leaf: Any) -> bool:
     return len(hooks) == 2 and not torch.is_grad_enabled()  # those of `watch_leaf`
 
 
-def _is_partial(grad: Any) -> bool:
+def is_partial(grad: Any) -> bool:
+    """True if a gradient is a DTensor that is still to be reduced."""
     return isinstance(grad, Wrapper) and bool(grad._spec.sums)
 
 
