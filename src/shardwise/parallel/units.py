@@ -71,33 +71,33 @@ class _Saved(NamedTuple):
 class Unit:
     """Parameters of some modules that are gathered, used and dropped together.
 
-    - `_started` are gathers under way, `_whole` the local tensors that came of them, and `_stamps`
-      says of which values of the shards.
+    - `_started` are gathers under way, with their layouts, `_whole` the local tensors that came of
+      them, and `_stamps` says of which values of the shards.
     - `_live` are DTensors of them with an autograd history, while a forward uses them, and `_fresh`
       their first stamps.
     - `_order` are the units that this forward has used, and `_last` those of the one before, if
       this unit is the outermost. `_before` is the unit that the forward used before this one, if
       there is one.
     - `_seen` is the number of the backward that uses the gathered parameters.
-    - `_to_run` are those of its modules that have not run yet in this forward.
+    - `modules` are the ids of its modules, and `_to_run` of those that have not run yet in this
+      forward.
     """
 
     parameters: Sequence[Any]
-    modules: Sequence[nn.Module]
+    modules: frozenset[int]
     where: Topology
     policy: MixedPrecisionPolicy
     reshard: bool | None
-    _specs: list[DTensorSpec] = field(default_factory=list)
     _stamps: list[object] | None = None
-    _started: list[Ready] | None = None
-    _whole: list[Locals] | None = None
+    _started: list[tuple[DTensorSpec, Ready]] | None = None
+    _whole: list[tuple[DTensorSpec, Locals]] | None = None
     _live: Sequence[Any] | None = None
     _fresh: list[object] = field(default_factory=list)
     _order: list[Unit] = field(default_factory=list)
     _last: list[Unit] = field(default_factory=list)
     _before: list[Unit] = field(default_factory=list)
     _seen: int = -1
-    _to_run: set[nn.Module] = field(default_factory=set)
+    _to_run: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for index, parameter in enumerate(self.parameters):
@@ -112,24 +112,20 @@ class Unit:
         stamps = list(map(state_stamp, self.parameters))
         if self._stamps == stamps:
             return
-        self._stamps, self._whole, dtype = stamps, None, self.policy.param_dtype
-        self._specs = [gathered_spec(each._spec, self.where, dtype) for each in self.parameters]
-        pairs = zip(self.parameters, self._specs, strict=True)
-        cast = [_in_dtype(each, spec.dtype) for each, spec in pairs]
-        self._started = start_moves(cast, self._specs, True)
+        dtype = self.policy.param_dtype
+        specs = [gathered_spec(each._spec, self.where, dtype) for each in self.parameters]
+        cast = [_in_dtype(p, spec.dtype) for p, spec in zip(self.parameters, specs, strict=True)]
+        self._started = list(zip(specs, start_moves(cast, specs, True), strict=True))
+        self._stamps, self._whole = stamps, None
 
-    def gather(self) -> list[Locals]:
-        """The local tensors of the gathered parameters; they stay until `drop`."""
+    def gather(self) -> list[tuple[DTensorSpec, Locals]]:
+        """The layouts and local tensors of the gathered parameters, which stay until `drop`."""
         self.start()
         if self._started is not None:
-            self._whole, self._started = [ready() for ready in self._started], None
+            self._whole = [(spec, ready()) for spec, ready in self._started]
+            self._started = None
         assert self._whole is not None
         return self._whole
-
-    def gathered(self) -> list[Any]:
-        """The gathered parameters as DTensors."""
-        pairs = zip(self._specs, self.gather(), strict=True)
-        return [wrap(spec, local, Cell(local, spec.meta.shape)) for spec, local in pairs]
 
     def drop(self) -> None:
         """Forget the gathered parameters: only shards stay."""
@@ -182,24 +178,21 @@ class Unit:
         _running.units.append((self, hooks))
         self._to_run = self._to_run or set(self.modules)
         self._made_live()
-        dtype = self.policy.param_dtype
-        if dtype is None or not self.policy.cast_forward_inputs:
-            return None
-        return _cast(args, dtype), _cast(kwargs, dtype)
+        dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        return _cast((args, kwargs), dtype)
 
     @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Drop the gathered parameters, unless this unit keeps them for its backward."""
         if _running.units and _running.units[-1][0] is self:  # else an error came before
             _running.units.pop()[1].__exit__()
-            self._to_run.discard(module)
+            self._to_run.discard(id(module))
             if not _running.units:  # some were prefetched and not used, or used by another unit
                 for unit in dict.fromkeys([*self._order, *self._last, self]):
                     unit._end_forward(unit is self)
             elif not self._to_run:
                 self._end_forward(False)
-        dtype = self.policy.output_dtype
-        return None if dtype is None else _cast(output, dtype)
+        return _cast(output, self.policy.output_dtype)
 
     def _end_forward(self, outermost: bool) -> None:
         for index in range(len(self.parameters)):
@@ -243,7 +236,7 @@ class Unit:
         if self._whole is None or self._seen != current_backward():
             self._use()
         assert self._whole is not None
-        pairs = zip(self._whole[saved.at], saved.parts, strict=True)
+        pairs = zip(self._whole[saved.at][1], saved.parts, strict=True)
         parts = [
             local.as_strided(shape, stride, local.storage_offset() + offset)
             for local, (shape, stride, offset) in pairs
@@ -256,10 +249,8 @@ def gathered_spec(spec: DTensorSpec, where: Topology, dtype: torch.dtype | None)
     """The layout of a parameter that is gathered over the axes of `where`."""
     axes = axes_in(where, spec.topology) or ()
     places = [Replicate() if axis in axes else p for axis, p in enumerate(spec.placements)]
-    made = spec.with_placements(places)
-    if dtype is None or not spec.dtype.is_floating_point:
-        return made
-    return made.with_meta(spec.meta._replace(dtype=dtype))
+    cast = dtype if spec.dtype.is_floating_point else None
+    return spec.with_placements(places).with_meta(spec.meta._replace(dtype=cast or spec.dtype))
 
 
 def _in_dtype(tensor: Any, dtype: torch.dtype) -> Any:
@@ -275,8 +266,10 @@ def _cast_partial(grad: Any, dtype: torch.dtype | None) -> Any:
     return wrap(spec, tuple([part.to(dtype) for part in grad._locals]))
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The floating point tensors in a value in another dtype."""
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """A value whose floating point tensors are in another dtype; None keeps theirs."""
+    if dtype is None:
+        return value
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
     )
@@ -291,7 +284,7 @@ def _packed(tensor: torch.Tensor) -> _Saved | None:
     if unit is None or unit._whole is None or unit._stamps is None:
         return None
     parts = []
-    for whole, part in zip(unit._whole[index], tensor._locals, strict=True):
+    for whole, part in zip(unit._whole[index][1], tensor._locals, strict=True):
         if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
             return None
         offset = part.storage_offset() - whole.storage_offset()
@@ -303,6 +296,8 @@ def _packed(tensor: torch.Tensor) -> _Saved | None:
 def _composed() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Hooks that save gathered parameters as `_Saved`, and give others to the hooks in force."""
     outer = outer_saved_tensor_hooks()
+    if outer is not None and _running.units and outer[0] is _running.units[-1][1].pack_hook:
+        return outer  # those of the unit around this one
 
     def pack(tensor: torch.Tensor) -> Any:
         saved = _packed(tensor)
@@ -325,7 +320,8 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *parameters: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.unit, live = unit, unit.gathered()
+        ctx.unit = unit
+        live = [wrap(spec, own, Cell(own, spec.meta.shape)) for spec, own in unit.gather()]
         pairs = zip(live, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*[each for each, needs in pairs if not needs])
         return tuple(live)
@@ -337,18 +333,15 @@ class Gather(torch.autograd.Function):
         for before in unit._before:
             if before._started:  # its buffers and those of a reduction are not needed at one time
                 before.gather()
+        # Partial gradients that are added to others are reduced with them.
+        adds = [keeps_partial(each) or is_partial(each.grad) for each in unit.parameters]
         moving = {
             index: _cast_partial(grad, unit.policy.reduce_dtype)
-            for index, (parameter, grad) in enumerate(zip(unit.parameters, grads, strict=True))
-            if isinstance(grad, Wrapper) and not _stays_partial(parameter, grad)
+            for index, grad in enumerate(grads)
+            if isinstance(grad, Wrapper) and not (adds[index] and is_partial(grad))
         }
         goals = [unit.parameters[i]._spec.with_meta(g._spec.meta) for i, g in moving.items()]
         moved = Redistribute.apply(goals, False, None, *moving.values())
         found = dict(enumerate(grads)) | dict(zip(moving, moved, strict=True))
         pairs = zip(unit.parameters, found.values(), strict=True)
         return None, *[None if g is None else _in_dtype(g, p.dtype) for p, g in pairs]
-
-
-def _stays_partial(parameter: Any, grad: Any) -> bool:
-    """True if a gradient is added to others before it is reduced."""
-    return is_partial(grad) and (keeps_partial(parameter) or is_partial(parameter.grad))
