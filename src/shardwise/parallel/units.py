@@ -198,7 +198,8 @@ class Unit:
         for index in range(len(self.parameters)):
             self._write_back(index)
         self._to_run, self._live = set(), None
-        keeps = outermost if self.reshard is None else not self.reshard
+        soon = self.reshard is None or current_backward() >= 0  # a checkpoint is computed again
+        keeps = self.reshard is False or (outermost and soon)
         if self._whole is None or not keeps or not torch.is_grad_enabled():
             self.drop()
 
