@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ..layout.geometry import Box, box_numel
+from ..layout.geometry import Box
 from .all_to_all import Part, give_back, one_dtype, pack, packets, put_in_place, unpacked
 from .dtypes import as_bytes, backend_op, backends_reduce, from_backend, is_plain, to_backend
 from .group import Group, all_gather, reduce_scatter
@@ -28,8 +28,7 @@ def is_native(group: Group, jobs: Sequence[Job]) -> bool:
         return False
     if step.op and not (is_plain(dtype, step.op) and backends_reduce(dtype, step.op)):
         return False
-    sizes = [set(map(box_numel, _shards(group, job)[0])) for job in jobs]
-    return all(len(each) == 1 and 0 not in each for each in sizes)
+    return all(job.step.is_even for job in jobs)
 
 
 def prefers_own(group: dist.ProcessGroup | None, device_type: str) -> bool:
@@ -45,8 +44,9 @@ def _shards(group: Group, job: Job) -> tuple[list[Box], Box]:
     """The shard that each member gives to all, or gets from all, and the box that they make up."""
     step, here = job.step, group.senders[group.me]
     assert here is not None
-    parts, whole = (step.src, step.dst) if step.kind == "all_gather" else (step.dst, step.src)
-    return [parts.box(member) for member in group.senders if member is not None], whole.box(here)
+    whole = step.dst if step.kind == "all_gather" else step.src
+    members = [member for member in group.senders if member is not None]
+    return [step.shards.box(member) for member in members], whole.box(here)
 
 
 def lies_in_rows(group: Group, job: Job) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,8 +21,7 @@ Finish = Callable[[], list[list[torch.Tensor]]]
 """Waits for a collective; gives for each job one tensor for each slot of its step's `dst`."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One tensor in a collective. `order` is the order of its dims in memory, outermost first.
 
     With `async_op` the program may write into `local` before the result is waited for: what is

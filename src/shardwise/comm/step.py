@@ -76,6 +76,19 @@ class Step:
         return *ends, self.kind, self.axes, self.op, self.over, dtype if self.op else None
 
     @property
+    def shards(self) -> Layout:
+        """The layout of the pieces that an all_gather takes, or a reduce_scatter gives."""
+        return self.src if self.kind == "all_gather" else self.dst
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True if the shards of all members around this rank are equally large, and not empty."""
+        here = self.src.topology.coordinate
+        members = [] if here is None else self.src.topology.group_coords(here, self.axes)
+        sizes = {box_numel(self.shards.box(member)) for member in members}
+        return len(sizes) == 1 and 0 not in sizes
+
+    @property
     def _copies(self) -> int:
         """The number of pieces that are reduced into one."""
         return prod([self.src.topology.shape[axis] for axis in self.reduced])

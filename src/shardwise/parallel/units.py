@@ -118,14 +118,16 @@ class Unit:
         self._started = list(zip(specs, start_moves(cast, specs, True), strict=True))
         self._stamps, self._whole = stamps, None
 
-    def gather(self) -> list[tuple[DTensorSpec, Locals]]:
-        """The layouts and local tensors of the gathered parameters, which stay until `drop`."""
-        self.start()
+    def wait(self) -> None:
+        """Wait for the parameters that are under way. They stay until `drop`."""
         if self._started is not None:
             self._whole = [(spec, ready()) for spec, ready in self._started]
             self._started = None
-        assert self._whole is not None
-        return self._whole
+
+    def gather(self) -> None:
+        """Gather the parameters, unless the values that they have now are gathered."""
+        self.start()
+        self.wait()
 
     def drop(self) -> None:
         """Forget the gathered parameters: only shards stay."""
@@ -322,7 +324,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, *parameters: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.unit = unit
-        live = [wrap(spec, own, Cell(own, spec.meta.shape)) for spec, own in unit.gather()]
+        live = [wrap(spec, own, Cell(own, spec.meta.shape)) for spec, own in unit._whole or ()]
         pairs = zip(live, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*[each for each, needs in pairs if not needs])
         return tuple(live)
@@ -331,9 +333,8 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         unit: Unit = ctx.unit
         unit.drop()
-        for before in unit._before:
-            if before._started:  # its buffers and those of a reduction are not needed at one time
-                before.gather()
+        for before in unit._before:  # its buffers and a reduction's are not needed at one time
+            before.wait()
         # Partial gradients that are added to others are reduced with them.
         adds = [keeps_partial(each) or is_partial(each.grad) for each in unit.parameters]
         moving = {
