@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from ..layout.geometry import Box
@@ -51,7 +52,11 @@ def _shards(group: Group, job: Job) -> tuple[list[Box], Box]:
 
 def lies_in_rows(group: Group, job: Job) -> bool:
     """True if the shards of all members lie in memory one after another: nothing is packed."""
-    return job.fills(*_shards(group, job))
+    known = job.step.known_rows
+    found = known.get(job.order)
+    if found is None:
+        found = known[job.order] = job.fills(*_shards(group, job))
+    return found
 
 
 def launch_native(group: Group, parts: Sequence[Part]) -> Wait:
@@ -59,9 +64,12 @@ def launch_native(group: Group, parts: Sequence[Part]) -> Wait:
     which are reduced. One tensor whose rows lie one after another in memory is not packed."""
     me, (job, out) = group.senders[group.me], parts[0]
     op, alone = job.step.op, len(parts) == 1
-    direct = alone and lies_in_rows(group, job)
-    packed = not alone or job.async_op or bool(op and not direct)
     dtype = one_dtype([each for each, _ in parts])
+    rows = all(lies_in_rows(group, each) for each, _ in parts)
+    if rows and not alone and dtype is not None:
+        return _launch_rows(group, parts)
+    direct = alone and rows
+    packed = not alone or job.async_op or bool(op and not direct)
     leaving = [packets(parts, me, to) for to in (group.senders if op else [me])]
     coming = [packets(parts, source, me) for source in ([me] if op else group.senders)]
     sent = pack(leaving, job, dtype) if packed else as_bytes(job.in_order(job.local[0]))
@@ -70,9 +78,9 @@ def launch_native(group: Group, parts: Sequence[Part]) -> Wait:
     else:
         received = sent.new_empty(sum([packet.nbytes for each in coming for packet in each]))
     if op:
-        rows = to_backend(sent.view(job.dtype), op)
-        total = received.view(rows.dtype)
-        wait = reduce_scatter(group, total, rows, backend_op(job.dtype, op))
+        values = to_backend(sent.view(job.dtype), op)
+        total = received.view(values.dtype)
+        wait = reduce_scatter(group, total, values, backend_op(job.dtype, op))
     else:
         wait = all_gather(group, received, sent)
 
@@ -85,5 +93,33 @@ def launch_native(group: Group, parts: Sequence[Part]) -> Wait:
             give_back([received])
         if packed:
             give_back([sent])
+
+    return land
+
+
+def _launch_rows(group: Group, parts: Sequence[Part]) -> Wait:
+    """As `launch_native`, for several tensors of one dtype that all lie in rows. As many calls pack
+    and unpack them whatever the number of members."""
+    job, count = parts[0][0], len(group.ranks)
+    op, dtype = job.step.op, job.dtype
+    held = [each.flat(each.local[0]) for each, _ in parts]
+    if op:
+        sent = torch.cat([flat.view(count, -1) for flat in held], 1).view(-1)
+        values = to_backend(sent, op)
+        total = values.new_empty(values.numel() // count)
+        wait = reduce_scatter(group, total, values, backend_op(dtype, op))
+    else:
+        sent = torch.cat(held)
+        total = sent.new_empty(sent.numel() * count)
+        wait = all_gather(group, as_bytes(total), as_bytes(sent))
+
+    def land() -> None:
+        wait()
+        if op:
+            from_backend(total, dtype, op, job.step.over)  # in place
+        rows = total.view(dtype).view(1 if op else count, -1)
+        places = [each.flat(out.tensor()).view(len(rows), -1) for each, out in parts if out]
+        torch._foreach_copy_(places, rows.split_with_sizes([p.shape[1] for p in places], 1))
+        give_back([sent, total])
 
     return land

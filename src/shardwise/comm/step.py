@@ -58,6 +58,9 @@ class Step:
     _sources: dict[Coord, tuple[Coord, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    known_rows: dict[tuple[int, ...], bool] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _received: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property

@@ -101,8 +101,10 @@ class _Reader:
     @untraced
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)  # type: ignore[misc]
-        unit, index = getattr(found, "_fully_sharded", (None, 0))
-        return found if unit is None else unit.value(index)
+        if not isinstance(found, DTensor) or not hasattr(found, "_fully_sharded"):
+            return found
+        unit, index = found._fully_sharded
+        return unit.value(index)
 
 
 def fully_shard(
