@@ -166,6 +166,55 @@ def test_checkpoints_inside_of_one_unit(reentrant: bool) -> None:
     check_training(model, fully_shard(copy.deepcopy(model), mesh=mesh), mesh)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reshard", [None, True])
+def test_a_checkpointed_unit_is_gathered_once_each_way(
+    reshard: bool | None, reentrant: bool
+) -> None:
+    def recompute(block: nn.Module, x: torch.Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    mesh = virtual(2, names=("dp",))
+    made = gpt(recompute=recompute)
+    for block in made.blocks:
+        fully_shard(block, mesh, reshard_after_forward=reshard)
+    fully_shard(made, mesh)
+    for _ in range(2):
+        loss = made(by_batch(mesh)(tokens(8))).square().mean()
+        loss.item()
+        with CommDebugMode() as comm:
+            loss.backward()
+        assert comm.get_comm_counts() == {"all_gather": 2, "reduce_scatter": 3}
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x).tanh()
+        return x
+
+
+def test_units_that_run_twice_are_gathered_as_often() -> None:
+    mesh, model, x = virtual(2, names=("dp",)), Looped(), torch.randn(4, 4)
+    made: Any = copy.deepcopy(model)
+    for layer in made.layers:
+        fully_shard(layer, mesh)
+    fully_shard(made, mesh)
+    for _ in range(3):
+        with CommDebugMode() as comm:
+            out = made(distribute_tensor(x, mesh, [Shard(0)]))
+        assert comm.get_comm_counts() == {"all_gather": 4}
+        assert all(layer._unit._started is None for layer in made.layers)
+    out.sum().backward()
+    model(x).sum().backward()
+    for own, parameter in zip(made.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), parameter.grad)
+
+
 def test_one_gather_each_way_and_one_reduce_scatter_for_each_unit() -> None:
     mesh = virtual(4, names=("dp",))
     made = sharded(gpt(layers=3), mesh)

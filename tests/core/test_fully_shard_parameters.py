@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -162,6 +163,23 @@ def test_a_parameter_of_two_units_is_gathered_in_both(rows: int) -> None:
     with torch.no_grad():
         made(given)
     assert made.embed._unit._whole is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_parameter_of_another_unit_is_not_saved_whole(first: bool) -> None:
+    mesh, index = virtual(2, names=("dp",)), torch.arange(8)
+    made: Any = Tied()
+    fully_shard(made.embed if first else made.head, mesh)
+    fully_shard(made, mesh)
+    seen: list[Any] = []
+    made.head.register_forward_hook(
+        lambda module, *_: seen.extend(weakref.ref(part) for part in module.weight._locals)
+    )
+    logits = made(distribute_tensor(index, mesh, [Shard(0)]))
+    assert seen and all(each() is None for each in seen)
+    logits.sum().backward()
+    for unit in (made._unit, made.embed._unit if first else made.head._unit):
+        assert unit._whole is None and unit._started is None
 
 
 class Pair(NamedTuple):

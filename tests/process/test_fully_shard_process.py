@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard, init_device_mesh
+from shardwise.comm import native
 
 from ..compare import ints
 from ..core.test_fully_shard import (
@@ -56,6 +57,25 @@ def test_training_is_that_of_one_device(kind: str, processes: Pools) -> None:
     model = gpt()
     expected = steps(model, lambda batch: batch, 30)
     for losses, weights in processes(4).run(trained, kind, 30):
+        torch.testing.assert_close(losses, expected)
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(weights[name], value.detach())
+
+
+def trained_natively(kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """As `trained`, by the backend's own collectives, which gloo is not asked for."""
+    prefers, native.prefers_own = native.prefers_own, lambda *of: True
+    try:
+        return trained(kind, count)
+    finally:
+        native.prefers_own = prefers
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_training_by_the_collectives_of_a_backend(kind: str, processes: Pools) -> None:
+    model = gpt()
+    expected = steps(model, lambda batch: batch, 3)
+    for losses, weights in processes(4).run(trained_natively, kind, 3):
         torch.testing.assert_close(losses, expected)
         for name, value in model.named_parameters():
             torch.testing.assert_close(weights[name], value.detach())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,7 @@ Finish = Callable[[], list[list[torch.Tensor]]]
 """Waits for a collective; gives for each job one tensor for each slot of its step's `dst`."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Job:
     """One tensor in a collective.
 
@@ -33,7 +33,7 @@ class Job:
     dtype: torch.dtype
     device: torch.device
     async_op: bool = False
-    _made: list[torch.Tensor] = field(default_factory=list, init=False)
+    _made: torch.Tensor | None = None
 
     def in_order(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor with its dims in the order of memory."""
@@ -60,11 +60,11 @@ class Job:
     @property
     def out(self) -> torch.Tensor:
         """This process's result. It gets its memory when the first piece of it has arrived."""
-        if not self._made:
+        if self._made is None:
             dst = self.step.dst
             assert dst.topology.coordinate is not None
-            self._made.append(self.empty(dst.box(dst.topology.coordinate)))
-        return self._made[0]
+            self._made = self.empty(dst.box(dst.topology.coordinate))
+        return self._made
 
     def fills(self, boxes: Sequence[Box], outer: Box) -> bool:
         """True if boxes follow each other in the memory of `outer` and make it up."""

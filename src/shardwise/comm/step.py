@@ -58,6 +58,9 @@ class Step:
     _sources: dict[Coord, tuple[Coord, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    known_rows: dict[tuple[int, ...], bool] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _received: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -74,6 +77,19 @@ class Step:
         """The key of steps of tensors of this dtype that may share a collective."""
         ends = self.src.topology, self.dst.topology
         return *ends, self.kind, self.axes, self.op, self.over, dtype if self.op else None
+
+    @property
+    def shards(self) -> Layout:
+        """The layout of the pieces that an all_gather takes, or a reduce_scatter gives."""
+        return self.src if self.kind == "all_gather" else self.dst
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True if the shards of all members around this rank are equally large, and not empty."""
+        here = self.src.topology.coordinate
+        members = [] if here is None else self.src.topology.group_coords(here, self.axes)
+        sizes = {box_numel(self.shards.box(member)) for member in members}
+        return len(sizes) == 1 and 0 not in sizes
 
     @property
     def _copies(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import MeshError, need
+from ..errors import LayoutError, MeshError, need
 from ..layout.mesh import AnyMesh, Topology, axes_in, joined, topology
 from ..layout.placement import Placement, Replicate
 from ..layout.spec import DTensorSpec
@@ -52,6 +52,20 @@ def placements_on(tensor: Any, whole: Topology) -> list[Placement]:
         for axis, place in zip(axes, tensor.placements, strict=True):
             places[axis] = place
     return places
+
+
+def placements_free_of(
+    what: str, tensor: Any, where: Topology, whole: Topology
+) -> tuple[list[Placement], tuple[int, ...]]:
+    """As `placements_on`, with the axes of `where` in `whole`, which must replicate the tensor."""
+    places, axes = placements_on(tensor, whole), axes_in(where, whole)
+    assert axes is not None
+    if any(not places[axis].is_replicate() for axis in axes):
+        raise LayoutError(
+            f"{what}: a tensor of the module is {tensor._spec} already, and the axes of {where} "
+            "must replicate it. Give other axes, or name it in ignored_params."
+        )
+    return places, axes
 
 
 def put_on(tensor: Any, whole: Topology, places: Sequence[Placement] | None = None) -> None:

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 
 from .._torch import untraced
 from ..errors import LayoutError, MeshError, need, public
-from ..layout.mesh import AnyMesh, Topology, axes_in, topology
+from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import checked_placements
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
-from .common_mesh import common_mesh, ids_of, mix_in, placements_on, put_on
+from .common_mesh import common_mesh, ids_of, mix_in, placements_free_of, put_on
 from .in_place import convert, keep_layouts
 from .saving.pretrained import gather_in_save_pretrained
 from .units import MixedPrecisionPolicy, Unit
@@ -93,6 +92,22 @@ class FSDPModule:
         )
 
 
+class _Reader:
+    """Mixed into the class of a module whose parameters are sharded: `module.weight` is the
+    gathered parameter while its unit has it, which may be that of another module if both share it.
+
+    `parameters()`, `state_dict()` and optimizers go on to see the sharded one.
+    """
+
+    @untraced
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)  # type: ignore[misc]
+        if not isinstance(found, DTensor) or not hasattr(found, "_fully_sharded"):
+            return found
+        unit, index = found._fully_sharded
+        return unit.value(index)
+
+
 @public
 def fully_shard(
     module: M,
@@ -144,24 +159,24 @@ def fully_shard(
     need("fully_shard: mp_policy", mp_policy, MixedPrecisionPolicy | None, "a MixedPrecisionPolicy")
     need("fully_shard: shard_placement_fn", shard_placement_fn, Callable | None, "a function")
     ignored = ids_of("fully_shard", ignored_params)
-    parts = list(dict.fromkeys(part for each in modules for part in each.modules()))
-    owners = {part: own for part in parts if (own := _own_parameters(part, ignored))}
-    unique = list({id(each): each for own in owners.values() for each in own}.values())
+    every = dict.fromkeys(parameter for each in modules for parameter in each.parameters())
+    own = [p for p in every if id(p) not in ignored and not hasattr(p, "_fully_sharded")]
     whole = common_mesh("fully_shard", modules, where.mesh if mesh is None else mesh, ignored)
-    layouts = [_layout(parameter, where, whole, shard_placement_fn) for parameter in unique]
-    for parameter, places in zip(unique, layouts, strict=True):
+    layouts = [_layout(parameter, where, whole, shard_placement_fn) for parameter in own]
+    for parameter, places in zip(own, layouts, strict=True):
         if isinstance(parameter, DTensor):
             put_on(parameter, whole, places)
         else:
             convert(parameter, whole.mesh, places)
-    for buffer in (buffer for part in parts for buffer in part._buffers.values()):
+    for buffer in (buffer for each in modules for buffer in each.buffers()):
         put_on(buffer, whole)
     policy = mp_policy or MixedPrecisionPolicy()
-    unit = Unit(unique, modules, where, policy, reshard_after_forward)
-    for owner in owners:
-        owner.register_load_state_dict_pre_hook(keep_layouts)
-    for part in parts:
-        _read_through(part)
+    unit = Unit(own, frozenset(map(id, modules)), where, policy, reshard_after_forward)
+    for part in (part for each in modules for part in each.modules()):
+        held = [hasattr(each, "_fully_sharded") for each in part._parameters.values()]
+        if any(held) and not isinstance(part, _Reader):
+            mix_in(part, _Reader)
+            part.register_load_state_dict_pre_hook(keep_layouts)
     for each in modules:
         gather_in_save_pretrained(each)
         mix_in(each, FSDPModule)
@@ -206,41 +221,16 @@ def _check_units(what: str, modules: Sequence[Any]) -> None:
 # --- parameters ----------------------------------------------------------------------------------
 
 
-def _own_parameters(module: nn.Module, ignored: set[int]) -> list[Any]:
-    """The parameters of a module itself that no other unit has."""
-    return [
-        parameter
-        for parameter in module._parameters.values()
-        if parameter is not None
-        and id(parameter) not in ignored
-        and getattr(parameter, "_fully_sharded", None) is None
-    ]
-
-
-def _layout(
-    parameter: Any,
-    where: Topology,
-    whole: Topology,
-    choose: Callable[[nn.Parameter], Shard | None] | None,
-) -> Sequence[Placement]:
+def _layout(parameter: Any, where: Topology, whole: Topology, choose: Any) -> Sequence[Placement]:
     """The placements of a sharded parameter on the mesh `whole`."""
-    places = placements_on(parameter, whole)
-    axes = axes_in(where, whole)
-    assert axes is not None
-    if any(not places[axis].is_replicate() for axis in axes):
-        raise LayoutError(
-            f"fully_shard: a parameter is {parameter._spec} already, and the axes of {where} "
-            "must replicate it. Give other axes, or name it in ignored_params."
-        )
+    places, axes = placements_free_of("fully_shard", parameter, where, whole)
     chosen = None if choose is None else choose(parameter)
     need("fully_shard: shard_placement_fn", chosen, Shard | None, "a Shard or None as result")
     places[axes[-1]] = _default_shard(parameter, whole, places) if chosen is None else chosen
     return checked_placements("fully_shard", whole, places, parameter.ndim)
 
 
-def _default_shard(
-    parameter: torch.Tensor, where: Topology, places: Sequence[Placement]
-) -> Placement:
+def _default_shard(parameter: Any, where: Topology, places: Sequence[Placement]) -> Placement:
     """Shard dim 0 or, if another axis shards it, the largest dim that none does.
 
     If every dim is sharded, as of a bias, a rank holds a part of its shard of dim 0, so that
@@ -255,25 +245,3 @@ def _default_shard(
     blocks = places[taken[0]].split * where.shape[taken[0]]  # type: ignore[attr-defined]
     size = parameter.shape[0]
     return Shard(0, blocks) if size > blocks and size % blocks == 0 else Shard(0)
-
-
-def _read_through(module: nn.Module) -> None:
-    """Let `module.weight` be the gathered parameter while its unit has it, which may be that of
-    another module if both share it.
-
-    `parameters()`, `state_dict()` and optimizers go on to see the sharded one.
-    """
-
-    def reader(name: str, unit: Unit) -> property:
-        @untraced
-        def get(self: nn.Module) -> Any:
-            parameter = self._parameters.get(name)
-            return unit.value(parameter) if parameter is not None else None
-
-        return property(get)
-
-    kind = type(module)
-    units = {n: getattr(p, "_fully_sharded", None) for n, p in module._parameters.items()}
-    readers = {n: reader(n, unit) for n, unit in units.items() if unit and not hasattr(kind, n)}
-    if readers:
-        mix_in(module, **readers)

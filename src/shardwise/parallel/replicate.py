@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..errors import LayoutError, public
-from ..layout.mesh import AnyMesh, axes_in, topology
+from ..layout.mesh import AnyMesh, topology
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
-from .common_mesh import common_mesh, ids_of, mix_in, placements_on, put_on
+from .common_mesh import common_mesh, ids_of, mix_in, placements_free_of, put_on
 from .fully_shard import FSDPModule
 from .in_place import convert_module
 from .saving.pretrained import gather_in_save_pretrained
@@ -73,12 +73,7 @@ def replicate(
     own = [t for t in [*module.parameters(), *module.buffers()] if isinstance(t, DTensor)]
     own = [tensor for tensor in own if id(tensor) not in ignored]
     for tensor in own:
-        places = placements_on(tensor, whole)
-        if not all(places[axis].is_replicate() for axis in axes_in(where, whole) or ()):
-            raise LayoutError(
-                f"replicate: a tensor of the module is {tensor._spec} already, and the axes of "
-                f"{where} must replicate it. Give other axes."
-            )
+        placements_free_of("replicate", tensor, where, whole)
     for tensor in own:
         put_on(tensor, whole)
     convert_module("replicate", module, whole.mesh, lambda *_: None, ignored=ignored)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ from ..redistribute.execute import Ready
 from ..storage.operands import in_layout, start_moves, state_stamp, version_stamp
 from ..storage.wrapper import Cell, Locals, Wrapper, wrap
 from ..tensor.autograd import Redistribute
-from ..tensor.gradients import keeps_partial
+from ..tensor.gradients import is_partial, keeps_partial
 
 
 @public
@@ -45,13 +47,15 @@ class MixedPrecisionPolicy:
 
 
 class _Running(threading.local):
-    """The units whose forwards run in this thread, outermost first."""
+    """The units whose forwards run in this thread, outermost first, with their hooks."""
 
     def __init__(self) -> None:
-        self.units: list[Unit] = []
+        self.units: list[tuple[Unit, Any]] = []
 
 
 _running = _Running()
+_gathered: WeakKeyDictionary[Cell, tuple[Unit, int]] = WeakKeyDictionary()
+"""The version cells of gathered parameters: of which unit, and which of its parameters."""
 
 
 class _Saved(NamedTuple):
@@ -65,96 +69,144 @@ class _Saved(NamedTuple):
     stamp: object
 
 
+@dataclass(eq=False)
 class Unit:
     """Parameters of some modules that are gathered, used and dropped together.
 
-    - `_whole` are the local tensors of the gathered parameters, `_started` are gathers under way,
-      and `_stamps` says of which values of the shards.
-    - `_live` are DTensors of them with an autograd history, while a forward uses them. `_cells` are
-      their version cells, with the index of the parameter, and `_fresh` their first stamps.
-    - `_sequence` are the units in the order of this forward, and `_last` in that of the one before,
-      if this unit is the outermost.
+    - `_started` are gathers under way, with their layouts, `_whole` the local tensors that came of
+      them, and `_stamps` says of which values of the shards.
+    - `_live` are DTensors of them with an autograd history, while a forward uses them, and `_fresh`
+      their first stamps.
+    - `_order` are the units that this forward has used, and `_last` those of the one before, if
+      this unit is the outermost. `_before` is the unit that the forward used before this one, if
+      there is one.
     - `_seen` is the number of the backward that uses the gathered parameters.
-    - `_to_run` are those of its modules that have not run yet in this forward.
+    - `modules` are the ids of its modules, and `_to_run` of those that have not run yet in this
+      forward.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Any],
-        modules: Sequence[nn.Module],
-        where: Topology,
-        policy: MixedPrecisionPolicy,
-        reshard: bool | None,
-    ) -> None:
-        self.parameters = parameters
-        self.policy = policy
-        self.reshard = reshard
-        self._modules = frozenset(map(id, modules))
-        self._to_run: set[int] = set()
-        self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        self._where = where
-        self._specs: list[DTensorSpec] = []
-        self._targets: list[DTensorSpec] = []
-        self._whole: list[Locals] | None = None
-        self._started: list[Ready] | None = None
-        self._stamps: list[object] = []
-        self._live: Sequence[Any] | None = None
-        self._cells: dict[Cell, int] = {}
-        self._fresh: list[object] = []
-        self._sequence: list[Unit] = []
-        self._last: list[Unit] = []
-        self._outermost = self
-        self._hooks: list[Any] = []
-        self._seen = -1
-        for parameter in parameters:
-            parameter._fully_sharded = self
+    parameters: Sequence[Any]
+    modules: frozenset[int]
+    where: Topology
+    policy: MixedPrecisionPolicy
+    reshard: bool | None
+    _stamps: list[object] | None = None
+    _started: list[tuple[DTensorSpec, Ready]] | None = None
+    _whole: list[tuple[DTensorSpec, Locals]] | None = None
+    _live: Sequence[Any] | None = None
+    _fresh: list[object] = field(default_factory=list)
+    _order: list[Unit] = field(default_factory=list)
+    _last: list[Unit] = field(default_factory=list)
+    _before: list[Unit] = field(default_factory=list)
+    _seen: int = -1
+    _to_run: set[int] = field(default_factory=set)
 
-    def _gathered_spec(self, spec: DTensorSpec) -> DTensorSpec:
-        axes = axes_in(self._where, spec.topology) or ()
-        places = [Replicate() if a in axes else p for a, p in enumerate(spec.placements)]
-        made = spec.with_placements(places)
-        dtype = self.policy.param_dtype
-        if dtype is None or not spec.dtype.is_floating_point:
-            return made
-        return made.with_meta(spec.meta._replace(dtype=dtype))
+    def __post_init__(self) -> None:
+        for index, parameter in enumerate(self.parameters):
+            parameter._fully_sharded = self, index
 
     # --- gathering -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start to gather the parameters, so that it overlaps with what follows."""
-        if self._whole is not None or self._started is not None:
+        """Start to gather the parameters, so that it overlaps with what follows. Nothing happens
+        if the values that they have now are gathered, or under way."""
+        stamps = list(map(state_stamp, self.parameters))
+        if self._stamps == stamps:
             return
-        specs = [parameter._spec for parameter in self.parameters]
-        if self._specs != specs:  # the first time, and after `module.to(dtype)`
-            self._specs, self._targets = specs, list(map(self._gathered_spec, specs))
-        pairs = zip(self.parameters, self._targets, strict=True)
-        cast = [_in_dtype(parameter, spec.dtype) for parameter, spec in pairs]
-        self._started = start_moves([*zip(cast, self._targets, strict=True)], True)
-        self._stamps = list(map(state_stamp, self.parameters))
+        dtype = self.policy.param_dtype
+        specs = [gathered_spec(each._spec, self.where, dtype) for each in self.parameters]
+        pairs = zip(self.parameters, specs, strict=True)
+        moves = [(_in_dtype(parameter, spec.dtype), spec) for parameter, spec in pairs]
+        self._started = list(zip(specs, start_moves(moves, True), strict=True))
+        self._stamps, self._whole = stamps, None
 
-    def gather(self) -> list[Locals]:
-        """The local tensors of the gathered parameters; they stay until `drop`."""
-        if self._stamps != list(map(state_stamp, self.parameters)):
-            self._whole = self._started = None
-        if self._whole is None:
-            self.start()
-            assert self._started is not None
-            self._whole, self._started = [ready() for ready in self._started], None
-        return self._whole
+    def wait(self) -> None:
+        """Wait for the parameters that are under way. They stay until `drop`."""
+        if self._started is not None:
+            self._whole = [(spec, ready()) for spec, ready in self._started]
+            self._started = None
 
-    def live(self) -> list[Any]:
-        """DTensors of the gathered parameters, for autograd to give a history."""
-        gathered = self.gather()
-        pairs = zip(self._targets, gathered, strict=True)
-        made = [(spec, local, Cell(local, spec.meta.shape)) for spec, local in pairs]
-        self._cells = {cell: index for index, (_, _, cell) in enumerate(made)}
-        return [wrap(spec, local, cell) for spec, local, cell in made]
+    def gather(self) -> None:
+        """Gather the parameters, unless the values that they have now are gathered."""
+        self.start()
+        self.wait()
 
-    def _make_live(self) -> Sequence[Any]:
-        live: Sequence[Any] = Gather.apply(self, *self.parameters)
-        self._live, self._fresh = live, list(map(version_stamp, live))
+    def drop(self) -> None:
+        """Forget the gathered parameters: only shards stay."""
+        self._stamps = self._started = self._whole = self._live = None
+
+    def _use(self) -> None:
+        """Gather the parameters, and start to gather those of the unit that is used next: in a
+        forward that which came next in the last one, in a backward that which the forward used
+        before this one."""
+        self.gather()
+        self._seen, following = current_backward(), self._before
+        if _running.units:
+            outermost, _ = _running.units[0]
+            order, last = outermost._order, outermost._last
+            if self not in order:
+                self._before = order[-1:]
+            order.append(self)
+            at = len(order)
+            following = last[at : at + 1] if last[at - 1 : at] == [self] else []
+        for unit in following:
+            unit.start()
+        if self._seen >= 0:  # if no parameter gets a gradient nobody else drops them
+            for unit in [self, *following]:
+                at_end_of_backward(unit.drop)
+
+    # --- forward -------------------------------------------------------------------------------
+
+    @untraced
+    def value(self, index: int) -> Any:
+        """A parameter as its module sees it: gathered while a forward or backward runs."""
+        runs = _running.units or current_backward() >= 0
+        return self._made_live()[index] if runs else self.parameters[index]
+
+    def _made_live(self) -> Sequence[Any]:
+        live = self._live
+        if live is None:
+            self._use()
+            live = self._live = Gather.apply(self, *self.parameters)
+            self._fresh = list(map(version_stamp, live))
+            _gathered.update({each._cell: (self, index) for index, each in enumerate(live)})
         return live
+
+    @untraced
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the parameters, and let autograd save none of them."""
+        if not _running.units:
+            self._last, self._order = self._order, []
+        hooks = torch.autograd.graph.saved_tensors_hooks(*_composed())
+        hooks.__enter__()
+        _running.units.append((self, hooks))
+        self._to_run = self._to_run or set(self.modules)
+        self._made_live()
+        dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        return _cast((args, kwargs), dtype)
+
+    @untraced
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Drop the gathered parameters, unless this unit keeps them for its backward."""
+        if _running.units and _running.units[-1][0] is self:  # else an error came before
+            _running.units.pop()[1].__exit__()
+            self._to_run.discard(id(module))
+            if not _running.units:  # some were prefetched and not used, or used by another unit
+                for unit in dict.fromkeys([*self._order, *self._last, self]):
+                    unit._end_forward(unit is self)
+            elif not self._to_run:
+                self._end_forward(False)
+        return _cast(output, self.policy.output_dtype)
+
+    def _end_forward(self, outermost: bool) -> None:
+        for index in range(len(self.parameters)):
+            self._write_back(index)
+        self._to_run, self._live = set(), None
+        soon = self.reshard is None or current_backward() >= 0  # a checkpoint is computed again
+        keeps = self.reshard is False or (outermost and soon)
+        if self._whole is None or not keeps or not torch.is_grad_enabled():
+            self.drop()
 
     def _write_back(self, index: int) -> None:
         """Write into the shards what a forward wrote into a gathered parameter, as an embedding
@@ -173,97 +225,10 @@ class Unit:
             if not cell.in_graph or not all(map(torch.equal, made._locals, parameter._locals)):
                 parameter.copy_(made)
         cell.in_graph = False
+        assert self._stamps is not None
         self._fresh[index], self._stamps[index] = version_stamp(live), state_stamp(parameter)
 
-    def drop(self) -> None:
-        """Forget the gathered parameters: only shards stay."""
-        self._whole = self._live = self._started = None
-        self._cells = {}
-
-    @untraced
-    def value(self, parameter: Any) -> Any:
-        """The parameter as its module sees it: gathered while a forward or backward runs."""
-        index, backward = self._index.get(id(parameter)), current_backward() >= 0
-        if index is None or not (_running.units or backward):
-            return parameter
-        live = self._live
-        if live is None:  # another unit uses it, or a checkpoint is computed again
-            live = self._make_live()
-            if backward:
-                at_end_of_backward(self.drop)
-            else:
-                _running.units[0]._sequence.append(self)
-        return live[index]
-
-    # --- forward -------------------------------------------------------------------------------
-
-    @untraced
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the parameters, and start to gather those of the unit that ran next before."""
-        self._outermost = _running.units[0] if _running.units else self
-        self._to_run = self._to_run or set(self._modules)
-        if self is self._outermost:
-            self._last, self._sequence = self._sequence, []
-        if self not in self._outermost._sequence[-1:]:
-            self._outermost._sequence.append(self)
-        if self._live is None:
-            self._make_live()
-        following = _neighbour(self, self._outermost._last, 1)
-        if following is not None:
-            following.start()
-        hooks = torch.autograd.graph.saved_tensors_hooks(*_composed(self))
-        hooks.__enter__()
-        self._hooks.append(hooks)
-        _running.units.append(self)
-        dtype = self.policy.param_dtype
-        if dtype is None or not self.policy.cast_forward_inputs:
-            return None
-        return _cast(args, dtype), _cast(kwargs, dtype)
-
-    @untraced
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Drop the gathered parameters, unless this unit keeps them for its backward."""
-        if self._hooks:  # else an error came before `before_forward`
-            self._hooks.pop().__exit__()
-            _running.units.remove(self)
-            self._to_run.discard(id(module))
-            outermost = not _running.units
-            if not self._to_run or outermost:
-                self._end_forward(outermost)
-            if outermost:  # prefetched and not used, or used by another unit
-                for unit in {*self._sequence, *self._last} - {self}:
-                    unit._to_run.clear()
-                    unit._started = None
-                    unit._end_forward(False)
-        dtype = self.policy.output_dtype
-        return None if dtype is None else _cast(output, dtype)
-
-    def _end_forward(self, outermost: bool) -> None:
-        for index in range(len(self.parameters)):
-            self._write_back(index)
-        self._live = None
-        keeps = outermost if self.reshard is None else not self.reshard
-        if not keeps or not torch.is_grad_enabled():
-            self.drop()
-
     # --- what autograd saves -------------------------------------------------------------------
-
-    @untraced
-    def packed(self, tensor: torch.Tensor) -> _Saved | None:
-        """What to save in place of a gathered parameter, or a view of one; None for others."""
-        if not isinstance(tensor, Wrapper) or tensor._cell is None or tensor._of is not None:
-            return None
-        index = self._cells.get(tensor._cell)
-        if index is None or self._whole is None or len(tensor._locals) != len(self._whole[index]):
-            return None
-        parts = []
-        for whole, part in zip(self._whole[index], tensor._locals, strict=True):
-            if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-                return None
-            offset = part.storage_offset() - whole.storage_offset()
-            parts.append((part.shape, part.stride(), offset))
-        self._write_back(index)
-        return _Saved(self, index, tensor._spec, parts, self._stamps[index])
 
     @untraced
     def unpacked(self, saved: _Saved) -> Any:
@@ -274,62 +239,74 @@ class Unit:
                 "between a forward and its backward, which needs the old values. Run the backward "
                 "first."
             )
-        number = current_backward()
-        if self._whole is None or number == -1 or self._seen != number:
-            self._gather_again(number)
+        if self._whole is None or self._seen != current_backward():
+            self._use()
         assert self._whole is not None
-        whole = self._whole[saved.at]
+        pairs = zip(self._whole[saved.at][1], saved.parts, strict=True)
         parts = [
             local.as_strided(shape, stride, local.storage_offset() + offset)
-            for local, (shape, stride, offset) in zip(whole, saved.parts, strict=True)
+            for local, (shape, stride, offset) in pairs
         ]
         return wrap(saved.spec, tuple(parts))
 
-    def _gather_again(self, number: int) -> None:
-        """Gather for a backward, and start to gather the unit whose backward is next."""
-        self._seen = number
-        self.gather()
-        if number == -1:  # autograd's graph is looked at, and no backward runs
-            return
-        at_end_of_backward(self.drop)  # if no parameter gets a gradient nobody else does
-        before = _neighbour(self, self._outermost._sequence, -1)
-        if before is not None:
-            before.start()
 
-    def await_prefetched(self) -> None:
-        """Wait for the unit whose backward is next, if it is on its way: its buffers and those of
-        a reduction are not needed at one time."""
-        before = _neighbour(self, self._outermost._sequence, -1)
-        if before is not None and before._started is not None:
-            before.gather()
-            at_end_of_backward(before.drop)
+@lru_cache(maxsize=4096)
+def gathered_spec(spec: DTensorSpec, where: Topology, dtype: torch.dtype | None) -> DTensorSpec:
+    """The layout of a parameter that is gathered over the axes of `where`."""
+    axes = axes_in(where, spec.topology) or ()
+    places = [Replicate() if axis in axes else p for axis, p in enumerate(spec.placements)]
+    cast = dtype if spec.dtype.is_floating_point else None
+    return spec.with_placements(places).with_meta(spec.meta._replace(dtype=cast or spec.dtype))
 
 
-def _in_dtype(tensor: Any, dtype: torch.dtype | None) -> Any:
-    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
+def _in_dtype(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _cast_partial(grad: Any, dtype: torch.dtype | None) -> Any:
     """A gradient in the dtype in which it is reduced. To cast a Partial to fewer bits would reduce
     it first, so its parts are cast, but for a backward that is recorded."""
-    if dtype is None or grad.dtype is dtype or torch.is_grad_enabled():
-        return _in_dtype(grad, dtype)
+    if dtype is None or torch.is_grad_enabled():
+        return grad if dtype is None else _in_dtype(grad, dtype)
     spec = grad._spec.with_meta(grad._spec.meta._replace(dtype=dtype))
     return wrap(spec, tuple([part.to(dtype) for part in grad._locals]))
 
 
-def _neighbour(unit: Unit, sequence: Sequence[Unit], step: int) -> Unit | None:
-    """The unit before (-1) or after (1) another in a sequence; None if there is none."""
-    at = sequence.index(unit) + step if unit in sequence else -1
-    return sequence[at] if 0 <= at < len(sequence) else None
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """A value whose floating point tensors are in another dtype; None keeps theirs."""
+    if dtype is None:
+        return value
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
+    )
 
 
-def _composed(unit: Unit) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+@untraced
+def _packed(tensor: torch.Tensor) -> _Saved | None:
+    """What to save in place of a gathered parameter, or a view of one; None for others."""
+    if not isinstance(tensor, Wrapper) or tensor._cell is None or tensor._of is not None:
+        return None
+    unit, index = _gathered.get(tensor._cell, (None, 0))
+    if unit is None or unit._whole is None or unit._stamps is None:
+        return None
+    parts = []
+    for whole, part in zip(unit._whole[index][1], tensor._locals, strict=True):
+        if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+            return None
+        offset = part.storage_offset() - whole.storage_offset()
+        parts.append((part.shape, part.stride(), offset))
+    unit._write_back(index)
+    return _Saved(unit, index, tensor._spec, parts, unit._stamps[index])
+
+
+def _composed() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Hooks that save gathered parameters as `_Saved`, and give others to the hooks in force."""
     outer = outer_saved_tensor_hooks()
+    if outer is not None and _running.units and outer[0] is _running.units[-1][1].pack_hook:
+        return outer  # those of the unit around this one
 
     def pack(tensor: torch.Tensor) -> Any:
-        saved = unit.packed(tensor)
+        saved = _packed(tensor)
         if saved is not None:
             return saved
         return tensor if outer is None else outer[0](tensor)
@@ -350,42 +327,26 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, *parameters: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.unit = unit
-        live = unit.live()
-        needed = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(
-            *[t for t, needs in zip(live, needed, strict=True) if not needs]
-        )
+        live = [wrap(spec, own, Cell(own, spec.meta.shape)) for spec, own in unit._whole or ()]
+        pairs = zip(live, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*[each for each, needs in pairs if not needs])
         return tuple(live)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         unit: Unit = ctx.unit
         unit.drop()
-        unit.await_prefetched()
-        moving = [
-            index
-            for index, (parameter, grad) in enumerate(zip(unit.parameters, grads, strict=True))
-            if isinstance(grad, Wrapper) and not _stays_partial(parameter, grad)
-        ]
-        partials = [_cast_partial(grads[index], unit.policy.reduce_dtype) for index in moving]
-        pairs = zip(moving, partials, strict=True)
-        targets = [unit.parameters[i]._spec.with_meta(grad._spec.meta) for i, grad in pairs]
-        found = dict(enumerate(grads))
-        found |= zip(moving, Redistribute.apply(targets, False, None, *partials), strict=True)
-        own = zip(unit.parameters, found.values(), strict=True)
-        return None, *[None if g is None else _in_dtype(g, p.dtype) for p, g in own]
-
-
-def _stays_partial(parameter: Any, grad: Any) -> bool:
-    """True if a gradient is added to others before it is reduced."""
-    if not grad._spec.sums:
-        return False
-    before = parameter.grad
-    return keeps_partial(parameter) or bool(isinstance(before, Wrapper) and before._spec.sums)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The floating point tensors in a value in another dtype."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
-    )
+        for before in unit._before:  # its buffers and a reduction's are not needed at one time
+            before.wait()
+        # Partial gradients that are added to others are reduced with them.
+        adds = [keeps_partial(each) or is_partial(each.grad) for each in unit.parameters]
+        moving = {
+            index: _cast_partial(grad, unit.policy.reduce_dtype)
+            for index, grad in enumerate(grads)
+            if isinstance(grad, Wrapper) and not (adds[index] and is_partial(grad))
+        }
+        goals = [unit.parameters[i]._spec.with_meta(g._spec.meta) for i, g in moving.items()]
+        moved = Redistribute.apply(goals, False, None, *moving.values())
+        found = dict(enumerate(grads)) | dict(zip(moving, moved, strict=True))
+        pairs = zip(unit.parameters, found.values(), strict=True)
+        return None, *[None if g is None else _in_dtype(g, p.dtype) for p, g in pairs]

@@ -126,15 +126,19 @@ def _may_stay_partial() -> bool:
     leaf = None if is_tracing() else leaf_of_gradient()
     if leaf is None:
         return False
-    before = leaf.grad
-    adds_up = before is None or bool(isinstance(before, Wrapper) and before._spec.sums)
-    return (adds_up and _is_unseen(leaf)) or keeps_partial(leaf)
+    unseen = _is_unseen(leaf) and (leaf.grad is None or is_partial(leaf.grad))
+    return unseen or keeps_partial(leaf)
 
 
 def _is_unseen(leaf: Any) -> bool:
     """True if nobody looks at the gradient of a leaf before the backward ends."""
     hooks = [*leaf._backward_hooks, *leaf._post_accumulate_grad_hooks]
     return len(hooks) == 2 and not torch.is_grad_enabled()  # those of `watch_leaf`
+
+
+def is_partial(grad: Any) -> bool:
+    """True if a gradient is a DTensor that is still to be reduced."""
+    return isinstance(grad, Wrapper) and bool(grad._spec.sums)
 
 
 def _after_accumulation(leaf: Any) -> None:
