@@ -15,7 +15,7 @@ from torch import fx
 from .._torch import memory_of, pytree
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
-from .numbers import Number
+from .numbers import Symbol, settle
 from .recorder import Recorded, Recorder, recording
 from .state import State, local_tensors
 from .variables import Variable
@@ -107,7 +107,7 @@ def record(
         if isinstance(each.value, torch.Tensor) and memory_of(each.value) in seen.written
     ]
     made = Recording(seen, outputs, out_tree, grads, variables, written)
-    plain = [leaf.node.hint if isinstance(leaf, torch.SymFloat) else leaf for leaf in leaves]
+    plain = [float(leaf) if type(leaf) is Symbol else leaf for leaf in leaves]
     return pytree.tree_unflatten(plain, out_tree), made
 
 
@@ -134,7 +134,7 @@ def _output(recorder: Recorder, value: Any, owners: dict[int, str]) -> Output:
         return Output(spec=value._spec, nodes=nodes)
     if isinstance(value, torch.Tensor):
         return Output(nodes=(recorder.node_of(value),))
-    if isinstance(value, torch.SymFloat) and isinstance(value.node, Number):
+    if type(value) is Symbol:
         return Output(nodes=(value.node.fx_node,))
     if not isinstance(value, (int, float, str, bool, torch.dtype, type(None))):
         recorder.refuse(f"the step returns a {type(value).__name__}")
@@ -164,6 +164,8 @@ def _symbolic_options(recorder: Recorder, state: State) -> Iterator[None]:
                     "captured step, not in it"
                 )
             group[name] = value
+        for optimizer in state.optimizers:
+            settle(list(optimizer.state.values()))
 
 
 def _symbols(recorder: Recorder, text: str, name: str, value: Any) -> Any:

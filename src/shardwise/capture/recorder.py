@@ -31,7 +31,7 @@ from ..comm.events import listen, unlisten
 from ..comm.recording import recorder, set_recorder
 from ..errors import CaptureError
 from ..layout.user_line import in_backward, user_place
-from .numbers import Number, StandIns, add_call, symbol
+from .numbers import Number, StandIns, Symbol
 from .state import Known
 
 aten = torch.ops.aten
@@ -86,7 +86,9 @@ class Recorder(DispatchMode):
         self.seen = Recorded()
         self.graph = self.seen.graph
         self.stand_ins = StandIns()
+        self.numbers: list[Number] = []
         self.used: set[int] = set()
+        self.gives_number = False
         self._known = known
         self._by_memory = {memory_of(each[0]): each for each in reversed(known.values())}
         self._nodes = WeakTensorKeyDictionary()
@@ -119,8 +121,8 @@ class Recorder(DispatchMode):
         if autograd_node() is None:
             self._places.setdefault(next_node_number() - 1, place)
 
-    def guard(self, number: Number) -> None:
-        self.seen.guards.append((number.fx_node, bool(number.hint)))
+    def guard(self, node: fx.Node, truth: bool) -> None:
+        self.seen.guards.append((node, truth))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -137,7 +139,7 @@ class Recorder(DispatchMode):
     def number(self, expression: str, label: str, value: float) -> Any:
         """The symbol of a hyperparameter."""
         node = self._placeholder(expression, label, value)
-        return symbol(Number(self, node, value, True))
+        return Symbol(Number(self, node, value, True))
 
     # --- tensors and nodes ---------------------------------------------------------------------
 
@@ -208,11 +210,22 @@ class Recorder(DispatchMode):
             return self.node_of(value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._argument(each) for each in value])
-        number = self.stand_ins.number(value)
+        number = self.stand_ins.number(value) if type(value) is float else None
         if number is not None:
             self.used.add(id(number))
             return number.fx_node
         return value
+
+    def add_call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """Add a call to the graph. PyTorch's `call_function` also looks for symbols among the
+        arguments, which takes longer than all else."""
+        node = self.graph.create_node("call_function", target)
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
+        return node
 
     # --- calls ---------------------------------------------------------------------------------
 
@@ -239,9 +252,7 @@ class Recorder(DispatchMode):
         self._refuse_call(func, args)
         self._note_writes(func, args, kwargs)
         nodes = tuple([self._argument(a) for a in args])
-        node = add_call(
-            self.graph, func, nodes, {name: self._argument(v) for name, v in kwargs.items()}
-        )
+        node = self.add_call(func, nodes, {name: self._argument(v) for name, v in kwargs.items()})
         node.meta["line"] = place = self._place()
         node.meta["grad"] = torch.is_grad_enabled()
         self._keep_place(place)
@@ -257,10 +268,10 @@ class Recorder(DispatchMode):
         elif isinstance(out, (list, tuple)):
             for place, each in enumerate(out):
                 if isinstance(each, torch.Tensor) and self._nodes.get(each) is None:
-                    item = add_call(self.graph, operator.getitem, (node, place))
+                    item = self.add_call(operator.getitem, (node, place))
                     self._nodes[each] = self._described(item, each)
-        elif func in _ITEMS and type(out) is float:
-            return symbol(Number(self, node, out, False))
+        elif func in _ITEMS and type(out) is float and self.gives_number:
+            return Symbol(Number(self, node, out, False))
         elif out is not None and node.all_input_nodes:
             self.refuse(f"the step reads a value of a tensor (by {func})")
         return out
@@ -302,7 +313,7 @@ class Recorder(DispatchMode):
         nodes = tuple([self._argument(a) for a in args])
         with self.paused():
             made = function(*self.stand_ins.hints(tuple(args)))
-        node = add_call(self.graph, function, nodes)
+        node = self.add_call(function, nodes)
         node.meta["line"] = self._place()
         if draws:
             self._note_state(node, True)
@@ -312,7 +323,7 @@ class Recorder(DispatchMode):
         with self.paused():
             wait()
         if not done:
-            add_call(self.graph, finish, (node,)).meta["line"] = self._place()
+            self.add_call(finish, (node,)).meta["line"] = self._place()
             done.append(True)
 
     # --- random numbers ------------------------------------------------------------------------
@@ -380,14 +391,18 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder, name = self._recorder, getattr(func, "__name__", "")
-        if recorder.is_paused or name.startswith("sym_"):
+        if recorder.is_paused:
             return func(*args, **kwargs)
         if name in _READS:
             recorder.refuse(f"the step reads values of a tensor (by {name})")
         (given, named), numbers = recorder.stand_ins.put((tuple(args), kwargs))
         for number in numbers:
             recorder.used.discard(id(number))
+        recorder.gives_number = name == "item"
         made = func(*given, **named)
+        recorder.gives_number = False
+        if type(made) is torch.SymFloat:  # a symbol that went through C++
+            made = Symbol(made.node)
         for number in numbers:
             if id(number) not in recorder.used:
                 recorder.refuse(f"a number goes into {name}, which does not pass it on")
@@ -419,3 +434,5 @@ def recording(known: Known) -> Iterator[Recorder]:
     finally:
         set_recorder(None)
         unlisten(heard)
+        for number in made.numbers:
+            number.ledger = None
