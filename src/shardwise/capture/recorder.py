@@ -8,16 +8,16 @@ result of an eager one in any case.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import (
     DispatchMode,
@@ -91,7 +91,7 @@ class Recorder(DispatchMode):
         self.gives_number = False
         self._known = known
         self._by_memory = {memory_of(each[0]): each for each in reversed(known.values())}
-        self._nodes = WeakTensorKeyDictionary()
+        self._nodes: dict[int, tuple[Any, fx.Node]] = {}
         self._storages: dict[int, tuple[int, Any]] = {}
         self._root = self.graph.call_function(_begin)
         self._off = 0
@@ -116,10 +116,11 @@ class Recorder(DispatchMode):
         node = autograd_node()
         return None if node is None else self._places.get(node._sequence_nr())
 
-    def _keep_place(self, place: tuple[str, int]) -> None:
+    def _keep_place(self) -> None:
         """Keep the place of the autograd node that was made last."""
-        if autograd_node() is None:
-            self._places.setdefault(next_node_number() - 1, place)
+        number = next_node_number() - 1
+        if number not in self._places and autograd_node() is None:
+            self._places[number] = self._place()
 
     def guard(self, node: fx.Node, truth: bool) -> None:
         self.seen.guards.append((node, truth))
@@ -153,10 +154,14 @@ class Recorder(DispatchMode):
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor; an input if the step did not make it."""
-        node: fx.Node | None = self._nodes.get(tensor)
-        if node is None:
-            node = self._of_outside(tensor)
-            self._nodes[tensor] = node
+        return self._node(tensor) or self._keep_node(tensor, self._of_outside(tensor))
+
+    def _node(self, tensor: torch.Tensor) -> fx.Node | None:
+        found = self._nodes.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def _keep_node(self, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
+        self._nodes[id(tensor)] = weakref.ref(tensor), node
         return node
 
     def _of_outside(self, tensor: torch.Tensor) -> fx.Node:
@@ -189,19 +194,20 @@ class Recorder(DispatchMode):
 
     def _memory(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The number of a tensor's storage, and its bytes."""
-        storage = tensor.untyped_storage()
-        # A weak reference keeps the address from being given to another storage.
-        found = self._storages.setdefault(
-            memory_of(tensor), (len(self._storages), StorageWeakRef(storage))
-        )
+        storage, number = tensor.untyped_storage(), memory_of(tensor)
+        found = self._storages.get(number)
+        if found is None:
+            # A weak reference keeps the address from being given to another storage.
+            found = self._storages[number] = len(self._storages), StorageWeakRef(storage)
         return found[0], storage.nbytes()
 
-    def _described(self, node: fx.Node, tensor: torch.Tensor) -> fx.Node:
-        node.meta.setdefault("val", (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
-        node.meta.setdefault("device", tensor.device)
-        node.meta.setdefault("memory", self._memory(tensor))
-        if "line" not in node.meta:
-            node.meta["line"] = self._place()
+    def _described(
+        self, node: fx.Node, tensor: torch.Tensor, place: tuple[str, int] | None = None
+    ) -> fx.Node:
+        node.meta["val"] = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        node.meta["device"] = tensor.device
+        node.meta["memory"] = self._memory(tensor)
+        node.meta["line"] = place or self._place()
         return node
 
     def _argument(self, value: Any) -> Any:
@@ -233,68 +239,64 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        for kind in types:
+            if _dispatches(kind):
+                self._keep_place()
+                return NotImplemented  # a DTensor: its local tensors come here again
         kwargs = kwargs or {}
-        if any("__torch_dispatch__" in vars(kind) for t in types for kind in _between(t)):
-            self._keep_place(self._place())
-            return NotImplemented  # a DTensor: what it does with local tensors comes here again
         given, named = self.stand_ins.hints((args, kwargs))
-        if self._off or func.namespace == "profiler":
+        facts = _facts(func)
+        if self._off or facts.is_ignored:
             return func(*given, **named)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws:
+        if facts.draws:
             self._before_draw(named.get("generator"))
         out = func(*given, **named)
         if _is_meta(args, out):
             return out
-        if func is aten.lift_fresh.default and self._nodes.get(args[0]) is None:
-            self._nodes[out] = self._constant(out)
+        if func is aten.lift_fresh.default and self._node(args[0]) is None:
+            self._keep_node(out, self._constant(out))
             return out
-        self._refuse_call(func, args)
-        self._note_writes(func, args, kwargs)
-        nodes = tuple([self._argument(a) for a in args])
-        node = self.add_call(func, nodes, {name: self._argument(v) for name, v in kwargs.items()})
-        node.meta["line"] = place = self._place()
+        self._refuse_call(func, facts, args)
+        for place, name in facts.writes:
+            self._write(args[place] if place < len(args) else kwargs.get(name))
+        nodes = tuple([self._argument(each) for each in args])
+        node = self.add_call(func, nodes, {n: self._argument(v) for n, v in kwargs.items()})
+        node.meta["line"] = self._place()
         node.meta["grad"] = torch.is_grad_enabled()
-        self._keep_place(place)
-        if draws:
+        self._keep_place()
+        if facts.draws:
             self._note_state(node, True)
         return self._result(func, node, out)
 
     def _result(self, func: Any, node: fx.Node, out: Any) -> Any:
         """The result of a call, with its node; a float that is read becomes a symbol."""
         if isinstance(out, torch.Tensor):
-            if self._nodes.get(out) is None:  # else it was written in place
-                self._nodes[out] = self._described(node, out)
+            if self._node(out) is None:  # else it was written in place
+                self._keep_node(out, self._described(node, out, node.meta["line"]))
         elif isinstance(out, (list, tuple)):
             for place, each in enumerate(out):
-                if isinstance(each, torch.Tensor) and self._nodes.get(each) is None:
+                if isinstance(each, torch.Tensor) and self._node(each) is None:
                     item = self.add_call(operator.getitem, (node, place))
-                    self._nodes[each] = self._described(item, each)
+                    self._keep_node(each, self._described(item, each, node.meta["line"]))
         elif func in _ITEMS and type(out) is float and self.gives_number:
             return Symbol(Number(self, node, out, False))
         elif out is not None and node.all_input_nodes:
             self.refuse(f"the step reads a value of a tensor (by {func})")
         return out
 
-    def _refuse_call(self, func: Any, args: Sequence[Any]) -> None:
-        if func.namespace in ("c10d", "_c10d_functional"):
+    def _refuse_call(self, func: Any, facts: _Facts, args: Sequence[Any]) -> None:
+        if facts.communicates:
             self.refuse(
                 f"the step calls a collective of torch.distributed itself ({func}). Let DTensors "
                 "communicate: x.redistribute(...) or x.full_tensor()"
             )
-        masks = func is not aten.index.Tensor or any(
-            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
-            for each in args[1]
-        )
-        if torch.Tag.dynamic_output_shape in func.tags and masks:
-            self.refuse(f"the shape of what {func} gives depends on values")
-
-    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if not func._schema.is_mutable:
-            return
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self._write(args[place] if place < len(args) else kwargs.get(argument.name))
+        if facts.reads_shape:
+            masks = func is not aten.index.Tensor or any(
+                isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+                for each in args[1]
+            )
+            if masks:
+                self.refuse(f"the shape of what {func} gives depends on values")
 
     def _write(self, value: Any) -> None:
         for each in value if isinstance(value, (list, tuple)) else (value,):
@@ -366,9 +368,36 @@ def _begin() -> None:
     """The first node: what is found out about the state before the step is put after it."""
 
 
-def _between(kind: type) -> Iterable[type]:
-    """The classes of a tensor that are not PyTorch's own."""
-    return [each for each in kind.__mro__ if each not in torch.Tensor.__mro__]
+class _Facts(NamedTuple):
+    """The properties of an operator; `writes` are places and names of arguments."""
+
+    is_ignored: bool
+    draws: bool
+    communicates: bool
+    reads_shape: bool
+    writes: Sequence[tuple[int, str]]
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    return _Facts(
+        is_ignored=func.namespace == "profiler",
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        communicates=func.namespace in ("c10d", "_c10d_functional"),
+        reads_shape=torch.Tag.dynamic_output_shape in func.tags,
+        writes=[
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ],
+    )
+
+
+@cache
+def _dispatches(kind: type) -> bool:
+    """True for a class of tensors with operators of its own."""
+    own = [each for each in kind.__mro__ if each not in torch.Tensor.__mro__]
+    return any("__torch_dispatch__" in vars(each) for each in own)
 
 
 def _is_meta(args: Sequence[Any], out: Any) -> bool:

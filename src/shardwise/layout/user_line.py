@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +25,7 @@ RUNS_BACKWARD = "_engine_run_backward"
 _IN_TRACEBACK = re.compile(r'  File "(.*)", line (\d+)')
 
 
+@cache
 def is_users(file: str) -> bool:
     """True if code of this file is neither Shardwise's nor PyTorch's."""
     return not file.startswith(_NOT_THE_USERS)
