@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.fx
 import torch.multiprocessing.reductions
 import torch.utils._pytree
 from torch._library.opaque_object import register_opaque_type
@@ -510,6 +511,21 @@ def below_autograd() -> AbstractContextManager[Any]:
     """
     found: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return found
+
+
+def add_node(
+    graph: torch.fx.Graph, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.fx.Node:
+    """Add a call to a graph, under a name that it has no other node of.
+
+    `create_node` makes names of targets, and looks for symbols among the arguments, which takes
+    several times longer.
+    """
+    node = torch.fx.Node(graph, name, "call_function", target, args, kwargs)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
 
 
 def inductor(module: Any, layouts: Sequence[Any]) -> Callable[..., Any]:

@@ -219,20 +219,22 @@ def replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
 
 
 def _has(value: Any, kind: type) -> bool:
-    for each in value.values() if isinstance(value, dict) else value:
-        if type(each) is kind:
-            return True
-        if isinstance(each, (list, tuple, dict)) and _has(each, kind):
+    for each in value.values() if type(value) is dict else value:
+        own = type(each)
+        if own is kind or (own in _NESTED and _has(each, kind)):
             return True
     return False
 
 
+_NESTED = frozenset((list, tuple, dict))
+
+
 def _replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    if type(value) is kind:
+    own = type(value)
+    if own is kind:
         return function(value)
-    if isinstance(value, (list, tuple)):
-        made = [_replaced(each, kind, function) for each in value]
-        return made if isinstance(value, list) else tuple(made)
-    if isinstance(value, dict):
+    if own is dict:
         return {name: _replaced(each, kind, function) for name, each in value.items()}
+    if own in _NESTED:
+        return own([_replaced(each, kind, function) for each in value])
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -247,7 +248,7 @@ def _refuse_shared(recorder: Recorder, flat: Sequence[Any], state: State) -> Non
 def _python_random() -> tuple[Any, ...]:
     """The states of the generators that are not PyTorch's."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())
 
 
 # --- comparing -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch import (
     DispatchMode,
     StorageWeakRef,
+    add_node,
     autograd_node,
     memory_of,
     next_node_number,
@@ -225,13 +226,8 @@ class Recorder(DispatchMode):
     def add_call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
-        """Add a call to the graph. PyTorch's `call_function` also looks for symbols among the
-        arguments, which takes longer than all else."""
-        node = self.graph.create_node("call_function", target)
-        node.args = args
-        if kwargs:
-            node.kwargs = kwargs
-        return node
+        """Add a call to the graph."""
+        return add_node(self.graph, f"n{len(self.graph.nodes)}", target, args, kwargs or {})
 
     # --- calls ---------------------------------------------------------------------------------
 
