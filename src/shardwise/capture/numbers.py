@@ -22,8 +22,8 @@ class Ledger(Protocol):
 
     numbers: list[Number]
 
-    def add_call(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        """Record a call."""
+    def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """Record arithmetic, if it has not been: what is computed again is the same node."""
 
     def refuse(self, reason: str) -> None:
         """Note that the step cannot be captured; it goes on."""
@@ -105,7 +105,7 @@ def _compute(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     hint = function(*hints)
     if found is None:
         return hint
-    node = found.add_call(function, tuple(nodes))
+    node = found.computed(function, tuple(nodes))
     if type(hint) is float:
         return Symbol(Number(found, node, hint, is_known))
     if type(hint) is not bool:

@@ -93,6 +93,7 @@ class Recorder(DispatchMode):
         self._known = known
         self._by_memory = {memory_of(each[0]): each for each in reversed(known.values())}
         self._nodes: dict[int, tuple[Any, fx.Node]] = {}
+        self._computed: dict[Any, fx.Node] = {}
         self._storages: dict[int, tuple[int, Any]] = {}
         self._root = self.graph.call_function(_begin)
         self._off = 0
@@ -228,6 +229,13 @@ class Recorder(DispatchMode):
     ) -> fx.Node:
         """Add a call to the graph."""
         return add_node(self.graph, f"n{len(self.graph.nodes)}", target, args, kwargs or {})
+
+    def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        key = function, *[each if isinstance(each, fx.Node) else repr(each) for each in args]
+        node = self._computed.get(key)
+        if node is None:
+            node = self._computed[key] = self.add_call(function, args)
+        return node
 
     # --- calls ---------------------------------------------------------------------------------
 

@@ -113,26 +113,39 @@ class Effects:
         )
 
 
-def effects_of(graph: fx.Graph) -> dict[fx.Node, Effects]:
-    """The effects of each node."""
-    return {node: Effects(node) for node in graph.nodes}
+class EffectsOf(dict[fx.Node, Effects]):
+    """The effects of nodes, found when they are first asked for."""
+
+    def __missing__(self, node: fx.Node) -> Effects:
+        found = self[node] = Effects(node)
+        return found
+
+
+class Touched(dict[fx.Node, list[tuple[int, int]]]):
+    """The memory that nodes need, with its bytes, found when it is first asked for. It is the same
+    wherever a node is moved."""
+
+    def __missing__(self, node: fx.Node) -> list[tuple[int, int]]:
+        what: Any = node.args[0] if node.target is finish else node
+        nodes = (node, *what.all_input_nodes)
+        found = self[node] = [each.meta["memory"] for each in nodes if "memory" in each.meta]
+        return found
 
 
 class Lifetimes:
     """From when to when the memory that a graph makes lives. Inputs are not counted."""
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], touched: Touched | None = None) -> None:
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self._count = len(nodes)
+        touched = Touched() if touched is None else touched
         outside = _numbers(node for node in nodes if node.op == "placeholder")
         for place, node in enumerate(nodes):
-            what: Any = node.args[0] if node.target is finish else node
-            for each in (node, *what.all_input_nodes):
-                number = memory_of(each)
-                if number is not None and number not in outside:
-                    self.sizes[number] = each.meta["memory"][1]
+            for number, size in touched[node]:
+                if number not in outside:
+                    self.sizes[number] = size
                     self.born.setdefault(number, place)
                     self.dies[number] = place
 
