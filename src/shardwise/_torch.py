@@ -309,9 +309,8 @@ def called_in_graph(function: Function) -> Function:
 
 def _tracer() -> Any:
     """The tracer of the `make_fx` that records the calls of this thread, or None."""
-    from torch.fx.experimental import proxy_tensor
-
-    mode = proxy_tensor.get_proxy_mode()
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode = None if proxy_tensor is None else proxy_tensor.get_proxy_mode()
     return None if mode is None else mode.tracer
 
 
@@ -321,11 +320,10 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     A tensor that is no argument of the recorded function becomes a constant of the graph, as
     PyTorch does for plain tensors. The function returns True if the tensor was not known before.
     """
-    from torch.fx.experimental import proxy_tensor
-
     tracer = _tracer()
     if tracer is None:
         return None
+    from torch.fx.experimental import proxy_tensor
 
     def make_known(tensor: torch.Tensor) -> bool:
         if proxy_tensor.has_proxy_slot(tensor, tracer):

@@ -39,6 +39,7 @@ aten = torch.ops.aten
 _READS = frozenset(("tolist", "numpy", "__array__"))
 """Functions of PyTorch that read values, and are no operators."""
 
+_LIFT = aten.lift_fresh.default
 _ITEMS = (aten._local_scalar_dense.default, aten.item.default)
 
 
@@ -249,7 +250,7 @@ class Recorder(DispatchMode):
                 return NotImplemented  # a DTensor: its local tensors come here again
         kwargs = kwargs or {}
         given, named = self.stand_ins.hints((args, kwargs))
-        facts = _facts(func)
+        facts = _facts.get(id(func)) or _facts_of(func)
         if self._off or facts.is_ignored:
             return func(*given, **named)
         if facts.draws:
@@ -257,7 +258,7 @@ class Recorder(DispatchMode):
         out = func(*given, **named)
         if _is_meta(args, out):
             return out
-        if func is aten.lift_fresh.default and self._node(args[0]) is None:
+        if func is _LIFT and self._node(args[0]) is None:
             self._keep_node(out, self._constant(out))
             return out
         self._refuse_call(func, facts, args)
@@ -382,9 +383,12 @@ class _Facts(NamedTuple):
     writes: Sequence[tuple[int, str]]
 
 
-@cache
-def _facts(func: Any) -> _Facts:
-    return _Facts(
+_facts: dict[int, _Facts] = {}
+"""By the id of an operator, which lives as long as the program."""
+
+
+def _facts_of(func: Any) -> _Facts:
+    found = _facts[id(func)] = _Facts(
         is_ignored=func.namespace == "profiler",
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         communicates=func.namespace in ("c10d", "_c10d_functional"),
@@ -395,6 +399,7 @@ def _facts(func: Any) -> _Facts:
             if argument.alias_info is not None and argument.alias_info.is_write
         ],
     )
+    return found
 
 
 @cache

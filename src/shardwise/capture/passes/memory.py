@@ -6,6 +6,7 @@ The recorder gives each storage a number: nodes with the same number show the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,22 +36,35 @@ def memory_of(node: fx.Node) -> int | None:
 
 def shows(node: fx.Node) -> bool:
     """True if a node gives memory of its inputs, or of parts of them, and reads no values."""
-    target: Any = node.target
+    shown = _shows(node.target)
+    if shown is not None:
+        return shown
+    if memory_of(node) is None:  # a list of tensors
+        return any(each.alias_info is not None for each in node.target._schema.returns)  # type: ignore[union-attr]
+    return memory_of(node) in _numbers(node.all_input_nodes)
+
+
+@cache
+def _shows(target: Any) -> bool | None:
+    """True or False for all calls of a function that is so; None if it depends on the call."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", "") == "getitem"
-    if target._schema.is_mutable:
-        return False
-    if memory_of(node) is None:  # a list of tensors
-        return any(each.alias_info is not None for each in target._schema.returns)
-    return memory_of(node) in _numbers(node.all_input_nodes)
+    return False if target._schema.is_mutable else None
 
 
 def changes_views(graph: fx.Graph) -> bool:
     """True if a tensor is given another shape in place: views of it are not what they were."""
-    return any(
-        isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
-        for node in graph.nodes
-    )
+    return any(map(changes_view, graph.nodes))
+
+
+def changes_view(node: fx.Node) -> bool:
+    """True if a node gives a tensor another shape in place."""
+    return _changes_view(node.target)
+
+
+@cache
+def _changes_view(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.inplace_view in target.tags
 
 
 def _numbers(nodes: Iterable[fx.Node]) -> set[int]:
