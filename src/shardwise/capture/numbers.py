@@ -190,8 +190,10 @@ class StandIns:
         """The number that a float stands for."""
         return self._numbers.get(value)
 
-    def put(self, value: Any) -> tuple[Any, list[Number]]:
+    def put(self, value: Any) -> tuple[Any, Sequence[Number]]:
         """Arguments with stand-ins instead of symbols, and the numbers of these."""
+        if not _has(value, Symbol):
+            return value, ()
         found: list[Number] = []
 
         def replace(each: Symbol) -> float:
@@ -200,7 +202,7 @@ class StandIns:
             found.append(each.node)
             return self.give(each.node)
 
-        return replaced(value, Symbol, replace), found
+        return _replaced(value, Symbol, replace), found
 
     def hints(self, value: Any) -> Any:
         """Arguments with the true numbers instead of stand-ins."""
@@ -221,7 +223,7 @@ def replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
 def _has(value: Any, kind: type) -> bool:
     for each in value.values() if type(value) is dict else value:
         own = type(each)
-        if own is kind or (own in _NESTED and _has(each, kind)):
+        if own is kind or (own in _NESTED and each and _has(each, kind)):
             return True
     return False
 

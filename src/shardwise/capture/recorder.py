@@ -7,6 +7,7 @@ result of an eager one in any case.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +97,7 @@ class Recorder(DispatchMode):
         self._nodes: dict[int, tuple[Any, fx.Node]] = {}
         self._computed: dict[Any, fx.Node] = {}
         self._storages: dict[int, tuple[int, Any]] = {}
+        self._names = itertools.count()
         self._root = self.graph.call_function(_begin)
         self._off = 0
         self._places: dict[int, tuple[str, int]] = {}
@@ -119,11 +121,11 @@ class Recorder(DispatchMode):
         node = autograd_node()
         return None if node is None else self._places.get(node._sequence_nr())
 
-    def _keep_place(self) -> None:
+    def _keep_place(self, place: tuple[str, int] | None = None) -> None:
         """Keep the place of the autograd node that was made last."""
         number = next_node_number() - 1
         if number not in self._places and autograd_node() is None:
-            self._places[number] = self._place()
+            self._places[number] = place or self._place()
 
     def guard(self, node: fx.Node, truth: bool) -> None:
         self.seen.guards.append((node, truth))
@@ -160,6 +162,7 @@ class Recorder(DispatchMode):
         return self._node(tensor) or self._keep_node(tensor, self._of_outside(tensor))
 
     def _node(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node of a tensor that was met before."""
         found = self._nodes.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
@@ -197,26 +200,27 @@ class Recorder(DispatchMode):
 
     def _memory(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The number of a tensor's storage, and its bytes."""
-        storage, number = tensor.untyped_storage(), memory_of(tensor)
-        found = self._storages.get(number)
+        storage = tensor.untyped_storage()
+        found = self._storages.get(storage._cdata)
         if found is None:
             # A weak reference keeps the address from being given to another storage.
-            found = self._storages[number] = len(self._storages), StorageWeakRef(storage)
+            found = len(self._storages), StorageWeakRef(storage)
+            self._storages[storage._cdata] = found
         return found[0], storage.nbytes()
 
     def _described(
         self, node: fx.Node, tensor: torch.Tensor, place: tuple[str, int] | None = None
     ) -> fx.Node:
-        node.meta["val"] = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        node.meta["device"] = tensor.device
-        node.meta["memory"] = self._memory(tensor)
-        node.meta["line"] = place or self._place()
+        meta = node.meta
+        meta["val"] = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        meta["device"], meta["memory"] = tensor.device, self._memory(tensor)
+        meta["line"] = place or self._place()
         return node
 
     def _argument(self, value: Any) -> Any:
         """An argument of a call as an argument of a node."""
         if isinstance(value, torch.Tensor):
-            return self.node_of(value)
+            return self._node(value) or self.node_of(value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._argument(each) for each in value])
         number = self.stand_ins.number(value) if type(value) is float else None
@@ -229,7 +233,7 @@ class Recorder(DispatchMode):
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
         """Add a call to the graph."""
-        return add_node(self.graph, f"n{len(self.graph.nodes)}", target, args, kwargs or {})
+        return add_node(self.graph, f"n{next(self._names)}", target, args, kwargs or {})
 
     def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         key = function, *[each if isinstance(each, fx.Node) else repr(each) for each in args]
@@ -262,27 +266,27 @@ class Recorder(DispatchMode):
             self._keep_node(out, self._constant(out))
             return out
         self._refuse_call(func, facts, args)
-        for place, name in facts.writes:
-            self._write(args[place] if place < len(args) else kwargs.get(name))
+        for at, name in facts.writes:
+            self._write(args[at] if at < len(args) else kwargs.get(name))
         nodes = tuple([self._argument(each) for each in args])
         node = self.add_call(func, nodes, {n: self._argument(v) for n, v in kwargs.items()})
-        node.meta["line"] = self._place()
+        node.meta["line"] = place = self._place()
         node.meta["grad"] = torch.is_grad_enabled()
-        self._keep_place()
+        self._keep_place(place)
         if facts.draws:
             self._note_state(node, True)
-        return self._result(func, node, out)
+        return self._result(func, node, out, place)
 
-    def _result(self, func: Any, node: fx.Node, out: Any) -> Any:
+    def _result(self, func: Any, node: fx.Node, out: Any, line: tuple[str, int]) -> Any:
         """The result of a call, with its node; a float that is read becomes a symbol."""
         if isinstance(out, torch.Tensor):
             if self._node(out) is None:  # else it was written in place
-                self._keep_node(out, self._described(node, out, node.meta["line"]))
+                self._keep_node(out, self._described(node, out, line))
         elif isinstance(out, (list, tuple)):
             for place, each in enumerate(out):
                 if isinstance(each, torch.Tensor) and self._node(each) is None:
                     item = self.add_call(operator.getitem, (node, place))
-                    self._keep_node(each, self._described(item, each, node.meta["line"]))
+                    self._keep_node(each, self._described(item, each, line))
         elif func in _ITEMS and type(out) is float and self.gives_number:
             return Symbol(Number(self, node, out, False))
         elif out is not None and node.all_input_nodes:
@@ -433,7 +437,7 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _READS:
             recorder.refuse(f"the step reads values of a tensor (by {name})")
-        (given, named), numbers = recorder.stand_ins.put((tuple(args), kwargs))
+        (given, named), numbers = recorder.stand_ins.put((args, kwargs))
         for number in numbers:
             recorder.used.discard(id(number))
         recorder.gives_number = name == "item"

@@ -136,13 +136,17 @@ class EffectsOf(dict[fx.Node, Effects]):
 
 
 class Touched(dict[fx.Node, list[tuple[int, int]]]):
-    """The memory that nodes need, with its bytes, found when it is first asked for. It is the same
-    wherever a node is moved."""
+    """The memory that nodes need, with its bytes, found when it is first asked for. Inputs are not
+    counted. It is the same wherever a node is moved."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__()
+        self._outside = _numbers(node for node in nodes if node.op == "placeholder")
 
     def __missing__(self, node: fx.Node) -> list[tuple[int, int]]:
         what: Any = node.args[0] if node.target is finish else node
-        nodes = (node, *what.all_input_nodes)
-        found = self[node] = [each.meta["memory"] for each in nodes if "memory" in each.meta]
+        every = [each.meta.get("memory") for each in (node, *what.all_input_nodes)]
+        found = self[node] = [each for each in every if each and each[0] not in self._outside]
         return found
 
 
@@ -154,14 +158,13 @@ class Lifetimes:
         self.dies: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self._count = len(nodes)
-        touched = Touched() if touched is None else touched
-        outside = _numbers(node for node in nodes if node.op == "placeholder")
+        touched = Touched(nodes) if touched is None else touched
         for place, node in enumerate(nodes):
             for number, size in touched[node]:
-                if number not in outside:
-                    self.sizes[number] = size
-                    self.born.setdefault(number, place)
-                    self.dies[number] = place
+                self.sizes[number] = size
+                self.dies[number] = place
+                if number not in self.born:
+                    self.born[number] = place
 
     def live(self) -> list[int]:
         """The bytes that live while each node runs."""

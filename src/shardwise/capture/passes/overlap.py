@@ -46,7 +46,7 @@ def delay_waits(graph: fx.Graph) -> None:
     if changes_views(graph):
         return
     _delay_empty(graph)
-    effects, touched = EffectsOf(), Touched()
+    effects, touched = EffectsOf(), Touched(graph.nodes)
     for wait in [node for node in reversed(graph.nodes) if node.target is finish]:
         nodes = list(graph.nodes)
         at = nodes.index(wait)
@@ -101,7 +101,7 @@ def hoist_gathers(graph: fx.Graph) -> None:
     with what uses that one."""
     if changes_views(graph):
         return
-    effects, touched = EffectsOf(), Touched()
+    effects, touched = EffectsOf(), Touched(graph.nodes)
     before: fx.Node | None = None
     for start in [node for node in graph.nodes if _is_gather(node)]:
         nodes = list(graph.nodes)
