@@ -287,8 +287,10 @@ class Recorder(DispatchMode):
                 if isinstance(each, torch.Tensor) and self._node(each) is None:
                     item = self.add_call(operator.getitem, (node, place))
                     self._keep_node(each, self._described(item, each, line))
-        elif func in _ITEMS and type(out) is float and self.gives_number:
-            return Symbol(Number(self, node, out, False))
+        elif func in _ITEMS and type(out) is float:
+            if self.gives_number:
+                return Symbol(Number(self, node, out, False))
+            self.refuse("the step turns a value of a tensor into a Python number")
         elif out is not None and node.all_input_nodes:
             self.refuse(f"the step reads a value of a tensor (by {func})")
         return out
