@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.fx
 import torch.multiprocessing.reductions
 import torch.utils._pytree
 from torch._library.opaque_object import register_opaque_type
@@ -302,9 +303,8 @@ def called_in_graph(function: Function) -> Function:
 
 def _tracer() -> Any:
     """The tracer of the `make_fx` that records the calls of this thread, or None."""
-    from torch.fx.experimental import proxy_tensor
-
-    mode = proxy_tensor.get_proxy_mode()
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode = None if proxy_tensor is None else proxy_tensor.get_proxy_mode()
     return None if mode is None else mode.tracer
 
 
@@ -314,11 +314,10 @@ def recorder() -> Callable[[torch.Tensor], bool] | None:
     A tensor that is no argument of the recorded function becomes a constant of the graph, as
     PyTorch does for plain tensors. The function returns True if the tensor was not known before.
     """
-    from torch.fx.experimental import proxy_tensor
-
     tracer = _tracer()
     if tracer is None:
         return None
+    from torch.fx.experimental import proxy_tensor
 
     def make_known(tensor: torch.Tensor) -> bool:
         if proxy_tensor.has_proxy_slot(tensor, tracer):
@@ -504,6 +503,21 @@ def below_autograd() -> AbstractContextManager[Any]:
     """
     found: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return found
+
+
+def add_node(
+    graph: torch.fx.Graph, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.fx.Node:
+    """Add a call to a graph, under a name that it has no other node of.
+
+    `create_node` makes names of targets, and looks for symbols among the arguments, which takes
+    several times longer.
+    """
+    node = torch.fx.Node(graph, name, "call_function", target, args, kwargs)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
 
 
 def inductor(module: Any, layouts: Sequence[Any]) -> Callable[..., Any]:

@@ -122,6 +122,96 @@ class Rounded(torch.autograd.Function):
         return grad * int(grad.detach())
 
 
+def trained(trainer: Trainer, captured: bool, calls: int = 10) -> list[Any]:
+    """The losses, parameters and optimizer state after each call; eager calls after a refusal."""
+    step, found = sw.capture(trainer.step) if captured else trainer.step, []
+    for number in range(calls):
+        x = in_step(batch(number))
+        try:
+            loss = step(x)
+        except CaptureError:
+            assert number == 4
+            step = step.eager
+            loss = step(x)
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        found.append((number, loss.full_tensor().detach(), trainer.values(), kept(states)))
+    assert step == trainer.step  # the captured step has been refused
+    return found
+
+
+def kept(values: Any) -> Any:
+    """Copies of values that may be tensors, in lists."""
+    if isinstance(values, list):
+        return [kept(each) for each in values]
+    if isinstance(values, DTensor):
+        return values.full_tensor().clone()
+    return values.clone() if isinstance(values, Tensor) else values
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, (list, tuple)):
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    else:
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def with_closure(trainer: Trainer) -> Trainer:
+    """A trainer whose optimizer calls the model itself, as LBFGS does."""
+
+    def step(x: Tensor) -> Any:
+        def closure() -> Any:
+            trainer.optimizer.zero_grad()
+            loss = trainer.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return trainer.optimizer.step(closure)
+
+    trainer.step = step  # type: ignore[method-assign]
+    return trainer
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_a_refused_lbfgs_goes_on_with_the_bits_of_the_eager_one(search: str | None) -> None:
+    options = {"max_iter": 4, "line_search_fn": search}
+    one, other = (with_closure(Trainer(torch.optim.LBFGS, **options)) for _ in range(2))
+    assert_equal(trained(one, captured=True), trained(other, captured=False))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_refused_step_goes_on_with_the_bits_of_the_eager_one(name: str) -> None:
+    one, other = Trainer(), Trainer()
+    one.extra = other.extra = READS[name]
+    assert_equal(trained(one, captured=True), trained(other, captured=False))
+
+
+def test_numbers_that_a_step_keeps_are_floats_after_it() -> None:
+    trainer, losses = Trainer(), []
+    before = trainer.step
+
+    def step(x: Tensor) -> Any:
+        loss = before(x)
+        losses.append(loss.item())
+        return loss
+
+    captured = sw.capture(step)
+    want = [captured(in_step(batch(number))).item() for number in range(7)]
+    assert captured.stats()["replayed"] == 1
+    assert losses == want[:-1]  # a replay runs no Python
+    for have, number in zip(losses, want, strict=False):
+        x = torch.tensor([2.0, -3.0])
+        for made, right in ((x * have, x * number), (have - x, number - x), (x / have, x / number)):
+            assert torch.equal(made, right)
+        for made in (have + 1, 2 - have, have // 3, abs(-have), copy.deepcopy(have)):
+            assert type(made) is float
+        assert f"{have:.3f} {have}" == f"{number:.3f} {number}"
+        assert [have + 1, 1 / have, have**2, 2**have, -have, round(have, 2), int(have)] == [
+            number + 1, 1 / number, number**2, 2**number, -number, round(number, 2), int(number),
+        ]  # fmt: skip
+
+
 def test_a_value_that_is_read_in_a_backward_is_refused_with_its_line() -> None:
     trainer = Trainer()
     trainer.extra = lambda loss: Rounded.apply(loss)

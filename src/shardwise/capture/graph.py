@@ -58,13 +58,14 @@ class Graph:
         self._owners = emit_list(list(unique), names)
         state_inputs = [each for each in seen.inputs if is_state(each.expression)]
         self.names = _unique({each.node: each.label for each in state_inputs})
-        self._state = emit_list([each.expression for each in state_inputs], names)
+        self._expressions = [each.expression for each in state_inputs]
         for found in seen.inputs:
             found.value = None  # tensors are found anew; the recorded ones may go
 
     def inputs(self, flat: Sequence[Any]) -> dict[str, torch.Tensor]:
         """The local tensors that the step reads beside its arguments, by name."""
-        return dict(zip(self.names.values(), self._state(flat), strict=True))
+        values = emit_list(self._expressions, self._names)(flat)
+        return dict(zip(self.names.values(), values, strict=True))
 
     def changed(self) -> str | None:
         """The name of a variable that has another value than in the recorded call."""

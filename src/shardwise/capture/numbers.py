@@ -1,6 +1,6 @@
-"""Numbers while a step is recorded: `item()` and hyperparameters give a SymFloat with a node.
+"""Numbers while a step is recorded: `item()` and hyperparameters give a symbol.
 
-Arithmetic on a SymFloat is recorded, in Python's double precision. Where it goes into a function of
+Arithmetic on a symbol is recorded, in Python's double precision. Where it goes into a function of
 PyTorch, a *stand-in* goes instead: a float that no other number has, almost equal to it. The
 recorder finds the stand-in among the arguments of the operator that takes it.
 """
@@ -10,162 +10,152 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from .._torch import pytree
-
-
-def add_call(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> fx.Node:
-    """A call at the end of a graph. PyTorch's `call_function` also looks for symbols among the
-    arguments, which takes longer than all else."""
-    node = graph.create_node("call_function", target)
-    node.args = args
-    if kwargs:
-        node.kwargs = kwargs
-    return node
-
 
 class Ledger(Protocol):
-    """Where numbers are recorded: the graph, and what has been seen of them."""
+    """Where numbers are recorded: `numbers` are all of them."""
 
-    graph: fx.Graph
+    numbers: list[Number]
+
+    def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """Record arithmetic, if it has not been: what is computed again is the same node."""
 
     def refuse(self, reason: str) -> None:
         """Note that the step cannot be captured; it goes on."""
 
-    def guard(self, number: Number) -> None:
+    def guard(self, node: fx.Node, truth: bool) -> None:
         """Note that the step took the branch of this truth value."""
 
 
 class Number:
-    """The node of a SymFloat or SymBool: an fx node, or a constant, and the value it has now.
+    """The node of a symbol, and the value that it has now. PyTorch asks for the methods by name.
 
     `is_known` is True if it is computed from hyperparameters and constants: its value is known
-    before a step runs. PyTorch asks for the methods by name.
+    before a step runs. When the recording is over, `ledger` is None.
     """
 
-    def __init__(self, ledger: Ledger, node: Any, hint: Any, is_known: bool) -> None:
-        self.ledger, self.fx_node, self.hint, self.is_known = ledger, node, hint, is_known
+    def __init__(self, ledger: Ledger, node: fx.Node, hint: float, is_known: bool) -> None:
+        self.ledger: Ledger | None = ledger
+        self.fx_node, self.hint, self.is_known = node, hint, is_known
         self.stand_in: float | None = None
-
-    def is_int(self) -> bool:
-        return type(self.hint) is int
+        ledger.numbers.append(self)
 
     def is_float(self) -> bool:
-        return type(self.hint) is float
+        return True
 
-    def is_bool(self) -> bool:
-        return type(self.hint) is bool
-
-    def is_constant(self) -> bool:
+    def is_int(self) -> bool:
         return False
+
+    is_bool = is_constant = is_nested_int = is_int
 
     def is_symbolic(self) -> bool:
         return True
 
-    def is_nested_int(self) -> bool:
-        return False
-
-    def nested_int(self) -> None:
-        return None
-
-    def has_hint(self) -> bool:
-        return True
-
-    def maybe_as_int(self) -> None:
-        return None
-
     def maybe_as_float(self) -> None:
         return None
 
-    def maybe_as_bool(self) -> None:
-        return None
-
-    def _constant(self, value: Any) -> Number:
-        return Number(self.ledger, value, value, True)
-
-    wrap_int = wrap_float = wrap_bool = _constant
-
-    def _graph_repr(self) -> Any:
-        self.ledger.refuse("the step turns a number into text")
-        return repr(self.hint)
-
-    def compute(self, function: Callable[..., Any], *others: Number) -> Number:
-        """The number that a function gives, recorded."""
-        every = (self, *others)
-        node = add_call(self.ledger.graph, function, tuple([each.fx_node for each in every]))
-        hint = function(*[each.hint for each in every])
-        return Number(self.ledger, node, hint, all(each.is_known for each in every))
-
-    def guard_bool(self, file: str = "", line: int = 0) -> bool:
-        truth = self if self.is_bool() else self.compute(operator.ne, self._constant(0.0))
-        if truth.is_known:
-            self.ledger.guard(truth)
-        else:
-            self.ledger.refuse("the step takes a branch by a value that a tensor holds")
-        return bool(truth.hint)
-
-    bool_ = guard_bool
-
-    def expect_true(self, file: str = "", line: int = 0) -> bool:
-        return bool(self.hint)  # PyTorch's own check, as of the base of a power
-
     def guard_float(self, file: str = "", line: int = 0) -> float:
-        self.ledger.refuse("the step turns a recorded number into a Python number")
-        return float(self.hint)
-
-    def guard_int(self, file: str = "", line: int = 0) -> int:
-        self.ledger.refuse("the step turns a recorded number into a Python number")
-        return int(self.hint)
+        if self.ledger is not None:
+            self.ledger.refuse("the step turns a recorded number into a Python number")
+        return self.hint
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "float_truediv": operator.truediv,
-    "int_truediv": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "pow": operator.pow,
-    "float_pow": operator.pow,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "neg": operator.neg,
-    "abs": operator.abs,
-    "sym_max": max,
-    "sym_min": min,
-    "sym_sqrt": math.sqrt,
-    "sqrt": math.sqrt,
-    "and_": operator.and_,
-    "or_": operator.or_,
-    "sym_not": operator.not_,
-}
+class Symbol(torch.SymFloat):
+    """The value that the program gets for a number.
+
+    The step may keep it, in a list or in an attribute. When the recording is over it is the float:
+    arithmetic on it gives floats.
+    """
+
+    node: Number
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # PyTorch itself would compute NaN of a tensor and a SymFloat.
+        given, named = replaced((tuple(args), kwargs or {}), Symbol, float)
+        return func(*given, **named)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0.0)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (float(self),)
 
 
-def _method(function: Callable[..., Any]) -> Callable[..., Number]:
-    return lambda self, *others: self.compute(function, *others)
+def _compute(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """What a function gives, and if an operand belongs to a recording, its node."""
+    hints: list[Any] = []
+    nodes: list[Any] = []
+    found, is_known = None, True
+    for each in operands:
+        number = each.node if type(each) is Symbol else None
+        hints.append(each if number is None else number.hint)
+        if number is not None and number.ledger is not None:
+            found, is_known = number.ledger, is_known and number.is_known
+            nodes.append(number.fx_node)
+        else:
+            nodes.append(hints[-1])
+    hint = function(*hints)
+    if found is None:
+        return hint
+    node = found.computed(function, tuple(nodes))
+    if type(hint) is float:
+        return Symbol(Number(found, node, hint, is_known))
+    if type(hint) is not bool:
+        found.refuse(f"the step makes a {type(hint).__name__} of a recorded number")
+    elif is_known:
+        found.guard(node, hint)
+    else:
+        found.refuse("the step takes a branch by a value that a tensor holds")
+    return hint
 
 
-for _name, _function in _FUNCTIONS.items():
-    setattr(Number, _name, _method(_function))
-setattr(Number, "str", Number._graph_repr)  # noqa: B010  # the name would hide the type
+def _binary(function: Callable[..., Any], is_swapped: bool = False) -> Callable[..., Any]:
+    def method(self: Symbol, other: Any) -> Any:
+        if not isinstance(other, (int, float, Symbol)):
+            return NotImplemented
+        return _compute(function, (other, self) if is_swapped else (self, other))
+
+    return method
 
 
-def symbol(number: Number) -> Any:
-    """The value that the program gets for a number."""
-    return torch.SymFloat(number)
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: _compute(function, (self,))
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    """A method of floats that reads the value."""
+    return lambda self, *given: getattr(float(self), name)(*given)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _function = getattr(operator, _name)
+    setattr(Symbol, f"__{_name}__", _binary(_function))
+    setattr(Symbol, f"__r{_name}__", _binary(_function, is_swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Symbol, f"__{_name}__", _binary(getattr(operator, _name)))
+for _name in ("neg", "pos", "abs"):
+    setattr(Symbol, f"__{_name}__", _unary(getattr(operator, _name)))
+for _name in ("int", "trunc", "floor", "ceil", "round", "divmod", "rdivmod"):
+    setattr(Symbol, f"__{_name}__", _reading(f"__{_name}__"))
+for _name in ("__format__", "__repr__", "__hash__", "is_integer", "as_integer_ratio", "hex"):
+    setattr(Symbol, _name, _reading(_name))
+
+
+def settle(values: Any) -> None:
+    """Put floats in the place of symbols in lists and dicts."""
+    for key, each in list(values.items() if isinstance(values, dict) else enumerate(values)):
+        if type(each) is Symbol:
+            values[key] = float(each)
+        elif isinstance(each, (dict, list)):
+            settle(each)
 
 
 _recordings = itertools.count()
@@ -191,54 +181,62 @@ class StandIns:
             step = 1 + (place * 127 + 104729) * 2.0**-50
             number.stand_in = base * step
             if not math.isfinite(base) or self._numbers.get(number.stand_in, number) is not number:
+                assert number.ledger is not None
                 number.ledger.refuse(f"the number {number.hint} cannot be told from others")
             self._numbers[number.stand_in] = number
         return number.stand_in
 
-    def number(self, value: Any) -> Number | None:
-        """The number that a value stands for."""
-        return self._numbers.get(value) if type(value) is float else None
+    def number(self, value: float) -> Number | None:
+        """The number that a float stands for."""
+        return self._numbers.get(value)
 
-    def put(self, value: Any) -> tuple[Any, list[Number]]:
+    def put(self, value: Any) -> tuple[Any, Sequence[Number]]:
         """Arguments with stand-ins instead of symbols, and the numbers of these."""
+        if not _has(value, Symbol):
+            return value, ()
         found: list[Number] = []
-        if not _has_symbols(value):
-            return value, found
 
-        def replace(each: Any) -> Any:
-            if not isinstance(each, torch.SymFloat) or not isinstance(each.node, Number):
-                return each
+        def replace(each: Symbol) -> float:
+            if each.node.ledger is None:
+                return each.node.hint
             found.append(each.node)
             return self.give(each.node)
 
-        return pytree.tree_map(replace, value), found
+        return _replaced(value, Symbol, replace), found
 
     def hints(self, value: Any) -> Any:
         """Arguments with the true numbers instead of stand-ins."""
-        return _mapped(value, lambda each: each if (n := self.number(each)) is None else n.hint)
+        if not self._numbers:
+            return value
+        return replaced(value, float, self._true)
 
-    def in_value(self, value: Any) -> Iterator[Number]:
-        """The numbers whose stand-ins are in a value."""
-        if isinstance(value, (list, tuple)):
-            for each in value:
-                yield from self.in_value(each)
-        elif isinstance(value, dict):
-            yield from self.in_value(list(value.values()))
-        elif (found := self.number(value)) is not None:
-            yield found
+    def _true(self, value: float) -> float:
+        number = self._numbers.get(value)
+        return value if number is None else number.hint
 
 
-def _has_symbols(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_symbols, value))
-    if isinstance(value, dict):
-        return any(map(_has_symbols, value.values()))
-    return isinstance(value, torch.SymFloat)
+def replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Arguments in which a function has replaced what is exactly of a class."""
+    return _replaced(value, kind, function) if _has(value, kind) else value
 
 
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(each, function) for each in value])
-    if isinstance(value, dict):
-        return {name: _mapped(each, function) for name, each in value.items()}
-    return function(value)
+def _has(value: Any, kind: type) -> bool:
+    for each in value.values() if type(value) is dict else value:
+        own = type(each)
+        if own is kind or (own in _NESTED and each and _has(each, kind)):
+            return True
+    return False
+
+
+_NESTED = frozenset((list, tuple, dict))
+
+
+def _replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    own = type(value)
+    if own is kind:
+        return function(value)
+    if own is dict:
+        return {name: _replaced(each, kind, function) for name, each in value.items()}
+    if own in _NESTED:
+        return own([_replaced(each, kind, function) for each in value])
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,8 @@ from torch import fx
 from .._torch import memory_of, pytree
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
-from .numbers import Number
-from .recorder import Recorded, Recorder, recording
+from .numbers import Symbol, settle
+from .recorder import Input, Recorded, Recorder, recording
 from .state import State, local_tensors
 from .variables import Variable
 
@@ -107,7 +108,7 @@ def record(
         if isinstance(each.value, torch.Tensor) and memory_of(each.value) in seen.written
     ]
     made = Recording(seen, outputs, out_tree, grads, variables, written)
-    plain = [leaf.node.hint if isinstance(leaf, torch.SymFloat) else leaf for leaf in leaves]
+    plain = [float(leaf) if type(leaf) is Symbol else leaf for leaf in leaves]
     return pytree.tree_unflatten(plain, out_tree), made
 
 
@@ -134,7 +135,7 @@ def _output(recorder: Recorder, value: Any, owners: dict[int, str]) -> Output:
         return Output(spec=value._spec, nodes=nodes)
     if isinstance(value, torch.Tensor):
         return Output(nodes=(recorder.node_of(value),))
-    if isinstance(value, torch.SymFloat) and isinstance(value.node, Number):
+    if type(value) is Symbol:
         return Output(nodes=(value.node.fx_node,))
     if not isinstance(value, (int, float, str, bool, torch.dtype, type(None))):
         recorder.refuse(f"the step returns a {type(value).__name__}")
@@ -164,6 +165,8 @@ def _symbolic_options(recorder: Recorder, state: State) -> Iterator[None]:
                     "captured step, not in it"
                 )
             group[name] = value
+        for optimizer in state.optimizers:
+            settle(list(optimizer.state.values()))
 
 
 def _symbols(recorder: Recorder, text: str, name: str, value: Any) -> Any:
@@ -245,7 +248,7 @@ def _refuse_shared(recorder: Recorder, flat: Sequence[Any], state: State) -> Non
 def _python_random() -> tuple[Any, ...]:
     """The states of the generators that are not PyTorch's."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())
 
 
 # --- comparing -----------------------------------------------------------------------------------
@@ -255,10 +258,20 @@ def difference(one: Recording, other: Recording) -> str | None:
     """The first thing in which two recorded calls differ, in words; None if they are alike."""
     if one.tree != other.tree or len(one.outputs) != len(other.outputs):
         return "the step returns values of another structure"
-    for a, b in zip(_rows(one), _rows(other), strict=False):
-        if a[1] != b[1]:
-            where = "" if a[0].startswith("unknown") else f", at {a[0]}"
-            text = f"{_shown(a[1])} became {_shown(b[1])} in the next call{where}"
+    texts = [{each.node: _text(each) for each in r.seen.inputs} for r in (one, other)]
+    same: dict[fx.Node, fx.Node] = {}
+    for a, b in zip(one.seen.graph.nodes, other.seen.graph.nodes, strict=False):
+        same[a] = b
+        if a.op == b.op == "placeholder":
+            alike = texts[0][a] == texts[1][b]
+        else:
+            alike = a.target == b.target and _are_alike(
+                [a.args, a.kwargs], [b.args, b.kwargs], same
+            )
+        if not alike:
+            file, line = a.meta.get("line", ("unknown", 0))
+            where = f", at {file}:{line}" if line else ""
+            text = f"{_shown(a, texts[0])} became {_shown(b, texts[1])} in the next call{where}"
             return f"{text}. A counter, or another variable that the step changes, can be the cause"
     sizes = [len(each.seen.graph.nodes) for each in (one, other)]
     if sizes[0] != sizes[1] or len(one.grads) != len(other.grads):
@@ -269,48 +282,39 @@ def difference(one: Recording, other: Recording) -> str | None:
     return None
 
 
-def _rows(recording: Recording) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The nodes of a graph, each with its line, and without the names of other nodes."""
-    numbers: dict[fx.Node, int] = {}
-    inputs = {each.node: each for each in recording.seen.inputs}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return "node", numbers[value]
-        if isinstance(value, (list, tuple)):
-            return tuple(map(plain, value))
-        return (type(value), repr(value)) if isinstance(value, float) else value
-
-    for place, node in enumerate(recording.seen.graph.nodes):
-        numbers[node] = place
-        file, line = node.meta.get("line", ("unknown", 0))
-        if node.op == "placeholder":
-            found = inputs[node]
-            constant = found.expression.startswith("constants")
-            value = found.value.tolist() if constant else None
-            yield f"{file}:{line}", (found.expression, repr(value))
-        else:
-            named = tuple(sorted((name, plain(value)) for name, value in node.kwargs.items()))
-            yield f"{file}:{line}", (node.op, node.target, plain(node.args), named)
+def _text(found: Input) -> str:
+    """An input: the expression that finds it, and the value of a constant."""
+    constant = found.expression.startswith("constants")
+    return f"{found.expression} {found.value.tolist()!r}" if constant else found.expression
 
 
-def _shown(row: tuple[Any, ...]) -> str:
-    """A row in a few words: an input, or a function with the arguments that are no results."""
-    if row[0] not in ("call_function", "output"):
-        return " ".join(row)[:_LONGEST]
-    if row[0] == "output":
+def _are_alike(one: Any, other: Any, same: dict[fx.Node, fx.Node]) -> bool:
+    """True if arguments of nodes in two graphs are alike; `same` has the nodes that are."""
+    if isinstance(one, fx.Node):
+        return same[one] is other
+    if isinstance(one, dict):
+        names = one.keys() == other.keys()
+        return names and all(_are_alike(one[name], other[name], same) for name in one)
+    if isinstance(one, (list, tuple)):
+        if not isinstance(other, (list, tuple)) or len(one) != len(other):
+            return False
+        return all(_are_alike(a, b, same) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float):
+        return type(one) is type(other) and repr(one) == repr(other)
+    return bool(one == other)
+
+
+def _shown(node: fx.Node, texts: dict[fx.Node, str]) -> str:
+    """A node in a few words: an input, or a function with the arguments that are no results."""
+    if node.op == "output":
         return "the end of the step"
-    _, target, args, named = row
-    given = [_argument(each) for each in (*args, *[value for _, value in named])]
-    return f"{getattr(target, '__name__', target)}({', '.join(given)})"[:_LONGEST]
+    if node.op == "placeholder":
+        return texts[node][:_LONGEST]
+    given = ", ".join(map(_argument, [*node.args, *node.kwargs.values()]))
+    return f"{getattr(node.target, '__name__', node.target)}({given})"[:_LONGEST]
 
 
 def _argument(value: Any) -> str:
-    """An argument as `_rows` gives it: a float with its type, a result as its number."""
-    if isinstance(value, tuple):
-        if value[:1] == ("node",):
-            return "..."
-        if value[:1] == (float,):
-            return str(value[1])
+    if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_argument, value))}]"
-    return str(value)
+    return "..." if isinstance(value, fx.Node) else str(value)

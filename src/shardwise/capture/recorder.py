@@ -7,21 +7,23 @@ result of an eager one in any case.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import (
     DispatchMode,
     StorageWeakRef,
+    add_node,
     autograd_node,
     memory_of,
     next_node_number,
@@ -31,13 +33,14 @@ from ..comm.events import listeners
 from ..comm.recording import recorder, set_recorder
 from ..errors import CaptureError
 from ..layout.user_line import in_backward, user_place
-from .numbers import Number, StandIns, add_call, symbol
+from .numbers import Number, StandIns, Symbol
 from .state import Known
 
 aten = torch.ops.aten
 _READS = frozenset(("tolist", "numpy", "__array__"))
 """Functions of PyTorch that read values, and are no operators."""
 
+_LIFT = aten.lift_fresh.default
 _ITEMS = (aten._local_scalar_dense.default, aten.item.default)
 
 
@@ -86,11 +89,15 @@ class Recorder(DispatchMode):
         self.seen = Recorded()
         self.graph = self.seen.graph
         self.stand_ins = StandIns()
+        self.numbers: list[Number] = []
         self.used: set[int] = set()
+        self.gives_number = False
         self._known = known
         self._by_memory = {memory_of(each[0]): each for each in reversed(known.values())}
-        self._nodes = WeakTensorKeyDictionary()
+        self._nodes: dict[int, tuple[Any, fx.Node]] = {}
+        self._computed: dict[Any, fx.Node] = {}
         self._storages: dict[int, tuple[int, Any]] = {}
+        self._names = itertools.count()
         self._root = self.graph.call_function(_begin)
         self._off = 0
         self._places: dict[int, tuple[str, int]] = {}
@@ -114,13 +121,14 @@ class Recorder(DispatchMode):
         node = autograd_node()
         return None if node is None else self._places.get(node._sequence_nr())
 
-    def _keep_place(self, place: tuple[str, int]) -> None:
+    def _keep_place(self, place: tuple[str, int] | None = None) -> None:
         """Keep the place of the autograd node that was made last."""
-        if autograd_node() is None:
-            self._places.setdefault(next_node_number() - 1, place)
+        number = next_node_number() - 1
+        if number not in self._places and autograd_node() is None:
+            self._places[number] = place or self._place()
 
-    def guard(self, number: Number) -> None:
-        self.seen.guards.append((number.fx_node, bool(number.hint)))
+    def guard(self, node: fx.Node, truth: bool) -> None:
+        self.seen.guards.append((node, truth))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -137,7 +145,7 @@ class Recorder(DispatchMode):
     def number(self, expression: str, label: str, value: float) -> Any:
         """The symbol of a hyperparameter."""
         node = self._placeholder(expression, label, value)
-        return symbol(Number(self, node, value, True))
+        return Symbol(Number(self, node, value, True))
 
     # --- tensors and nodes ---------------------------------------------------------------------
 
@@ -151,10 +159,15 @@ class Recorder(DispatchMode):
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor; an input if the step did not make it."""
-        node: fx.Node | None = self._nodes.get(tensor)
-        if node is None:
-            node = self._of_outside(tensor)
-            self._nodes[tensor] = node
+        return self._node(tensor) or self._keep_node(tensor, self._of_outside(tensor))
+
+    def _node(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node of a tensor that was met before."""
+        found = self._nodes.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def _keep_node(self, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
+        self._nodes[id(tensor)] = weakref.ref(tensor), node
         return node
 
     def _of_outside(self, tensor: torch.Tensor) -> fx.Node:
@@ -188,31 +201,46 @@ class Recorder(DispatchMode):
     def _memory(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The number of a tensor's storage, and its bytes."""
         storage = tensor.untyped_storage()
-        # A weak reference keeps the address from being given to another storage.
-        found = self._storages.setdefault(
-            memory_of(tensor), (len(self._storages), StorageWeakRef(storage))
-        )
+        found = self._storages.get(storage._cdata)
+        if found is None:
+            # A weak reference keeps the address from being given to another storage.
+            found = len(self._storages), StorageWeakRef(storage)
+            self._storages[storage._cdata] = found
         return found[0], storage.nbytes()
 
-    def _described(self, node: fx.Node, tensor: torch.Tensor) -> fx.Node:
-        node.meta.setdefault("val", (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
-        node.meta.setdefault("device", tensor.device)
-        node.meta.setdefault("memory", self._memory(tensor))
-        if "line" not in node.meta:
-            node.meta["line"] = self._place()
+    def _described(
+        self, node: fx.Node, tensor: torch.Tensor, place: tuple[str, int] | None = None
+    ) -> fx.Node:
+        meta = node.meta
+        meta["val"] = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        meta["device"], meta["memory"] = tensor.device, self._memory(tensor)
+        meta["line"] = place or self._place()
         return node
 
     def _argument(self, value: Any) -> Any:
         """An argument of a call as an argument of a node."""
         if isinstance(value, torch.Tensor):
-            return self.node_of(value)
+            return self._node(value) or self.node_of(value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._argument(each) for each in value])
-        number = self.stand_ins.number(value)
+        number = self.stand_ins.number(value) if type(value) is float else None
         if number is not None:
             self.used.add(id(number))
             return number.fx_node
         return value
+
+    def add_call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """Add a call to the graph."""
+        return add_node(self.graph, f"n{next(self._names)}", target, args, kwargs or {})
+
+    def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        key = function, *[each if isinstance(each, fx.Node) else repr(each) for each in args]
+        node = self._computed.get(key)
+        if node is None:
+            node = self._computed[key] = self.add_call(function, args)
+        return node
 
     # --- calls ---------------------------------------------------------------------------------
 
@@ -220,70 +248,66 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        for kind in types:
+            if _dispatches(kind):
+                self._keep_place()
+                return NotImplemented  # a DTensor: its local tensors come here again
         kwargs = kwargs or {}
-        if any("__torch_dispatch__" in vars(kind) for t in types for kind in _between(t)):
-            self._keep_place(self._place())
-            return NotImplemented  # a DTensor: what it does with local tensors comes here again
         given, named = self.stand_ins.hints((args, kwargs))
-        if self._off or func.namespace == "profiler":
+        facts = _facts.get(id(func)) or _facts_of(func)
+        if self._off or facts.is_ignored:
             return func(*given, **named)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws:
+        if facts.draws:
             self._before_draw(named.get("generator"))
         out = func(*given, **named)
         if _is_meta(args, out):
             return out
-        if func is aten.lift_fresh.default and self._nodes.get(args[0]) is None:
-            self._nodes[out] = self._constant(out)
+        if func is _LIFT and self._node(args[0]) is None:
+            self._keep_node(out, self._constant(out))
             return out
-        self._refuse_call(func, args)
-        self._note_writes(func, args, kwargs)
-        nodes = tuple([self._argument(a) for a in args])
-        node = add_call(
-            self.graph, func, nodes, {name: self._argument(v) for name, v in kwargs.items()}
-        )
+        self._refuse_call(func, facts, args)
+        for at, name in facts.writes:
+            self._write(args[at] if at < len(args) else kwargs.get(name))
+        nodes = tuple([self._argument(each) for each in args])
+        node = self.add_call(func, nodes, {n: self._argument(v) for n, v in kwargs.items()})
         node.meta["line"] = place = self._place()
         node.meta["grad"] = torch.is_grad_enabled()
         self._keep_place(place)
-        if draws:
+        if facts.draws:
             self._note_state(node, True)
-        return self._result(func, node, out)
+        return self._result(func, node, out, place)
 
-    def _result(self, func: Any, node: fx.Node, out: Any) -> Any:
+    def _result(self, func: Any, node: fx.Node, out: Any, line: tuple[str, int]) -> Any:
         """The result of a call, with its node; a float that is read becomes a symbol."""
         if isinstance(out, torch.Tensor):
-            if self._nodes.get(out) is None:  # else it was written in place
-                self._nodes[out] = self._described(node, out)
+            if self._node(out) is None:  # else it was written in place
+                self._keep_node(out, self._described(node, out, line))
         elif isinstance(out, (list, tuple)):
             for place, each in enumerate(out):
-                if isinstance(each, torch.Tensor) and self._nodes.get(each) is None:
-                    item = add_call(self.graph, operator.getitem, (node, place))
-                    self._nodes[each] = self._described(item, each)
+                if isinstance(each, torch.Tensor) and self._node(each) is None:
+                    item = self.add_call(operator.getitem, (node, place))
+                    self._keep_node(each, self._described(item, each, line))
         elif func in _ITEMS and type(out) is float:
-            return symbol(Number(self, node, out, False))
+            if self.gives_number:
+                return Symbol(Number(self, node, out, False))
+            self.refuse("the step turns a value of a tensor into a Python number")
         elif out is not None and node.all_input_nodes:
             self.refuse(f"the step reads a value of a tensor (by {func})")
         return out
 
-    def _refuse_call(self, func: Any, args: Sequence[Any]) -> None:
-        if func.namespace in ("c10d", "_c10d_functional"):
+    def _refuse_call(self, func: Any, facts: _Facts, args: Sequence[Any]) -> None:
+        if facts.communicates:
             self.refuse(
                 f"the step calls a collective of torch.distributed itself ({func}). Let DTensors "
                 "communicate: x.redistribute(...) or x.full_tensor()"
             )
-        masks = func is not aten.index.Tensor or any(
-            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
-            for each in args[1]
-        )
-        if torch.Tag.dynamic_output_shape in func.tags and masks:
-            self.refuse(f"the shape of what {func} gives depends on values")
-
-    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if not func._schema.is_mutable:
-            return
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self._write(args[place] if place < len(args) else kwargs.get(argument.name))
+        if facts.reads_shape:
+            masks = func is not aten.index.Tensor or any(
+                isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+                for each in args[1]
+            )
+            if masks:
+                self.refuse(f"the shape of what {func} gives depends on values")
 
     def _write(self, value: Any) -> None:
         for each in value if isinstance(value, (list, tuple)) else (value,):
@@ -302,7 +326,7 @@ class Recorder(DispatchMode):
         nodes = tuple([self._argument(a) for a in args])
         with self.paused():
             made = function(*self.stand_ins.hints(tuple(args)))
-        node = add_call(self.graph, function, nodes)
+        node = self.add_call(function, nodes)
         node.meta["line"] = self._place()
         if draws:
             self._note_state(node, True)
@@ -312,7 +336,7 @@ class Recorder(DispatchMode):
         with self.paused():
             wait()
         if not done:
-            add_call(self.graph, finish, (node,)).meta["line"] = self._place()
+            self.add_call(finish, (node,)).meta["line"] = self._place()
             done.append(True)
 
     # --- random numbers ------------------------------------------------------------------------
@@ -355,9 +379,40 @@ def _begin() -> None:
     """The first node: what is found out about the state before the step is put after it."""
 
 
-def _between(kind: type) -> Iterable[type]:
-    """The classes of a tensor that are not PyTorch's own."""
-    return [each for each in kind.__mro__ if each not in torch.Tensor.__mro__]
+class _Facts(NamedTuple):
+    """The properties of an operator; `writes` are places and names of arguments."""
+
+    is_ignored: bool
+    draws: bool
+    communicates: bool
+    reads_shape: bool
+    writes: Sequence[tuple[int, str]]
+
+
+_facts: dict[int, _Facts] = {}
+"""By the id of an operator, which lives as long as the program."""
+
+
+def _facts_of(func: Any) -> _Facts:
+    found = _facts[id(func)] = _Facts(
+        is_ignored=func.namespace == "profiler",
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        communicates=func.namespace in ("c10d", "_c10d_functional"),
+        reads_shape=torch.Tag.dynamic_output_shape in func.tags,
+        writes=[
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ],
+    )
+    return found
+
+
+@cache
+def _dispatches(kind: type) -> bool:
+    """True for a class of tensors with operators of its own."""
+    own = [each for each in kind.__mro__ if each not in torch.Tensor.__mro__]
+    return any("__torch_dispatch__" in vars(each) for each in own)
 
 
 def _is_meta(args: Sequence[Any], out: Any) -> bool:
@@ -380,14 +435,18 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder, name = self._recorder, getattr(func, "__name__", "")
-        if recorder.is_paused or name.startswith("sym_"):
+        if recorder.is_paused:
             return func(*args, **kwargs)
         if name in _READS:
             recorder.refuse(f"the step reads values of a tensor (by {name})")
-        (given, named), numbers = recorder.stand_ins.put((tuple(args), kwargs))
+        (given, named), numbers = recorder.stand_ins.put((args, kwargs))
         for number in numbers:
             recorder.used.discard(id(number))
+        recorder.gives_number = name == "item"
         made = func(*given, **named)
+        recorder.gives_number = False
+        if type(made) is torch.SymFloat:  # a symbol that went through C++
+            made = Symbol(made.node)
         for number in numbers:
             if id(number) not in recorder.used:
                 recorder.refuse(f"a number goes into {name}, which does not pass it on")
@@ -419,3 +478,5 @@ def recording(known: Known) -> Iterator[Recorder]:
     finally:
         set_recorder(None)
         listeners.remove(heard)
+        for number in made.numbers:
+            number.ledger = None

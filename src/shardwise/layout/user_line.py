@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +26,7 @@ RUNS_BACKWARD = "_engine_run_backward"
 _IN_TRACEBACK = re.compile(r'  File "(.*)", line (\d+)')
 
 
+@cache
 def is_users(file: str) -> bool:
     """True if code of this file is neither Shardwise's nor PyTorch's."""
     return not file.startswith(_NOT_THE_USERS)
@@ -60,12 +61,15 @@ def user_place(
     In a backward it is the line of the forward, if `in_forward` knows it: by default where autograd
     nodes keep it (`keep_forward_lines`).
     """
-    for frame in frames():
-        if frame.f_code.co_name == RUNS_BACKWARD and (found := in_forward()):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            return code.co_filename, frame.f_lineno
+        if code.co_name == RUNS_BACKWARD and (found := in_forward()):
             return found
-    if not is_users(frame.f_code.co_filename):  # a thread of the backward
-        return in_forward() or ("unknown", 0)
-    return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return in_forward() or ("unknown", 0)  # a thread of the backward
 
 
 def user_line() -> str:

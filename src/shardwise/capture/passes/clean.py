@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..._torch import OpOverload, is_composite
-from .memory import memory_of
+from .memory import changes_view, memory_of
 
 aten = torch.ops.aten
 
 
 def has_effects(node: fx.Node) -> bool:
     """True if a node does more than give a result: it writes, draws or communicates."""
-    target: Any = node.target
+    return _has_effects(node.target)
+
+
+@cache
+def _has_effects(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") not in ("_operator", "math", "builtins")
     return bool(target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in target.tags
@@ -64,16 +69,16 @@ def _layout(node: Any) -> Any:
 
 def _changing_views(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of whose views one is given another shape in place: each must stay itself."""
-    return {
-        root_of(node)
-        for node in graph.nodes
-        if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
-    }
+    return {root_of(node) for node in graph.nodes if changes_view(node)}
 
 
 def is_view(node: fx.Node) -> bool:
     """True if a node gives a view of its first argument, in its memory."""
-    target: Any = node.target
+    return _is_view(node.target)
+
+
+@cache
+def _is_view(target: Any) -> bool:
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     returns = target._schema.returns
@@ -84,14 +89,14 @@ def is_view(node: fx.Node) -> bool:
 def root_of(node: fx.Node) -> fx.Node:
     """The node whose memory a node shows."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        if not (_aliases(node) or node.target is operator.getitem):
+        if not (node.target is operator.getitem or _aliases(node.target)):
             return node
         node = node.args[0]
     return node
 
 
-def _aliases(node: fx.Node) -> bool:
-    target: Any = node.target
+@cache
+def _aliases(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return False
     return any(each.alias_info is not None for each in target._schema.returns)

@@ -6,6 +6,7 @@ The recorder gives each storage a number: nodes with the same number show the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,22 +36,35 @@ def memory_of(node: fx.Node) -> int | None:
 
 def shows(node: fx.Node) -> bool:
     """True if a node gives memory of its inputs, or of parts of them, and reads no values."""
-    target: Any = node.target
+    shown = _shows(node.target)
+    if shown is not None:
+        return shown
+    if memory_of(node) is None:  # a list of tensors
+        return any(each.alias_info is not None for each in node.target._schema.returns)  # type: ignore[union-attr]
+    return memory_of(node) in _numbers(node.all_input_nodes)
+
+
+@cache
+def _shows(target: Any) -> bool | None:
+    """True or False for all calls of a function that is so; None if it depends on the call."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", "") == "getitem"
-    if target._schema.is_mutable:
-        return False
-    if memory_of(node) is None:  # a list of tensors
-        return any(each.alias_info is not None for each in target._schema.returns)
-    return memory_of(node) in _numbers(node.all_input_nodes)
+    return False if target._schema.is_mutable else None
 
 
 def changes_views(graph: fx.Graph) -> bool:
     """True if a tensor is given another shape in place: views of it are not what they were."""
-    return any(
-        isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
-        for node in graph.nodes
-    )
+    return any(map(changes_view, graph.nodes))
+
+
+def changes_view(node: fx.Node) -> bool:
+    """True if a node gives a tensor another shape in place."""
+    return _changes_view(node.target)
+
+
+@cache
+def _changes_view(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.inplace_view in target.tags
 
 
 def _numbers(nodes: Iterable[fx.Node]) -> set[int]:
@@ -113,28 +127,44 @@ class Effects:
         )
 
 
-def effects_of(graph: fx.Graph) -> dict[fx.Node, Effects]:
-    """The effects of each node."""
-    return {node: Effects(node) for node in graph.nodes}
+class EffectsOf(dict[fx.Node, Effects]):
+    """The effects of nodes, found when they are first asked for."""
+
+    def __missing__(self, node: fx.Node) -> Effects:
+        found = self[node] = Effects(node)
+        return found
+
+
+class Touched(dict[fx.Node, list[tuple[int, int]]]):
+    """The memory that nodes need, with its bytes, found when it is first asked for. Inputs are not
+    counted. It is the same wherever a node is moved."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__()
+        self._outside = _numbers(node for node in nodes if node.op == "placeholder")
+
+    def __missing__(self, node: fx.Node) -> list[tuple[int, int]]:
+        what: Any = node.args[0] if node.target is finish else node
+        every = [each.meta.get("memory") for each in (node, *what.all_input_nodes)]
+        found = self[node] = [each for each in every if each and each[0] not in self._outside]
+        return found
 
 
 class Lifetimes:
     """From when to when the memory that a graph makes lives. Inputs are not counted."""
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], touched: Touched | None = None) -> None:
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self._count = len(nodes)
-        outside = _numbers(node for node in nodes if node.op == "placeholder")
+        touched = Touched(nodes) if touched is None else touched
         for place, node in enumerate(nodes):
-            what: Any = node.args[0] if node.target is finish else node
-            for each in (node, *what.all_input_nodes):
-                number = memory_of(each)
-                if number is not None and number not in outside:
-                    self.sizes[number] = each.meta["memory"][1]
-                    self.born.setdefault(number, place)
-                    self.dies[number] = place
+            for number, size in touched[node]:
+                self.sizes[number] = size
+                self.dies[number] = place
+                if number not in self.born:
+                    self.born[number] = place
 
     def live(self) -> list[int]:
         """The bytes that live while each node runs."""

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..agree import COLLECTIVES
 from ..recorder import finish
-from .memory import EMPTY, Effects, Lifetimes, changes_views, effects_of, shows
+from .memory import EMPTY, Effects, EffectsOf, Lifetimes, Touched, changes_views, shows
 
 aten = torch.ops.aten
 _COPIES = frozenset(
@@ -46,7 +46,7 @@ def delay_waits(graph: fx.Graph) -> None:
     if changes_views(graph):
         return
     _delay_empty(graph)
-    effects = effects_of(graph)
+    effects, touched = EffectsOf(), Touched(graph.nodes)
     for wait in [node for node in reversed(graph.nodes) if node.target is finish]:
         nodes = list(graph.nodes)
         at = nodes.index(wait)
@@ -62,15 +62,17 @@ def delay_waits(graph: fx.Graph) -> None:
                 landing.add(effects[node])
         if place == at + 1:
             continue
-        end = _latest(nodes, landing, at, place)
+        end = _latest(nodes, landing, at, place, touched)
         for node in nodes[at:end]:
             if node in landing.nodes:
                 _move(node, nodes[end])
 
 
-def _latest(nodes: Sequence[fx.Node], landing: Effects, start: int, stop: int) -> int:
+def _latest(
+    nodes: Sequence[fx.Node], landing: Effects, start: int, stop: int, touched: Touched
+) -> int:
     """The last place up to `stop` to which a landing can be moved."""
-    lives = Lifetimes(nodes)
+    lives = Lifetimes(nodes, touched)
     live = lives.live()
     most, numbers = max(live), landing.reads | landing.writes
     more = sum([lives.sizes[n] for n in numbers if n in lives.sizes and lives.dies[n] < stop])
@@ -99,7 +101,7 @@ def hoist_gathers(graph: fx.Graph) -> None:
     with what uses that one."""
     if changes_views(graph):
         return
-    effects = effects_of(graph)
+    effects, touched = EffectsOf(), Touched(graph.nodes)
     before: fx.Node | None = None
     for start in [node for node in graph.nodes if _is_gather(node)]:
         nodes = list(graph.nodes)
@@ -113,7 +115,7 @@ def hoist_gathers(graph: fx.Graph) -> None:
                 packing.add(effects[node])
         else:  # it depends on nothing but inputs
             if before is not None:
-                first = _earliest(nodes, packing, at, nodes.index(before) + 1)
+                first = _earliest(nodes, packing, at, nodes.index(before) + 1, touched)
                 moving = [node for node in nodes[first : at + 1] if node in packing.nodes]
                 others = [node for node in nodes[first:at] if node not in packing.nodes]
                 for node in moving if others else ():
@@ -129,9 +131,11 @@ def _is_gather(node: fx.Node) -> bool:
     return named and node.args[0].process_group is not None  # type: ignore[union-attr]
 
 
-def _earliest(nodes: Sequence[fx.Node], packing: Effects, at: int, stop: int) -> int:
+def _earliest(
+    nodes: Sequence[fx.Node], packing: Effects, at: int, stop: int, touched: Touched
+) -> int:
     """The first place from `stop` on at which a gather can be started."""
-    lives = Lifetimes(nodes)
+    lives = Lifetimes(nodes, touched)
     live = lives.live()
     most, numbers = max(live), packing.reads | packing.writes
     more = sum([lives.sizes[n] for n in numbers if n in lives.sizes])
