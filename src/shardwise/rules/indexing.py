@@ -28,7 +28,6 @@ from .language import (
     Site,
     along,
     has_fractions,
-    replicated,
     together,
 )
 from .notation import notation
@@ -251,36 +250,6 @@ def index(call: Call) -> Rule:
     ends = [at for at, name in enumerate(out, 1) if str(name).startswith("b")]
     behind = len(out) - max(ends, default=0)
     return _pick_rule(call, inputs, out, used, _picking(1, used, behind))
-
-
-def bag_backward(call: Call) -> Rule:
-    """`"b! h, ... -> v! h"`: the gradient of the table of `embedding_bag`, by columns."""
-    rows: Names = [None, "h"]
-    wide = [call.get("grad"), call.get("maximum_indices") if call.get("mode") == 2 else None]
-    inputs = [
-        rows if index in wide else [None] * spec.ndim for index, spec in enumerate(call.specs)
-    ]
-    sizes = {"h": call.results[0].shape[1]}
-    return Rule(tuple(map(along, inputs)), (along(rows),), sizes, linear=((0,),))
-
-
-# --- searching -------------------------------------------------------------------------------
-
-_OF_ONE = notation("_, ..., _ -> ...", reduce=None)
-_OF_EACH = notation("... _, ... n, ... _ -> ... n", reduce=None)
-_INTO_BUCKETS = notation("..., _ -> ...", reduce=None)
-
-
-def searchsorted(call: Call) -> Rule:
-    """A sequence of one dim serves values of any shape; others serve the values of their row."""
-    if not isinstance(call.get("self"), Operand):
-        return replicated(call)
-    return (_OF_ONE if len(call.shape(0)) == 1 else _OF_EACH)(call)
-
-
-def bucketize(call: Call) -> Rule:
-    """The kernel refuses boundaries of several dims."""
-    return (_INTO_BUCKETS if len(call.shape(1)) == 1 else replicated)(call)
 
 
 # --- writing ---------------------------------------------------------------------------------

@@ -220,9 +220,6 @@ TABLE: dict[str, Family] = {
     **_all("scatter scatter_add scatter_reduce.two", indexing.scatter),
     **_all("index_add index_copy index_fill index_reduce", indexing.index_write),
     **_all("index_put _unsafe_index_put _index_put_impl", indexing.index_put),
-    "_embedding_bag_dense_backward": indexing.bag_backward,
-    "bucketize.Tensor": indexing.bucketize,
-    "searchsorted": indexing.searchsorted,
     **_all(
         "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
         "binary_cross_entropy_with_logits soft_margin_loss",
