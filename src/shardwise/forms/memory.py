@@ -1,65 +1,29 @@
 """as_strided, resize_, set_: operators that address memory.
 
-A DTensor has the strides of one device, but no memory in one piece. So addresses become indices
-into the flat tensor, and elements are taken or put by index.
+A DTensor has the strides of one device, but no memory in one piece. So it is gathered into one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from ..dispatch.fallback import laid_out
+from ..dispatch.fallback import laid_out, mesh_of
 from ..dispatch.operator import register_form
 from ..dispatch.out_variants import check_untracked
 from ..dispatch.views import root_of
 from ..errors import LayoutError
 from ..layout.geometry import is_dense, memory_order
-from ..layout.spec import TensorMeta
-from ..redistribute import in_order
-from ..storage.ragged import move_to
-from ..storage.wrapper import Wrapper, wrap
+from ..rules.language import named
+from ..storage.ragged import as_dtensor, gather_plain, move_to
+from ..storage.wrapper import Wrapper
 from ..tensor.inplace_views import shards_left, strided_alike
 
 aten = torch.ops.aten
-
-
-def _indices(
-    meta: TensorMeta, size: tuple[int, ...], stride: tuple[int, ...], offset: int
-) -> torch.Tensor | None:
-    """The index in the flat tensor of each element of a strided view; None if an address is not
-    that of an element."""
-    shape, steps, _ = meta
-    if not prod(size):
-        return torch.empty(size, dtype=torch.int64)
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if not prod(shape) or offset < 0:
-        return None
-    span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-    memory = torch.full((max(span, last + 1),), -1)
-    address = torch.zeros((), dtype=torch.int64)
-    for n, step in zip(shape, steps, strict=True):
-        address = address.unsqueeze(-1) + torch.arange(n) * step
-    memory[address.flatten()] = torch.arange(prod(shape))
-    found = memory.as_strided(size, stride, offset).contiguous()
-    return None if bool((found < 0).any()) else found
-
-
-def _found(op: Any, x: Any, size: Sequence[int], stride: Sequence[int], offset: Any) -> Any:
-    found = None
-    if offset is None or not _is_part(x):
-        found = _indices(x._spec.meta, tuple(size), tuple(stride), offset or 0)
-    if found is None:
-        raise LayoutError(
-            f"{op}: size {list(size)}, stride {list(stride)}, storage_offset {offset} of "
-            f"{x._spec!r}: a DTensor knows only the memory of its own elements, counted from its "
-            "first one. "
-            "Go by strides in the tensor that has the memory, or use slices."
-        )
-    return found
 
 
 def _is_part(x: Any) -> bool:
@@ -72,35 +36,40 @@ def _is_part(x: Any) -> bool:
     return x._cell is not None and prod(x._cell.shape) != x.numel()
 
 
-@register_form("as_strided")
-def as_strided(
-    x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
-) -> Any:
-    """The elements at these addresses."""
-    op = aten.as_strided.default
-    made = aten.take.default(x, _found(op, x, size, stride, storage_offset))
-    meta = made._spec.meta._replace(stride=tuple(stride))
-    return wrap(made._spec.with_meta(meta), in_order(made._locals, stride))
+def _by_strides(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator on the whole tensor, in the memory that it would have on one device."""
+    given = named(op, (x, *args), kwargs)
+    mesh = mesh_of(op, [v for v in given.values() if isinstance(v, torch.Tensor)])
+    own = as_dtensor(x, mesh)._spec.meta
+    size, stride, offset = (given[name] for name in ("size", "stride", "storage_offset"))
+    count = max(_end(own.shape, own.stride), (offset or 0) + _end(size, stride))
+    places = torch.arange(count, device=x.device).as_strided(own.shape, own.stride)
+    known = torch.zeros(count, dtype=torch.bool, device=x.device)
+    known[places] = True
+    found = (offset or 0) >= 0 and bool(known.as_strided(size, stride, offset or 0).all())
+    if not found or (offset is not None and _is_part(x)):
+        raise LayoutError(
+            f"{op}: size {list(size)}, stride {list(stride)}, storage_offset {offset} of "
+            f"{own}: a DTensor knows only the memory of its own elements, counted from its "
+            "first one. "
+            "Go by strides in the tensor that has the memory, or use slices."
+        )
+    memory = known.to(own.dtype)
+    memory[places] = gather_plain(op, x)
+    given |= {"self": memory.as_strided(own.shape, own.stride), "storage_offset": offset or 0}
+    if "src" in given:
+        given["src"] = gather_plain(op, given["src"])
+    return laid_out(op(**given), mesh)
 
 
-@register_form("as_strided_copy")
-def as_strided_copy(
-    x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
-) -> Any:
-    """As `as_strided`, dense in memory."""
-    found = _found(aten.as_strided_copy.default, x, size, stride, storage_offset)
-    return aten.take.default(x, found)
+def _end(size: Sequence[int], stride: Sequence[int]) -> int:
+    """The address behind the last element."""
+    steps = ((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return 1 + sum(steps) if prod(size) else 0
 
 
-@register_form("as_strided_scatter")
-def as_strided_scatter(
-    x: Any, src: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
-) -> Any:
-    """`x` with other elements at these addresses."""
-    if not isinstance(x, Wrapper):
-        x = laid_out(x, src._spec.topology)
-    found = _found(aten.as_strided_scatter.default, x, size, stride, storage_offset)
-    return aten.put.default(x, found, src)
+for _op in (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter):
+    register_form(_op._qualified_op_name.removeprefix("aten::"))(partial(_by_strides, _op.default))
 
 
 # --- other sizes in place ------------------------------------------------------------------------
