@@ -13,14 +13,13 @@ import torch
 from ..dispatch.fallback import laid_out
 from ..dispatch.infer import meta_of
 from ..dispatch.operator import register_form
-from ..layout.geometry import Cuts, Interval, intervals
+from ..layout.geometry import Interval, intervals
 from ..layout.layout import DimMap
-from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec
 from ..redistribute import in_order
 from ..rules import Call
 from ..storage.halo import fetch_all
-from ..storage.ragged import move_to
+from ..storage.ragged import reduce_partial
 from ..storage.wrapper import Wrapper, wrap
 
 aten = torch.ops.aten
@@ -34,7 +33,7 @@ def _cost(call: Call) -> tuple[()] | None:
 
 @register_form("cat", cost=_cost)
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """The result is sharded along the joined dim, cut as `torch.chunk` would."""
+    """The operands one after another, in the layout of the largest of them."""
     op = aten.cat.default
     mesh = next(x._spec.topology for x in tensors if isinstance(x, Wrapper))
     given = [x if isinstance(x, Wrapper) else laid_out(x, mesh) for x in tensors]
@@ -43,8 +42,8 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     )
     dim %= example.ndim
     given = [x for x in given if x.ndim == example.ndim]  # PyTorch skips tensors of shape [0]
-    out = _joined_spec([x._spec for x in given], example)
-    ready = [_reduced_into(op, x, out) for x in given]
+    out = _joined_spec([x._spec for x in given], dim, example)
+    ready = [reduce_partial(op, x) for x in given]
     places = intervals(x.shape[dim] for x in given)
     wanted = [
         (x._spec, x._locals, _windows(out, dim, place))
@@ -57,28 +56,11 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     return wrap(out, in_order(made, out.stride))
 
 
-def _joined_spec(specs: Sequence[DTensorSpec], example: torch.Tensor) -> DTensorSpec:
-    """The layout of the result: on each axis the Shard that most bytes have; dims that are not
-    joined keep the cuts of the largest operand that is sharded alike."""
-    sizes = {spec: spec.shape.numel() * spec.dtype.itemsize for spec in specs}
-    places: list[Placement] = []
-    for axis in range(specs[0].topology.ndim):
-        weights: dict[Placement, int] = {}
-        for spec in specs:
-            place = spec.placements[axis]
-            if isinstance(place, Shard):
-                weights[place] = weights.get(place, 0) + sizes[spec]
-        places.append(max(weights, key=weights.__getitem__) if weights else Replicate())
-    even = DTensorSpec(specs[0].topology, places, meta_of(example))
-    cuts: list[Cuts | None] = []
-    for d in range(even.ndim):
-        alike = [
-            spec
-            for spec in sorted(specs, key=lambda spec: -sizes[spec])
-            if spec.dim_axes[d] == even.dim_axes[d] != () and spec.shape[d] == even.shape[d]
-        ]
-        cuts.append(alike[0].dim_cuts[d] if alike else None)
-    return even.with_placements(places, cuts)
+def _joined_spec(specs: Sequence[DTensorSpec], dim: int, example: torch.Tensor) -> DTensorSpec:
+    """The layout of the result: that of the largest operand, cut evenly along the joined dim."""
+    like = max(specs, key=lambda spec: spec.shape.numel() * spec.dtype.itemsize).reduced
+    kept = [None if d == dim else own for d, own in enumerate(like.cuts or [None] * like.ndim)]
+    return DTensorSpec(like.topology, like.placements, meta_of(example), cuts=kept)
 
 
 def _windows(out: DTensorSpec, dim: int, place: Interval) -> dict[int, DimMap]:
@@ -91,14 +73,3 @@ def _windows(out: DTensorSpec, dim: int, place: Interval) -> dict[int, DimMap]:
     ]
     dims[dim] = DimMap(out.dim_axes[dim], tuple(windows))
     return dims
-
-
-def _reduced_into(op: Any, x: Any, out: DTensorSpec) -> Any:
-    """`x` with its Partial placements reduced: scattered where `out` is sharded."""
-    spec = x._spec
-    places, cuts = list(spec.placements), list(spec.cuts or (None,) * spec.ndim)
-    for axis in spec.sums:
-        there = places[axis] = out.placements[axis]
-        if isinstance(there, Shard):
-            cuts[there.dim] = None
-    return move_to(op, x, spec.with_placements(places, cuts))

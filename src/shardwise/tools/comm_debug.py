@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..errors import need
 from ..layout.placement import Placement
 from ..tensor.dtensor import DTensor
 from .causes import Causes
-from .collectives import By, Collective, collective_of, counted, totals
+from .collectives import By, Collective, collective_of, totals
 from .text_table import Table
 
 _EVERYWHERE = "Global"
@@ -106,19 +106,18 @@ class CommDebugMode:
     @property
     def by_axis(self) -> dict[str, dict[str, int]]:
         """For each axis, or axes used together, the number of collectives by kind."""
-        found: dict[str, dict[str, int]] = {}
+        found: dict[str, Counter[str]] = defaultdict(Counter)
         for one in self.collectives:
-            own = found.setdefault(one.axis, {})
-            own[one.kind] = own.get(one.kind, 0) + 1
-        return found
+            found[one.axis][one.kind] += 1
+        return {axis: dict(kinds) for axis, kinds in found.items()}
 
     @property
     def bytes_by_axis(self) -> dict[str, int]:
         """For each axis, or axes used together, the bytes received."""
         return self._bytes(lambda one: one.axis)
 
-    def _bytes(self, key: Callable[[Collective], str]) -> dict[str, int]:
-        found: Counter[str] = Counter()
+    def _bytes(self, key: Callable[[Collective], Any]) -> dict[Any, int]:
+        found: Counter[Any] = Counter()
         for one in self.collectives:
             found[key(one)] += one.bytes
         return dict(found)
@@ -232,7 +231,9 @@ class CommDebugMode:
         return f"CommDebugMode({kinds or 'no collectives'}; {sum(self.bytes.values())} bytes)"
 
     def __str__(self) -> str:
-        rows: list[tuple[Any, ...]] = [(*key, *n) for key, n in counted(self.collectives).items()]
+        counts = Counter((one.kind, one.axis) for one in self.collectives)
+        received = self._bytes(lambda one: (one.kind, one.axis))
+        rows: list[tuple[Any, ...]] = [(*key, counts[key], n) for key, n in received.items()]
         rows.append(("total", "", self.get_total_counts(), sum(self.bytes.values())))
         table = Table(("collective", "axes", "count", "bytes"), tuple(rows))
         return f"{table}\nchecks: {self.checks}"
