@@ -40,7 +40,8 @@ def _by_strides(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on the whole tensor, in the memory that it would have on one device."""
     given = named(op, (x, *args), kwargs)
     mesh = mesh_of(op, [v for v in given.values() if isinstance(v, torch.Tensor)])
-    own = as_dtensor(x, mesh)._spec.meta
+    spec = as_dtensor(x, mesh)._spec
+    own = spec.meta
     size, stride, offset = (given[name] for name in ("size", "stride", "storage_offset"))
     count = max(_end(own.shape, own.stride), (offset or 0) + _end(size, stride))
     places = torch.arange(count, device=x.device).as_strided(own.shape, own.stride)
@@ -50,7 +51,7 @@ def _by_strides(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not found or (offset is not None and _is_part(x)):
         raise LayoutError(
             f"{op}: size {list(size)}, stride {list(stride)}, storage_offset {offset} of "
-            f"{own}: a DTensor knows only the memory of its own elements, counted from its "
+            f"{spec!r}: a DTensor knows only the memory of its own elements, counted from its "
             "first one. "
             "Go by strides in the tensor that has the memory, or use slices."
         )
