@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -57,10 +57,6 @@ class Collective:
     def axis(self) -> str:
         """The names of the axes, with commas."""
         return ",".join(self.axes)
-
-    def timed(self, begin: float, end: float) -> Collective:
-        """The same collective with its time."""
-        return replace(self, begin=begin, end=end)
 
 
 def collective_of(event: Communication, causes: Causes) -> Collective:

@@ -177,19 +177,16 @@ class CommDebugMode:
             Sequential.0
             Sequential.1  weight [S(1)], bias [R]    all_reduce 1
         """
-        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
-        rows: list[tuple[str, ...]] = [("module", "parameters", "forward", "backward")]
-        for entry in self._entries():
-            rows.append(
-                (
-                    "  " * entry["depth"] + entry["fqn"],
-                    ", ".join(f"{name} {text}" for name, text in entry["parameters"].items()),
-                    *(", ".join(f"{k} {n}" for k, n in entry[p].items()) for p in _PASSES),
-                )
+        entries = self._entries(noise_level)
+        columns = [name for name in entries[0] if name not in ("fqn", "depth")]
+        rows = [
+            (
+                "  " * entry["depth"] + entry["fqn"],
+                *(", ".join(f"{key} {n}" for key, n in entry[name].items()) for name in columns),
             )
-        if noise_level < 1:
-            rows = [(row[0], *row[2:]) for row in rows]
-        return str(Table(rows[0], tuple(rows[1:])))
+            for entry in entries
+        ]
+        return str(Table(("module", *columns), tuple(rows)))
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -203,16 +200,11 @@ class CommDebugMode:
     ) -> None:
         """Write the rows of the table of modules into a file, as JSON."""
         need("CommDebugMode", file_name, str | PathLike, "a file name")
-        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
-        skip = ("parameters",) if noise_level < 1 else ()
-        rows = [
-            {key: value for key, value in entry.items() if key not in skip}
-            for entry in self._entries()
-        ]
-        Path(file_name).write_text(json.dumps(rows, indent=2) + "\n")
+        Path(file_name).write_text(json.dumps(self._entries(noise_level), indent=2) + "\n")
 
-    def _entries(self) -> list[dict[str, Any]]:
+    def _entries(self, noise_level: int) -> list[dict[str, Any]]:
         """One entry for each module that ran, in the order of their first calls."""
+        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
         empty: dict[str, Counts] = {name: Counts() for name in _PASSES}
         found = []
         for name, chain in {_EVERYWHERE: (), **self._causes.modules.chains}.items():
@@ -222,7 +214,8 @@ class CommDebugMode:
                 else "plain"
                 for key, value in self._causes.modules.parameters.get(name, {}).items()
             }
-            entry = {"fqn": name, "depth": len(chain), "parameters": parameters}
+            entry: dict[str, Any] = {"fqn": name, "depth": len(chain)}
+            entry |= {"parameters": parameters} if noise_level >= 1 else {}
             found.append(entry | self.comm_module_counts.get(name, empty))
         return found
 
