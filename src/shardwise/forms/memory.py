@@ -14,14 +14,13 @@ import torch
 
 from ..dispatch.fallback import laid_out, mesh_of
 from ..dispatch.operator import register_form
-from ..dispatch.out_variants import check_untracked
 from ..dispatch.views import root_of
 from ..errors import LayoutError
 from ..layout.geometry import is_dense, memory_order
 from ..rules.language import named
 from ..storage.ragged import as_dtensor, gather_plain, move_to
 from ..storage.wrapper import Wrapper
-from ..tensor.inplace_views import shards_left, strided_alike
+from ..tensor.inplace_views import shards_left
 
 aten = torch.ops.aten
 
@@ -80,16 +79,6 @@ def _become(op: Any, target: Any, made: Any) -> Any:
     """Let `target` be `made`, sharded as before along the dims that are left."""
     target.data = move_to(op, made, made._spec.with_placements(shards_left(target, made.ndim)))
     return target
-
-
-@register_form("as_strided_", always=True)
-def as_strided_in_place(
-    x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None
-) -> Any:
-    """The tensor becomes the elements at these addresses."""
-    check_untracked(aten.as_strided_.default, x)
-    x.data = strided_alike(x, aten.as_strided.default(x, size, stride, storage_offset))
-    return x
 
 
 @register_form("resize_", always=True)
