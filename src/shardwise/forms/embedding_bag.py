@@ -43,7 +43,9 @@ def embedding_bag(
     count = len(starts) - bool(include_last_offset)
     by_kernel = mode == _MAX or not (weight._spec.is_sharded() or indices._spec.is_sharded())
     width = 0 if by_kernel or padding_idx >= 0 else _bag_width(indices.shape[0], starts, count)
-    if width:  # the results but the bags do not depend on the indices of bags of one size
+    both = zip(weight._spec.placements, indices._spec.placements, strict=True)
+    if width and not any(place.is_shard() and own.is_shard() for place, own in both):
+        # The results but the bags do not depend on the indices of bags of one size.
         whole = [each._locals[0].new_zeros(each.shape) for each in (indices, *factors)]
     else:
         whole = [gather_plain(op, each) for each in (indices, *factors)]
