@@ -41,10 +41,12 @@ def embedding_bag(
     )
     starts = gather_plain(op, offsets)
     count = len(starts) - bool(include_last_offset)
-    by_kernel = mode == _MAX or not (weight._spec.is_sharded() or indices._spec.is_sharded())
-    width = 0 if by_kernel or padding_idx >= 0 else _bag_width(indices.shape[0], starts, count)
+    width = 0 if mode == _MAX or padding_idx >= 0 else _bag_width(len(indices), starts, count)
     both = zip(weight._spec.placements, indices._spec.placements, strict=True)
-    if width and not any(place.is_shard() and own.is_shard() for place, own in both):
+    apart = not any(place.is_shard() and own.is_shard() for place, own in both)
+    in_shards = bool(width) and apart and indices._spec.is_sharded()
+    by_kernel = mode == _MAX or not (in_shards or weight._spec.is_sharded())
+    if in_shards:
         # The results but the bags do not depend on the indices of bags of one size.
         whole = [each._locals[0].new_zeros(each.shape) for each in (indices, *factors)]
     else:
