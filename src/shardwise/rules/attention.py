@@ -1,8 +1,9 @@
 """Attention in all its backends: batches, heads and queries are apart; keys are whole.
 
 Backends differ in what they return besides the result and its logsumexp, so operands are found by
-name. A causal kernel takes queries and keys that begin at the same position, so it needs all
-queries.
+name. A causal kernel takes queries and keys that begin at the same position. So queries that begin
+later see the keys before them in a call that is not causal, and the two results are joined by their
+logsumexp.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from ..layout.geometry import Interval
+from ..storage.match_meta import in_memory_order
 from .language import Along, Call, Dims, Rule, Scaled, Site, along, named, unless_empty, zeros_at
 
 _QUERIES = ("query", "out", "grad_out", "grad_out_", "logsumexp")
@@ -35,7 +40,10 @@ class _Factors:
         """True if a kernel can be given some of the queries alone: some pad the logsumexp."""
         at = call.get("logsumexp")
         rows = (call.results[1].shape if at is None else call.shape(at))[2]
-        return not call.get("is_causal") and rows in (0, self.query[2])
+        if not call.get("is_causal"):
+            return rows in (0, self.query[2])
+        masked = any(call.get(name) is not None for name in _MASKS)
+        return rows == self.query[2] <= self.key[2] and not masked
 
     def dims(self, name: str, shape: Sequence[int]) -> Dims:
         """The dims of an operand or result. Masks may broadcast, so their last dims count."""
@@ -79,9 +87,14 @@ def _rule(call: Call, results: Sequence[str], **options: Any) -> Rule:
         given = named(op, args, kwargs)
         if is_empty(site):
             return zeros_at(call, site, given["query"])
-        if "max_q" in given:
-            given["max_q"] = given["query"].shape[2]
-        return op(**given)
+        if has_all_queries(site):
+            return op(*args, **kwargs)
+        if not given["is_causal"]:
+            return op(**given | _lengths(given, given["key"].shape[2]))
+        made = _causal(op, given, site.box(query)[2])
+        for index, spec in enumerate(site.outputs[: len(results)]):
+            made[index] = in_memory_order(spec, made[index])
+        return made
 
     return Rule(
         tuple(map(factors.dims, call.operand_names, [spec.meta.shape for spec in call.specs])),
@@ -93,6 +106,43 @@ def _rule(call: Call, results: Sequence[str], **options: Any) -> Rule:
         placed=frozenset("l"),
         **options,
     )
+
+
+def _lengths(given: dict[str, Any], keys: int) -> dict[str, int]:
+    """The arguments that say how many queries and keys there are, if the kernel takes them."""
+    return {"max_q": given["query"].shape[2], "max_k": keys} if "max_q" in given else {}
+
+
+def _causal(op: Any, given: dict[str, Any], rows: Interval) -> list[Any]:
+    """The results of a causal call, or its gradients, for the queries `rows` and all keys."""
+    first, last = rows
+
+    def part(start: int, stop: int, causal: bool) -> list[Any]:
+        keys = {name: given[name][:, :, start:stop] for name in _KEYS}
+        return list(op(**given | keys | _lengths(given, stop - start) | {"is_causal": causal}))
+
+    own = part(first, last, True)
+    before = part(0, first, False) if first else None
+    if "logsumexp" in given:
+        for index, name in enumerate(_KEYS, 1):
+            whole = torch.zeros_like(given[name])
+            whole[:, :, first:last] = own[index]
+            if before is not None:
+                whole[:, :, :first] = before[index]
+            own[index] = whole
+        own[0] = own[0] if before is None else own[0] + before[0]
+    elif before is not None:
+        own[:2] = _joined(before[:2], own[:2])
+    return own
+
+
+def _joined(*results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result over all keys, and its logsumexp, from those over two parts of the keys."""
+    together = torch.logaddexp(*(lse for _, lse in results))
+    weights = [(lse - together).exp() for _, lse in results]
+    wide = [weight if weight.ndim == 4 else weight.unsqueeze(-1) for weight in weights]
+    out = sum(part * weight for (part, _), weight in zip(results, wide, strict=True))
+    return out.to(results[0][0].dtype), together  # type: ignore[union-attr]
 
 
 # --- layers that PyTorch runs as one kernel --------------------------------------------------
