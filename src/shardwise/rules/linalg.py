@@ -57,11 +57,12 @@ _GROUPED = {
     (3, 3): notation("g m k, g k n -> g m n", linear=((0,), (1,))),
 }
 _SCALED_GROUPED = {
-    (2, 3): notation("s _, _ _ n, s, _ n, _ -> s n", reduce=None),
-    (3, 3): notation("g m _, g _ n, g m, g n -> g m n", reduce=None),
+    (2, 3): notation("_ _, g _ _, _, g _, _ -> _ _"),
+    (3, 3): notation("g m _, g _ _, g m, g _ -> g m _", reduce=None),
 }
 """Products of groups, by the number of dims of both matrices. Offsets say where groups of the rows
-`s` end. Where experts `g` are sharded, the form in `forms/grouped_mm.py` serves."""
+`s` end. Where experts `g` are sharded, the form in `forms/grouped_mm.py` serves; of scaled products
+they give a pending sum."""
 
 _ROWS = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}
 """Which operand and dim are rows in groups."""
@@ -70,11 +71,11 @@ _ROWS = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}
 def grouped_mm(call: Call) -> Rule:
     """A product for each group of rows, or for each matrix."""
     kind = len(call.shape(0)), len(call.shape(1))
-    scaled = "scaled" in call.name
-    if scaled and (kind not in _SCALED_GROUPED or len(call.shape(2)) != kind[0] - 1):
-        return replicated(call)  # groups of columns, or scales of blocks
-    rule = (_SCALED_GROUPED if scaled else _GROUPED)[kind](call)
-    return replace(rule, local=_of_rows, placed=frozenset("s"))
+    if "scaled" in call.name:
+        if kind not in _SCALED_GROUPED or len(call.shape(2)) != kind[0] - 1:
+            return replicated(call)  # groups of columns, or scales of blocks
+        return replace(_SCALED_GROUPED[kind](call), local=_of_experts, placed=frozenset("g"))
+    return replace(_GROUPED[kind](call), local=_of_rows, placed=frozenset("s"))
 
 
 def _of_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
@@ -96,6 +97,23 @@ def nonempty_product(
     if not (a.numel() and b.numel()):
         return a.new_zeros(shape, dtype=dtype)  # type: ignore[no-any-return]
     return op(**given | {"self": aligned(a), "mat2": aligned(b)})  # type: ignore[no-any-return]
+
+
+def _of_experts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    """The local call: the rows of the experts that are here come first, the other rows are zero."""
+    given = named(op, args, kwargs)
+    a, b, offs = given["self"], given["mat2"], given["offs"]
+    if offs is None or len(offs) == len(b) or not (a.numel() and b.numel()):
+        return nonempty_product(op, given, site.out_shapes[0], site.outputs[0].dtype)
+    start, stop = site.box(1)[0]
+    rows = torch.arange(len(a), device=a.device)
+    first = offs[start - 1] if start else 0
+    for name in ("self", "scale_a"):
+        given[name] = given[name][(rows + first) % len(a)]
+    given["offs"] = offs[start:stop] - first
+    made = nonempty_product(op, given, site.out_shapes[0], site.outputs[0].dtype)
+    made = torch.where((rows < given["offs"][-1]).unsqueeze(-1), made, 0)
+    return made[(rows - first) % len(a)]
 
 
 def aligned(value: torch.Tensor) -> torch.Tensor:
