@@ -79,10 +79,7 @@ def _block_call(side: Side, axes: int) -> Callable[[], Any]:
 
 
 def new_shapes(settings: Settings, shape: tuple[int, ...]) -> list[Row]:
-    """The block warm, with a batch size that was never met, and with that size once more.
-
-    The last two are single calls between other work, so that they differ in nothing else.
-    """
+    """The block warm, with a batch size at each call that was never met, and with these again."""
     axes = len(shape)
     check(partial(_block_call, axes=axes), axes)
     with fake_world():
@@ -92,20 +89,21 @@ def new_shapes(settings: Settings, shape: tuple[int, ...]) -> list[Row]:
         blocks = [Block(side, axes) for side in sides]
         new, again = [float("inf")] * len(sides), [float("inf")] * len(sides)
         sizes = count(4)
-        for _ in range(settings.pick(8, 40)):
-            size = 16 * next(sizes)
+        for _ in range(settings.pick(2, 8)):
+            row = [16 * next(sizes) for _ in range(8)]
             for at, block in enumerate(blocks):
+                batches = [block.batch(size) for size in row]
                 for least in (new, again):
-                    x = block.batch(size)
-                    least[at] = min(least[at], once(lambda block=block, x=x: block(x)))
+                    for x in batches:
+                        least[at] = min(least[at], once(lambda block=block, x=x: block(x)))
     name = f"6 operators, {axes} axes" if axes > 1 else "6 operators, 1 axis"
     names = [side.name for side in sides]
     first = {each: {"": value} for each, value in zip(names, new, strict=True)}
     second = {each: {"": value} for each, value in zip(names, again, strict=True)}
     rows = [
         *rows_of("new shape", f"{name}, warm", dict(zip(names, warm, strict=True))),
-        *rows_of("new shape", f"{name}, new batch size", first),
-        *rows_of("new shape", f"{name}, that size again", second),
+        *rows_of("new shape", f"{name}, new batch size at each call", first),
+        *rows_of("new shape", f"{name}, these sizes again", second),
     ]
     for what, least in (("again", again), ("warm", [each[""] for each in warm])):
         plain, theirs, ours = (a / b for a, b in zip(new, least, strict=True))

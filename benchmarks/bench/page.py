@@ -39,9 +39,9 @@ How it is measured:
 - On CPU `S0 to S1` of PyTorch's DTensor is an all-gather and a cut: less work for the host, more
   bytes.
 - `clip_grad_norm_` is called without an argument that chooses how.
-- `new shape` runs layer_norm, linear, gelu, linear, add, relu with a batch size that was not met
-  before, and once more with that size: single calls between other work, both. `warm` is the least
-  of many calls in a row, `first ...` calls are on sizes that were not met before."""
+- `new shape` runs layer_norm, linear, gelu, linear, add, relu with eight batch sizes in a row that
+  were not met before, and with these sizes again. `warm` is the least of many calls of one size.
+  `first ...` calls are on sizes that were not met before."""
 
 
 def page(rows: Sequence[Row], load: float, charts: Sequence[str]) -> str:

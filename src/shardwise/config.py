@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ._torch import inherited, keep_forward_lines, set_inherited
-from .errors import CommunicationError, LayoutError
+from .errors import CommunicationError, LayoutError, public
 
 Action = Literal["auto", "warn", "error"]
 PlainMode = Literal["check", "check_always", "trust", "error"]
@@ -92,6 +92,7 @@ def _check(what: str, value: str, modes: Any, error: type[Exception] = Communica
         raise error(f"{what}: {value!r} is none of {', '.join(map(repr, get_args(modes)))}.")
 
 
+@public
 def communication(mode: Action, *, fallback: Action | None = None) -> Block:
     """Allow implicit communication ("auto"), or warn of it ("warn"), or forbid it ("error").
 
@@ -115,6 +116,7 @@ def communication(mode: Action, *, fallback: Action | None = None) -> Block:
     return _Warning(**changes) if mode == "warn" else Block(**changes)
 
 
+@public
 def plain_tensors(mode: PlainMode) -> Block:
     """Set how plain tensors among DTensors, which count as replicated, are checked.
 
@@ -125,11 +127,13 @@ def plain_tensors(mode: PlainMode) -> Block:
     return Block(plain=mode)
 
 
+@public
 def implicit_replication() -> Block:
     """Trust that plain tensors among DTensors are equal on all ranks."""
     return plain_tensors("trust")
 
 
+@public
 def ragged_results() -> Block:
     """Leave results whose size depends on values sharded; by default they are replicated.
 
@@ -148,6 +152,7 @@ def ragged_results() -> Block:
     return Block(ragged=True)
 
 
+@public
 def keep_partial_grads() -> Block:
     """Leave the gradients of leaves partial, so that they accumulate without communication.
 
@@ -157,6 +162,7 @@ def keep_partial_grads() -> Block:
     return Block(partial_grads=True)
 
 
+@public
 def exchange_buffer(nbytes: int) -> Block:
     """Let collectives use buffers of at most `nbytes`, the same on all ranks; 32 MiB by default.
 
@@ -175,6 +181,7 @@ def exchange_buffer(nbytes: int) -> Block:
     return Block(buffer=nbytes)
 
 
+@public
 def random_mode(name: RandomMode, *, check: bool = True) -> Block:
     """Set how random numbers are drawn.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch.distributed.tensor as torch_dtensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .errors import LayoutError, MeshError, need
+from .errors import LayoutError, MeshError, need, public
 from .layout.mesh import VirtualMesh
 from .layout.placement import Partial, Placement, Replicate, Shard
 from .tensor.dtensor import DTensor
 
 
+@public
 def from_torch(tensor: torch_dtensor.DTensor) -> DTensor:
     """A Shardwise DTensor over the same local tensor."""
     need("from_torch", tensor, torch_dtensor.DTensor, "a DTensor of PyTorch")
@@ -42,6 +43,7 @@ def _in_blocks(place: _StridedShard, tensor: torch_dtensor.DTensor) -> Placement
     return Shard(place.dim, blocks)
 
 
+@public
 def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
     """PyTorch's DTensor over the same local tensor; ragged cuts are made even first, and dims that
     are sharded block by block consecutive."""

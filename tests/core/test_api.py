@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -433,6 +435,47 @@ def test_only_public_names_are_listed() -> None:
     assert {"DTensor", "errors", "interop", "shard_module", "__version__"} <= set(names)
     assert not {"dispatch", "comm", "forms", "storage", "layout"} & set(names)
     assert all(getattr(shardwise, name) is not None for name in names)
+    with pytest.raises(AttributeError, match="'shardwise' has no attribute 'shard_modul'"):
+        shardwise.shard_modul  # noqa: B018
+
+
+LATER = (
+    *("shardwise.capture.captured", "shardwise.interop", "shardwise.parallel"),
+    *("shardwise.register", "shardwise.report", "shardwise.tools.comm_debug"),
+    *("shardwise.tools.verify", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"),
+    *("torch.fx.experimental.symbolic_shapes", "sympy", "rich", "safetensors"),
+)
+
+
+def run(program: str) -> str:
+    """What a fresh process prints."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_import_leaves_out_what_a_program_may_not_need() -> None:
+    found = run(f"import sys, shardwise; print([m for m in {LATER} if m in sys.modules])")
+    assert found == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import shardwise",
+        "import shardwise.capture.passes",
+        "import shardwise.redistribute.plan",
+        "from shardwise.capture import passes",
+        "from shardwise.report import explain",
+    ],
+)
+def test_names_of_functions_are_no_modules(first: str) -> None:
+    program = (
+        "import shardwise as sw; from shardwise import capture; import shardwise.capture.script; "
+        "print([type(each).__name__ for each in (sw.capture, capture, sw.redistribute)], "
+        "type(sw.register).__name__, 'capture' in dir(sw), sw.parallel.local_map.__name__)"
+    )
+    names = "['function', 'function', 'function']"
+    assert run(f"{first}; {program}") == f"{names} module True local_map\n"
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -370,32 +370,3 @@ def test_placements_by_name_for_many_tensors() -> None:
     assert made.placements == (Replicate(), Shard(1))
     with pytest.raises(LayoutError, match="a list of DTensors is needed, but got 3"):
         shardwise.redistribute_all(3, [Shard(0)])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: F.linear(x, torch.ones(3, 5)),
-        lambda x: x + spread(torch.ones(4), virtual(3), [Shard(0)]),
-    ],
-)
-def test_a_traceback_ends_at_the_line_of_the_call(call: Callable[[Any], Any]) -> None:
-    x = spread(torch.ones(6, 4), virtual(2), [Shard(0)])
-    with pytest.raises((RuntimeError, MeshError)) as caught:
-        call(x)
-    inside = [entry for entry in caught.traceback if "shardwise" in str(entry.path)]
-    assert [entry.name for entry in inside if "tests" not in str(entry.path)] == []
-
-
-def test_a_traceback_keeps_the_lines_of_a_users_kernel() -> None:
-    @torch.library.custom_op("test_errors::picky", mutates_args=())
-    def picky(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("not today")
-
-    @picky.register_fake
-    def _(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    with pytest.raises(RuntimeError, match="not today") as caught:
-        picky(spread(torch.ones(4), virtual(2), [Shard(0)]))
-    assert caught.traceback[-1].name == "picky"

@@ -290,6 +290,13 @@ def unclear_errors(calls: Iterator[tuple[str, list[Any], dict[str, Any]]]) -> li
     return found
 
 
+@pytest.fixture
+def full_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames by which an error from inside is known."""
+    monkeypatch.setenv("SHARDWISE_FULL_TRACEBACKS", "1")
+
+
+@pytest.mark.usefixtures("full_tracebacks")
 @pytest.mark.parametrize("seed", range(4))
 def test_bad_arguments_get_clear_errors(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -300,6 +307,7 @@ def test_bad_arguments_get_clear_errors(
     assert unclear_errors((name, *arguments(FUNCTIONS[name], draw)) for name in names) == []
 
 
+@pytest.mark.usefixtures("full_tracebacks")
 @pytest.mark.parametrize("seed", range(4))
 def test_one_bad_argument_gets_a_clear_error(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,6 +318,29 @@ def test_one_bad_argument_gets_a_clear_error(
     draw = random.Random(seed)
     names = [draw.choice(list(RIGHT)) for _ in range(150)]
     assert unclear_errors((name, *nearly_right(name, draw)) for name in names) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tracebacks_end_at_the_line_of_the_call(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(seed)
+    found = []
+    for name in (draw.choice(list(FUNCTIONS)) for _ in range(300)):
+        know = name in RIGHT and draw.random() < 0.5
+        args, kwargs = nearly_right(name, draw) if know else arguments(FUNCTIONS[name], draw)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                FUNCTIONS[name](*args, **kwargs)
+        except sw.errors.ShardwiseError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if frames[-1].filename != __file__:
+                found.append(f"{name}(*{args}, **{kwargs}): {error!r}")
+        except Exception:  # PyTorch's, Python's and the user's own
+            continue
+    assert found == []
 
 
 def test_every_function_has_a_right_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

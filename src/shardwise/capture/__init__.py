@@ -1,5 +1,1 @@
 """Captured steps: a step is recorded below the wrapper and then replayed without it."""
-
-from .captured import Captured, capture
-
-__all__ = ["Captured", "capture"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,8 @@ from .._torch import memory_of, no_garbage_collection, pytree
 from ..comm.events import is_reported
 from ..comm.recording import recorder
 from ..config import current
-from ..errors import CaptureError, need
+from ..errors import CaptureError, need, public
+from ..layout.user_line import warn_user
 from ..report import StepReport, explain_step
 from ..storage.wrapper import Wrapper
 from .agree import all_agree, all_record
@@ -46,6 +46,7 @@ class _Case:
         self.refused = ""
 
 
+@public
 class Captured:
     """A step that is recorded and replayed. Call it as the function that it was made of."""
 
@@ -175,7 +176,7 @@ class Captured:
         """Say something once."""
         if text not in self._told:
             self._told.add(text)
-            warnings.warn(f"{self._name}: {text}.", stacklevel=4)
+            warn_user(f"{self._name}: {text}.")
 
     def _kind(self, value: Any) -> Any:
         """The part of an argument that a graph depends on."""
@@ -298,6 +299,7 @@ def _detached(result: Any) -> Any:
     )
 
 
+@public
 def capture(
     step: Callable[..., Any] | None = None,
     *,

@@ -10,13 +10,12 @@ compared by how they do so.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 
-from ..layout.geometry import contiguous_stride, memory_order
+from ..layout.geometry import contiguous_stride, memory_order, stride_like
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules.pointwise import pointwise
 from .cache import kept, plan_bytes
@@ -30,16 +29,19 @@ _GENERAL = (
     "full_like"
 )
 _NAMES = frozenset(f"aten::{name}" for name in _GENERAL.split(" "))
-_VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::reshape"))
 _Class = tuple[tuple[Any, ...], dict[int, int]]
 
 
-def has_classes(op: Any, family: object, form: Any) -> bool:
+def has_classes(name: str, family: object, form: Any) -> bool:
     """True if decisions of an operator are kept by class."""
-    name = op._schema.name
-    return (name in _NAMES or name in _VIEWS or family is pointwise) and not (
-        form is not None and (form.first or form.always)
-    )
+    if form is not None and (form.first or form.always):
+        return False
+    return name in _NAMES or regroups_dims(name) or family is pointwise
+
+
+def regroups_dims(name: str) -> bool:
+    """True for views that split and merge dims."""
+    return name in ("aten::view", "aten::_unsafe_view", "aten::reshape")
 
 
 def remember(entry: Any, key: tuple[Any, ...], plan: Plan, operands: Sequence[Any]) -> None:
@@ -51,13 +53,17 @@ def remember(entry: Any, key: tuple[Any, ...], plan: Plan, operands: Sequence[An
         return
     sizes = found[1]
     fixed = {1, *_numbers(key)} - {0}
-    outs = []
+    outs: list[tuple[Any, list[int] | None]] = []
     for spec in plan.outs:
-        order = _order(spec.meta)
-        known = all(size in sizes or size in fixed for size in spec.meta.shape)
-        if order is None or not (known or entry.op._schema.name in _VIEWS):
+        order, shape = _order(spec.meta), spec.meta.shape
+        if order is None:
             return
-        outs.append((order, [sizes.get(size, -size) for size in spec.meta.shape]))
+        if entry.regroups_dims:
+            outs.append((order, None))
+        elif all(size in sizes or size in fixed for size in shape):
+            outs.append((order, [sizes.get(size, -size) for size in shape]))
+        else:
+            return
     kept.put(entry.classes, found[0], (plan, outs), plan_bytes(operands))
 
 
@@ -70,21 +76,20 @@ def from_class(entry: Any, key: tuple[Any, ...], specs: Sequence[DTensorSpec]) -
     plan, outs = template
     if plan.default is not None and plan.default is not torch.get_default_dtype():
         return None
-    values = {place: size for size, place in found[1].items()}
+    values = list(found[1])
     made = []
     for spec, (order, places) in zip(plan.outs, outs, strict=True):
-        if entry.op._schema.name in _VIEWS:
+        if places is None:
             shape = _resolved(specs[0].meta.shape, key[1])
         else:
-            shape = tuple([-at if at < 0 else values[at] for at in places])
-        meta = TensorMeta(shape, _dense(shape, order), spec.dtype)
-        made.append(DTensorSpec._intern(spec.topology, spec.placements, meta, None))
+            shape = tuple([-at if at < 0 else values[at - 1] for at in places])
+        made.append(spec.resized(TensorMeta(shape, _dense(shape, order), spec.meta.dtype)))
     return plan.with_sizes(specs, made)  # type: ignore[no-any-return]
 
 
 def _class_of(entry: Any, key: tuple[Any, ...]) -> _Class | None:
     """The class of a call, and where each size first stands; None if it has none."""
-    view = entry.op._schema.name in _VIEWS
+    view = entry.regroups_dims
     if not _passes(entry, [part for part in key if type(part) is DTensorSpec]):
         return None
     sizes: dict[int, int] = {}
@@ -131,27 +136,19 @@ def _numbers(key: tuple[Any, ...]) -> set[int]:
     return found
 
 
-@lru_cache(maxsize=4096)
 def _order(meta: TensorMeta) -> tuple[int, ...] | None:
     """The order of dims in memory of a tensor without gaps; () if contiguous, None if it has
     some."""
     shape, stride, _ = meta
     if stride == contiguous_stride(shape):
         return ()
-    order = tuple(memory_order(stride))
-    return order if _dense(shape, order) == stride else None
+    order = memory_order(stride)
+    return order if stride_like(shape, order) == stride else None
 
 
-@lru_cache(maxsize=4096)
 def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor without gaps whose dims lie in this order, outer first."""
-    if not order:
-        return contiguous_stride(shape)
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        stride[dim] = step
-        step *= shape[dim]
-    return tuple(stride)
+    return stride_like(shape, order) if order else contiguous_stride(shape)
 
 
 def _resolved(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from .._torch import (
 from ..comm.events import planned
 from ..comm.failures import report
 from ..errors import LayoutError, end_at_user_line
+from ..layout.mesh import Topology
 from ..layout.world import World, at_end
 from ..rules import has_fractions
 from ..storage import policy
@@ -131,12 +132,12 @@ def dispatch(
     for name in kwargs:
         key.append(name)
         unusual |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
-    if unusual:
-        mesh = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
-        operands = adopt_all(op, operands, mesh)
-        key.extend([o._spec for o in operands if isinstance(o, Plain)])
-    found = entry.plans.get(tuple(key))
     try:
+        if unusual:
+            mesh = _mesh_of(operands)
+            operands = adopt_all(op, operands, mesh)
+            key.extend([o._spec for o in operands if isinstance(o, Plain)])
+        found = entry.plans.get(tuple(key))
         if unusual or found is None or found.is_watched:
             return _run(entry, found, tuple(key), operands, args, kwargs)
         return found.quick(operands, args, kwargs)  # type: ignore[misc]  # it is not watched
@@ -146,9 +147,14 @@ def dispatch(
             _refuse_reading(op, error)
         else:
             # an error in values is this rank's alone: the others must not wait for it
-            report(error, operands[0]._spec.topology)
+            report(error, _mesh_of(operands))
             end_at_user_line(error)
         raise
+
+
+def _mesh_of(operands: list[Any]) -> Topology:
+    found: Topology = next(o._spec.topology for o in operands if isinstance(o, Wrapper))
+    return found
 
 
 def _run(

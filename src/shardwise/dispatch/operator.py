@@ -14,7 +14,7 @@ from .._torch import OpOverload, is_composite, take_composite
 from ..comm.failures import report
 from ..rules import Call, Registered, family_of, registered
 from ..storage.wrapper import Wrapper
-from .classes import has_classes
+from .classes import has_classes, regroups_dims
 from .lists import is_list_op, list_form
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .views import defer, is_deferred, write_through
@@ -141,8 +141,9 @@ class Operator:
         self.has_views = self.is_view or self.written is not None
         self.reshapes = torch.Tag.inplace_view in op.tags  # what it is given, and writes no element
         # Plans by layout class, see classes.py; None if the operator has no classes.
-        general = user is None and has_classes(op, self.family, self.form)
+        general = user is None and has_classes(op._schema.name, self.family, self.form)
         self.classes: dict[Any, Any] | None = {} if general else None
+        self.regroups_dims = regroups_dims(op._schema.name)
         self.is_list = user is None and self.form is None and is_list_op(op)
         self.list_form = list_form(op, self.outs) if self.is_list else None
         # Some calls of these go another way: see `_run_special` in dispatch.py.

@@ -11,7 +11,7 @@ import torch
 
 from .._torch import current_backward, local_function, new_wrapper, wrapper_arguments
 from ..layout.mesh import Coord, Topology
-from ..layout.spec import DTensorSpec, TensorMeta
+from ..layout.spec import DTensorSpec
 from ..redistribute import redistribute_locals
 from ..rules import Local, Site, Windows
 from ..storage import policy
@@ -310,7 +310,7 @@ class CallPlan(Plan):
         made.__dict__.update(self.__dict__)
         made.outs = tuple(outs)
         made.plain_checked = False
-        made._moves = tuple([(i, _resized(dst, specs[i].meta)) for i, dst in self._moves])
+        made._moves = tuple([(i, dst.resized(specs[i].meta)) for i, dst in self._moves])
         made._orders = self._orders if self._is_sure else None
         if self._local is not None or self._unless is not None or self._rewrites is not None:
             coords = [site.coord for site in self._sites]
@@ -453,9 +453,13 @@ class CallPlan(Plan):
         if self._orders is None:
             self._orders, self.quick = False, self._next_quick
             self.set_watched()
-            every = tensors_in((made,), {})
-            parts = [part for value in every for part in value._locals]  # type: ignore[attr-defined]
-            self._is_sure = all(min(part.shape, default=2) > 1 for part in parts)
+            # A dim of size 1 has no place in the order: other sizes tell more, if it is larger.
+            self._is_sure = all(
+                own > 1 or size == 1
+                for value in tensors_in((made,), {})
+                for part in value._locals  # type: ignore[attr-defined]
+                for own, size in zip(part.shape, value.shape, strict=True)
+            )
         return made
 
     def _collected(self, place: int, results: list[torch.Tensor]) -> Locals:
@@ -471,10 +475,6 @@ class CallPlan(Plan):
         if any(map(is_not, local, new)):
             self._orders = True
         return new
-
-
-def _resized(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
-    return DTensorSpec._intern(spec.topology, spec.placements, meta, None)
 
 
 @cache

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..errors import MeshError
+from ..errors import MeshError, public
 from .placement import Placement
 
 _SECOND = 10**15
 
 
+@public
 @dataclass(frozen=True)
 class Link:
     """The connection of the ranks along an axis: seconds to start a collective, bytes per second.

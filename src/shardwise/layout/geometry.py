@@ -123,7 +123,11 @@ def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, as PyTorch computes them (a size of 0 counts as 1)."""
-    return stride_like(shape, range(len(shape)))
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= size or 1
+    return tuple(stride[::-1])
 
 
 def stride_like(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:

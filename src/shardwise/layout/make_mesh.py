@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from .._torch import is_alone
-from ..errors import MeshError
+from ..errors import MeshError, public
 from .cost import Link, Links, links_of
 from .mesh import (
     AnyMesh,
@@ -38,6 +38,7 @@ def distributed_is_on() -> bool:
     return dist.is_initialized() or all(name in os.environ for name in needed)
 
 
+@public
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],
@@ -93,6 +94,7 @@ def _check_device(device_type: Any) -> None:
         ) from error
 
 
+@public
 def is_virtual(mesh: AnyMesh) -> bool:
     """True if this process plays all ranks of a mesh.
 
@@ -107,6 +109,7 @@ class _DeviceMeshMeta(type):
         return isinstance(instance, VirtualMesh | TorchDeviceMesh)
 
 
+@public
 class DeviceMesh(metaclass=_DeviceMeshMeta):
     """`DeviceMesh(device_type, ranks)` makes a mesh of given ranks, virtual or over processes.
 

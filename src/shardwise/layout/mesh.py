@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from .._torch import entered_torch_mesh, root_mesh, traced_as_constant, without_modes
 from ..config import current, set_meshes
-from ..errors import MeshError
+from ..errors import MeshError, public
 from .cost import Link, Links, links_of
 from .geometry import all_coords, flat_index
 from .placement import Placement
@@ -31,6 +31,7 @@ else:
     _MeshInterface = object
 
 
+@public
 class VirtualMesh(_MeshInterface):
     """A mesh whose ranks all live in this process, with the interface of PyTorch's `DeviceMesh`.
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 from .._torch import traced_as_constant
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _NEAR = {"mean": "avg", "average": "avg", "add": "sum", "mul": "product", "prod": "product"}
@@ -69,6 +69,7 @@ class Placement:
         raise AttributeError(f"{self!r} is immutable: make a new placement instead")
 
 
+@public
 class Replicate(Placement):
     """Every rank of the axis holds the whole tensor.
 
@@ -87,6 +88,7 @@ class Replicate(Placement):
         return "R"
 
 
+@public
 class Shard(Placement):
     """The ranks of the axis hold consecutive pieces of tensor dimension `dim`.
 
@@ -127,6 +129,7 @@ class Shard(Placement):
         return f"S({self.dim})" if self.split == 1 else f"S({self.dim}, split={self.split})"
 
 
+@public
 class Partial(Placement):
     """The value is the `reduce_op` of what the ranks of the axis hold: sum, avg, max, min, product.
 

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..errors import LayoutError, need
+from ..errors import LayoutError, need, public
 from .geometry import Box, Cuts, box_shape, chunk_cuts, flat_index, intervals
 from .make_mesh import described, described_mesh
 from .mesh import AnyMesh, Coord, Topology, topology
@@ -138,6 +138,7 @@ class DTensorSpec:
     _interned: WeakValueDictionary[tuple[Any, ...], DTensorSpec] = WeakValueDictionary()
     _lock = threading.Lock()
 
+    @public
     def __new__(
         cls,
         mesh: AnyMesh | Topology,
@@ -180,6 +181,7 @@ class DTensorSpec:
         return found
 
     @classmethod
+    @public
     def from_dim_map(
         cls,
         mesh: AnyMesh,
@@ -386,6 +388,7 @@ class DTensorSpec:
 
     # --- other layouts of the same tensor ------------------------------------------------------
 
+    @public
     def with_placements(
         self,
         placements: Sequence[Placement],
@@ -397,6 +400,15 @@ class DTensorSpec:
     def with_meta(self, meta: TensorMeta) -> DTensorSpec:
         """Another tensor of the same shape in the same layout: other strides or dtype."""
         return self._intern(self.topology, self.placements, meta, self.cuts)
+
+    def resized(self, meta: TensorMeta) -> DTensorSpec:
+        """A tensor of other sizes in the same layout, which has no cuts and shards no blocks."""
+        made = self._intern(self.topology, self.placements, meta, None)
+        known, new = self.__dict__, made.__dict__
+        for name in _OF_PLACEMENTS:
+            if name in known:
+                new[name] = known[name]
+        return made
 
     def layout_text(self) -> str:
         """The placements, with the cuts of dims that are not cut as `torch.chunk` would."""
@@ -425,6 +437,10 @@ class DTensorSpec:
     def __reduce__(self) -> tuple[Any, ...]:
         meta = None if self.tensor_meta is None else tuple(self.tensor_meta)
         return rebuild_spec, (described(self.topology), self.placements, meta, self.cuts)
+
+
+_OF_PLACEMENTS = ("sums", "dim_axes", "slot_axes", "slots", "groups")
+"""Cached properties that are the same for all sizes, if no axis shards blocks of a dim."""
 
 
 def rebuild_spec(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -72,6 +73,11 @@ def user_line() -> str:
     file, line = user_place()
     text = f"{file}:{line}" if line else "unknown line"
     return f"{text}{in_backward()}"
+
+
+def warn_user(text: str) -> None:
+    """Warn at the user's line."""
+    warnings.warn_explicit(text, UserWarning, *user_place())
 
 
 def in_backward() -> str:

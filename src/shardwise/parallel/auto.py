@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -14,6 +13,7 @@ from torch import nn
 from ..errors import LayoutError
 from ..layout.mesh import Topology
 from ..layout.placement import Placement, Shard
+from ..layout.user_line import warn_user
 from .linear_pairs import block_of, pair_placements
 from .names import common_names, generic_name
 
@@ -168,10 +168,9 @@ def _styles(part: nn.Module, kind: str) -> dict[str, str]:
 def _warn_of_unknown(plan: dict[str, str]) -> None:
     unknown = {key: style for key, style in plan.items() if style not in STYLES}
     if unknown:
-        warnings.warn(
+        warn_user(
             f'shard_module: plan="auto" does not know the styles {unknown}: it leaves these '
-            "parameters replicated.",
-            stacklevel=2,
+            "parameters replicated."
         )
 
 

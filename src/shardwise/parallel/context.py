@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import gcd
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._torch import pytree, swap_contents
-from ..errors import LayoutError, MeshError, need
+from ..errors import LayoutError, MeshError, need, public
 from ..layout.make_mesh import is_virtual
 from ..layout.mesh import AnyMesh, topology, whole_mesh
 from ..layout.placement import Placement, Replicate, Shard
@@ -24,14 +24,14 @@ _BLOCKS = 8
 """Every rank has a part of each block of a sequence: causal work is then even within an eighth."""
 
 
-@contextmanager
+@public
 def context_parallel(
     mesh: AnyMesh,
     *,
     buffers: Sequence[torch.Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: AbstractSet[torch.Tensor] | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Shard tensors along their sequence, in place, while the block runs.
 
     `buffers` are inputs, targets and tables of positions, and `buffer_seq_dims` their dims of the
@@ -56,6 +56,13 @@ def context_parallel(
     dims = _listed("buffer_seq_dims", buffer_seq_dims, int, "a list of dims")
     kept = _listed("no_restore_buffers", no_restore_buffers, torch.Tensor, "a set of tensors")
     _check(mesh, given, dims, kept)
+    return _sharded_inside(mesh, given, dims, kept)
+
+
+@contextmanager
+def _sharded_inside(
+    mesh: AnyMesh, given: list[Any], dims: list[Any], kept: list[Any]
+) -> Iterator[None]:
     sharded = [_sharded(buffer, mesh, dim) for buffer, dim in zip(given, dims, strict=True)]
     pairs = list(zip(given, sharded, strict=True))
     for buffer, other in pairs:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .._torch import untraced
 from ..config import communication
-from ..errors import LayoutError, MeshError, OutOfRangeError, need
+from ..errors import LayoutError, MeshError, OutOfRangeError, need, public
 from ..layout.geometry import Cuts, all_coords, chunk_cuts, flat_index, intervals
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
@@ -31,6 +31,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @untraced
+@public
 def dispatch_tokens(
     tokens: Tensor,
     expert_index: Tensor,
@@ -100,6 +101,7 @@ class Dispatched:
     _ranks: _Ranks | None = None
 
     @untraced
+    @public
     def grouped_mm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Each row times the matrix of its expert, `weight[expert]`, plus `bias[expert]`."""
         self._check("grouped_mm", rows)
@@ -117,6 +119,7 @@ class Dispatched:
         return made + Pick.apply([own], self._served(bias))[0]  # type: ignore[no-any-return]
 
     @untraced
+    @public
     def combine(self, rows: Tensor) -> Tensor:
         """The sum of each token's rows, times their weights, where the token came from."""
         self._check("combine", rows)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError, need
+from ..errors import LayoutError, need, public
 from ..layout.placement import Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from .in_place import Layout, convert_module, distributed_like, listed_optimizers
@@ -16,6 +16,7 @@ from .in_place import Layout, convert_module, distributed_like, listed_optimizer
 M = TypeVar("M", bound=nn.Module)
 
 
+@public
 def follow_layouts(model: M, *, optimizers: Iterable[torch.optim.Optimizer] = ()) -> M:
     """Shard adapters that were added to a sharded model, and whole optimizer state that was loaded.
 

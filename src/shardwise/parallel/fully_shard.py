@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._torch import untraced
-from ..errors import LayoutError, MeshError, need
+from ..errors import LayoutError, MeshError, need, public
 from ..layout.mesh import AnyMesh, Topology, axes_in, topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..layout.spec import checked_placements
@@ -40,6 +40,7 @@ class UnshardHandle:
         self._unit.gather()
 
 
+@public
 class FSDPModule:
     """Mixed into the class of a module by `fully_shard`."""
 
@@ -92,6 +93,7 @@ class FSDPModule:
         )
 
 
+@public
 def fully_shard(
     module: M,
     mesh: AnyMesh | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._torch import pytree
-from ..errors import LayoutError, MeshError, need
+from ..errors import LayoutError, MeshError, need, public
 from ..layout.geometry import all_coords
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Partial, Placement, Replicate
@@ -20,6 +20,7 @@ from ..tensor.per_rank import PerRank, mapped
 Places = Sequence[Placement] | None
 
 
+@public
 def local_map(
     func: Callable[..., Any] | None = None,
     out_placements: Any = None,
@@ -65,7 +66,7 @@ def local_map(
         )
     outs = _one_per_result(out_placements)
     made = _Mapped(func, outs, in_placements, in_grad_placements, device_mesh, redistribute_inputs)
-    return wraps(func)(lambda *args, **kwargs: made(args, kwargs))
+    return public(wraps(func)(lambda *args, **kwargs: made(args, kwargs)))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError, need
+from ..errors import LayoutError, need, public
 from ..storage.operands import state_stamp
 from ..tensor.dtensor import DTensor
 from .in_place import set_device, set_memory
@@ -17,6 +17,7 @@ from .names import common_names
 M = TypeVar("M", bound=nn.Module)
 
 
+@public
 def materialize(model: M, init: Callable[[nn.Module], None] | None = None) -> M:
     """Give parameters and buffers on the meta device memory and first values, in place.
 

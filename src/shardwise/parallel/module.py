@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import LayoutError, need
+from ..errors import ArgumentError, LayoutError, need, public
 from ..layout.mesh import AnyMesh, topology
 from ..tensor.dtensor import DTensor
 from .in_place import Layout, convert_module
@@ -18,6 +18,7 @@ from .saving.pretrained import gather_in_save_pretrained
 M = TypeVar("M", bound=nn.Module)
 
 
+@public
 def distribute_module(
     module: M,
     device_mesh: AnyMesh | None = None,
@@ -84,7 +85,7 @@ def _with_module(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda module, values, mesh: function(values, mesh)
     if count == 3:
         return function
-    raise TypeError(
+    raise ArgumentError(
         f"distribute_module: {what} takes {count} arguments. Write {what}(module, values, mesh), "
         f"or {what}(values, mesh)."
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
 from torch import nn
 
-from ..errors import MeshError, need
+from ..errors import ArgumentError, MeshError, need, public
 from ..layout.mesh import AnyMesh, Topology, topology
+from ..layout.user_line import warn_user
 from .saving.pretrained import gather_in_save_pretrained
 from .style import ParallelStyle
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@public
 def parallelize_module(
     module: M,
     device_mesh: AnyMesh | None = None,
@@ -43,9 +44,7 @@ def parallelize_module(
     need("parallelize_module", module, nn.Module, "a module")
     where = _one_axis(topology(device_mesh))
     if parallelize_plan is None:
-        warnings.warn(
-            "parallelize_module: no parallelize_plan is given, so nothing is done.", stacklevel=2
-        )
+        warn_user("parallelize_module: no parallelize_plan is given, so nothing is done.")
         return module
     pairs: list[tuple[nn.Module, ParallelStyle]] = []
     if isinstance(parallelize_plan, dict):
@@ -80,7 +79,7 @@ def _one_axis(mesh: Topology) -> Topology:
 
 def _check_style(style: Any, where: str) -> None:
     if not isinstance(style, ParallelStyle):
-        raise TypeError(
+        raise ArgumentError(
             f"parallelize_module: the plan {where}is a {type(style).__name__}. Give a "
             "ParallelStyle, such as ColwiseParallel(), or a dict from module names to styles."
         )
@@ -103,9 +102,8 @@ def _warn_of_no_match(module: nn.Module, name: str) -> None:
     )
     parent = ".".join(tokens[:known])
     children = {key for part in _matching(module, parent) for key, _ in part.named_children()}
-    warnings.warn(
+    warn_user(
         f"parallelize_module: no submodule matches {name!r}: "
         f"{parent or 'the module'} has no child {tokens[known]!r}, but "
-        f"{', '.join(sorted(children)) or 'none at all'}.",
-        stacklevel=3,
+        f"{', '.join(sorted(children)) or 'none at all'}."
     )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement, Replicate, Shard
@@ -54,6 +54,7 @@ class Entry:
         return prod(self.spec.largest_shape) * self.spec.dtype.itemsize
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Where each parameter and buffer of a model shall live. `print(plan)` shows a table.
@@ -91,6 +92,7 @@ class Plan:
         return plan_table(self)
 
 
+@public
 def make_plan(model: nn.Module, mesh: AnyMesh, plan: Rules | Plan | str) -> Plan:
     """The plan that `shard_module` would carry out on a model; nothing is changed.
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 from ..layout.mesh import AnyMesh, axes_in, topology
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import keep_partial
@@ -19,6 +19,7 @@ from .saving.pretrained import gather_in_save_pretrained
 M = TypeVar("M", bound=nn.Module)
 
 
+@public
 class ReplicateModule:
     """Mixed into the class of a module by `replicate`."""
 
@@ -30,6 +31,7 @@ class ReplicateModule:
             keep_partial(parameter, not requires_gradient_sync)
 
 
+@public
 def replicate(
     module: M,
     mesh: AnyMesh | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..comm import engine_of
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 from ..layout.mesh import AnyMesh, topology
 from ..tensor.per_rank import is_first_rank
 from .context import check_axis, shard_sequences
@@ -21,6 +21,7 @@ from .saving.pretrained import gather_in_save_pretrained
 M = TypeVar("M", bound=nn.Module)
 
 
+@public
 def shard_module(
     model: M,
     mesh: AnyMesh,

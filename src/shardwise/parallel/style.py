@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError, MeshError, public
 from ..layout.mesh import AnyMesh, Topology, axes_in, topology
 from ..layout.placement import Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
@@ -45,6 +45,7 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
 
+@public
 class ColwiseParallel(ParallelStyle):
     """An `nn.Linear` whose output features, or an `nn.Embedding` whose columns, are sharded.
 
@@ -99,6 +100,7 @@ class ColwiseParallel(ParallelStyle):
         return _surround(self, module, device_mesh, *layouts, self.use_local_output, size)
 
 
+@public
 class RowwiseParallel(ColwiseParallel):
     """An `nn.Linear` whose input features, or an `nn.Embedding` whose rows, are sharded.
 
@@ -121,6 +123,7 @@ class RowwiseParallel(ColwiseParallel):
     _OUTPUT = Replicate()
 
 
+@public
 class SequenceParallel(ParallelStyle):
     """A module with replicated parameters whose input and output are sharded on `sequence_dim`,
     such as `nn.LayerNorm` and `nn.Dropout`.
@@ -143,6 +146,7 @@ class SequenceParallel(ParallelStyle):
         return _surround(self, module, device_mesh, place, place, place, self.use_local_output)
 
 
+@public
 class PrepareModuleInput(ParallelStyle):
     """The layouts of a module's inputs.
 
@@ -206,6 +210,7 @@ class PrepareModuleInput(ParallelStyle):
         return module
 
 
+@public
 class PrepareModuleOutput(ParallelStyle):
     """The layouts of a module's outputs.
 
@@ -252,6 +257,7 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
 
+@public
 class PrepareModuleInputOutput(ParallelStyle):
     """The layouts of a module's inputs and outputs: `PrepareModuleInput`, whose `use_local_output`
     is `use_local_input` here, and `PrepareModuleOutput`.

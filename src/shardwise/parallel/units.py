@@ -17,6 +17,7 @@ from .._torch import (
     pytree,
     untraced,
 )
+from ..errors import public
 from ..layout.mesh import Topology, axes_in
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec
@@ -27,6 +28,7 @@ from ..tensor.autograd import Redistribute
 from ..tensor.gradients import keeps_partial
 
 
+@public
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes in which a unit of `fully_shard` computes; None keeps a dtype.

@@ -11,7 +11,7 @@ from .._torch import autograd_node_name, is_tracing
 from ..comm import engine_of
 from ..comm.recording import unrecorded
 from ..config import RandomMode, current
-from ..errors import CommunicationError, LayoutError
+from ..errors import CommunicationError, LayoutError, public
 from ..layout.make_mesh import from_first_rank
 from ..layout.mesh import AnyMesh, Topology
 from ..storage.plain import digest
@@ -92,6 +92,7 @@ def _state(mesh: Topology, generator: torch.Generator | None) -> torch.Tensor:
     return torch.cat([host, torch.get_device_module(mesh.device_type).get_rng_state().cpu()])
 
 
+@public
 def manual_seed(seed: int, device_mesh: AnyMesh | None = None) -> None:
     """Seed PyTorch's generators, with the first rank's seed on every rank of the mesh.
 

@@ -12,7 +12,7 @@ import torch
 from ..comm.all_to_all import buffer_size
 from ..comm.dtypes import buffer_width, is_plain
 from ..comm.step import Step
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 from ..layout.geometry import all_coords, box_numel
 from ..layout.layout import Layout
 from ..layout.placement import Placement
@@ -86,6 +86,7 @@ def _range(by_rank: dict[int, int]) -> str:
     return f"{most:,}" if least == most else f"{least:,}..{most:,}"
 
 
+@public
 def explain_redistribute(
     src: Any, dst: Any = None, placements: Sequence[Placement] | None = None
 ) -> Explanation:
@@ -114,6 +115,10 @@ def explain_redistribute(
         b = _spec_of("dst", dst)
     else:
         b = DTensorSpec(a.topology if dst is None else dst, placements, a.meta)
+    if a.shape != b.shape:
+        raise LayoutError(
+            f"explain_redistribute: the shape stays as it is, but src is {a} and dst is {b}."
+        )
     return Explanation(a, b, tuple(_costs(steps_between(a, b), a.dtype)) if a is not b else ())
 
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from ..dispatch.decide import Decision
-from ..errors import LayoutError, RuleError
+from ..errors import LayoutError, RuleError, public
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..rules import Call, Local, Registered, Site
 from .helpers import redistribute_cost
@@ -33,6 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Decided = tuple[Decision, Local | None]
 
 
+@public
 def register_prop_rule(op: Any, schema_info: RuntimeSchemaInfo | None = None) -> Callable[[F], F]:
     """Give operators a rule from the operands' specs to the results'.
 
@@ -63,6 +64,7 @@ def register_prop_rule(op: Any, schema_info: RuntimeSchemaInfo | None = None) ->
     return register
 
 
+@public
 def register_op_strategy(op: Any, schema_info: RuntimeSchemaInfo | None = None) -> Callable[[F], F]:
     """Give operators a function that lists the layouts they may run in, for all axes at once.
 

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ..errors import RuleError, need
+from ..errors import ArgumentError, RuleError, need, public
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -16,9 +16,14 @@ def checked(function: Function) -> Function:
     """A function that raises if an argument is not of its annotated type."""
     bind, hints = signature(function).bind, get_type_hints(function)
 
+    @public
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        for argument, value in bind(*args, **kwargs).arguments.items():
+        try:
+            given = bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise ArgumentError(f"{function.__name__}: {error}.") from None
+        for argument, value in given.items():
             _check(f"{function.__name__}: {argument}", value, hints[argument])
         return function(*args, **kwargs)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from .._torch import OpOverload
 from ..dispatch.decide import Decision
-from ..errors import RuleError, need
+from ..errors import RuleError, need, public
 from ..layout.placement import Partial
 from ..rules import Call, Dims, Family, Local, Registered, Rule, Scaled, notation, parse
 from .operators import check_shapes, overloads, put
 
 
+@public
 def register_rule(
     op: Any,
     rule: str | Family,

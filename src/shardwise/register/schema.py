@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from ..errors import RuleError
+from ..errors import RuleError, public
 from ..layout.mesh import AnyMesh
 from ..layout.spec import DTensorSpec
 
@@ -34,6 +34,7 @@ class RuntimeSchemaInfo:
     needs_pytree: bool = False
 
 
+@public
 @dataclass
 class OpSpec:
     """One way to run an operator: the layouts of its results and of its operands."""
@@ -67,6 +68,7 @@ class StrategyType:
     """The base class of what stands for a tensor, or a list of tensors, in a strategy's schema."""
 
 
+@public
 class OpStrategy(StrategyType):
     """The ways to run an operator; for an operand the one layout that it has."""
 
@@ -93,6 +95,7 @@ class OpStrategy(StrategyType):
         return f"OpStrategy[{', '.join(map(str, self.strategies))}]"
 
 
+@public
 class TupleStrategy(StrategyType):
     """The strategy of a list of tensors; `childs` is PyTorch's earlier name of `children`."""
 
@@ -100,6 +103,7 @@ class TupleStrategy(StrategyType):
         self.children = self.childs = children
 
 
+@public
 @dataclass
 class OpSchema:
     """A call: its operator, and its arguments with tensors replaced by specs or strategies."""
@@ -159,6 +163,7 @@ class OpSchema:
         self.args_schema, self.kwargs_schema = whole.args_schema, whole.kwargs_schema
 
 
+@public
 @dataclass
 class OutputSharding:
     """The result of a propagation rule.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .._torch import OpOverload
-from ..errors import RuleError
+from ..errors import RuleError, public
 from ..layout.mesh import AnyMesh
 from ..layout.placement import Placement
 from .adapters import register_op_strategy
@@ -19,6 +19,7 @@ from .schema import OpSchema, OpStrategy, TupleStrategy
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@public
 def register_sharding(op: Any) -> Callable[[F], F]:
     """Give an operator, or each of a list, the layouts that it may run in on one mesh axis.
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 from ..tools.explain import explain_call
 from .recorder import Recorder
 from .step_report import StepReport, report_of
 
 
+@public
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """How one operator of PyTorch runs, or what a function of yours, or a module, does.
 

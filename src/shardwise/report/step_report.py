@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._torch import memory_of
-from ..errors import LayoutError, need
+from ..errors import LayoutError, need, public
 from ..storage.wrapper import Wrapper
 from ..tools.causes import Cause
 from ..tools.collectives import By, Collective, totals
@@ -62,6 +62,7 @@ class Memory:
     """Who holds the memory at the peak: operator, line and module that made it."""
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class StepReport:
     """The report of a step. `print` shows it, `write_html` makes a page of it.

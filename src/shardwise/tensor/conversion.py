@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from math import prod
@@ -14,7 +13,7 @@ from .._torch import PARAMETER, called_in_graph, is_tracing, untraced
 from ..comm import engine_of
 from ..comm.dtypes import as_bytes
 from ..comm.process import broadcast_from
-from ..errors import LayoutError, MeshError, need
+from ..errors import LayoutError, MeshError, need, public
 from ..layout.geometry import memory_order, stride_like
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..layout.placement import Placement, Replicate, Shard
@@ -25,6 +24,7 @@ from ..layout.spec import (
     checked_placements,
     default_placements,
 )
+from ..layout.user_line import warn_user
 from ..redistribute import ordered
 from ..storage import policy
 from ..storage.operands import in_layout
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 @untraced
+@public
 def to_local(tensor: DTensor, *, grad_placements: Placements | None = None) -> Any:
     """The local tensor of this rank; in a virtual mesh a `PerRank` with that of every rank.
 
@@ -125,14 +126,14 @@ def _refuse_slots(what: str, spec: DTensorSpec, grad_spec: DTensorSpec) -> None:
 @cache
 def _warn_of_equal_gradients() -> None:
     """Warn once in a process."""
-    warnings.warn(
+    warn_user(
         "to_local() of a replicated DTensor that requires grad: the gradient of its local tensor "
         "is taken to be equal on all ranks. If each rank computes a part of it, say so with "
-        "grad_placements=[Partial()]. This is said once.",
-        stacklevel=3,
+        "grad_placements=[Partial()]. This is said once."
     )
 
 
+@public
 @called_in_graph
 def from_local(
     local_tensor: torch.Tensor | PerRank,
@@ -332,6 +333,7 @@ def _same_replicas(spec: DTensorSpec, parts: tuple[torch.Tensor, ...]) -> tuple[
 
 
 @untraced
+@public
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: AnyMesh | None = None,

@@ -10,7 +10,7 @@ import torch
 from .._torch import disabled_torch_function, take_lists, take_operators, untraced
 from ..dispatch.dispatch import dispatch
 from ..dispatch.views import DeferredView
-from ..errors import LayoutError, MeshError, need
+from ..errors import ArgumentError, LayoutError, MeshError, need, public
 from ..layout.mesh import AnyMesh, Topology, topology
 from ..layout.placement import Placement
 from ..layout.spec import DTensorSpec, Placements, checked_placements, default_placements
@@ -32,6 +32,7 @@ from .saving import plain_attributes, saved
 def _without_memory(name: str, more: str) -> Any:
     """A method that raises: PyTorch's own would use memory that a DTensor does not have."""
 
+    @public
     def method(self: DTensor, *_: Any, **__: Any) -> Any:
         raise LayoutError(
             f"{name}: a DTensor {self._spec!r} has no memory of its own. Use to_local(), the "
@@ -59,8 +60,9 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     # PyTorch looks this up for each argument, and finds it soonest here.
     __torch_function__ = disabled_torch_function
 
+    @public
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
-        raise TypeError(
+        raise ArgumentError(
             "DTensor() cannot be called. Use distribute_tensor(tensor, mesh, placements) for a "
             "whole tensor or DTensor.from_local(local, mesh, placements) for the parts."
         )
@@ -92,6 +94,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     to_local = to_local
 
     @untraced
+    @public
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, on every rank.
 
@@ -104,6 +107,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         return whole_local(whole, grad_placements)
 
     @untraced
+    @public
     def redistribute(
         self,
         device_mesh: AnyMesh | None = None,
@@ -146,11 +150,13 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     # --- values ------------------------------------------------------------------------------
 
     @untraced
+    @public
     def tolist(self) -> Any:
         """The global value as nested lists."""
         return self.full_tensor().tolist()
 
     @untraced
+    @public
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as a read-only NumPy array: writes would not reach the tensor."""
         array = self.full_tensor().numpy(force=force)
@@ -174,6 +180,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     )
     apply_ = _without_memory("apply_", " Or x.copy_(x.full_tensor().clone().apply_(f)).")
 
+    @public
     def new_tensor(self, *args: Any, **options: Any) -> torch.Tensor:
         """A plain tensor of given data, of this tensor's dtype and device if no other is given."""
         # PyTorch's own looks for the backend among the dispatch keys, and finds that of DTensors.
@@ -184,6 +191,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         like: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         return like.new(*args, **options)
 
+    @public
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> DTensor:
         """PyTorch's own uses the offset in memory, which a view of a DTensor does not have."""
         if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):
@@ -205,6 +213,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
     as_strided_ = in_place(as_strided)
 
     @untraced
+    @public
     def __format__(self, spec: str) -> str:
         if self.ndim == 0:
             return format(self.item(), spec)
@@ -246,6 +255,7 @@ class DTensor(CompileProtocol, CheckpointProtocol, Wrapper):
         return autograd_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
+    @public
     def data(self, value: torch.Tensor) -> None:
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             value = laid_out_like(value, self._spec)
@@ -327,6 +337,7 @@ def _need_dtensor(what: str, value: object) -> None:
         )
 
 
+@public
 def redistribute(
     tensor: DTensor,
     device_mesh: AnyMesh | None = None,
@@ -346,6 +357,7 @@ def redistribute(
 
 
 @untraced
+@public
 def redistribute_all(
     tensors: Sequence[DTensor],
     placements: Placements | Sequence[Placements],

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import torch
 
-from ..errors import LayoutError, need
+from ..errors import ArgumentError, LayoutError, need, public
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.spec import (
@@ -47,7 +47,7 @@ def _check_names(where: _Where) -> None:
     known = _Where.__annotations__
     for name in where:
         if name not in known:
-            raise TypeError(
+            raise ArgumentError(
                 f"unexpected keyword argument {name!r}: a factory takes {', '.join(known)}."
             )
 
@@ -71,6 +71,7 @@ def _made(
     return made.requires_grad_(where.get("requires_grad", False))
 
 
+@public
 def zeros(*size: Any, **where: Unpack[_Where]) -> DTensor:
     """Zeros on a mesh; each rank makes only what it holds.
 
@@ -84,6 +85,7 @@ def zeros(*size: Any, **where: Unpack[_Where]) -> DTensor:
     return _made("zeros", _sizes(size), where, _local(torch.zeros))
 
 
+@public
 def ones(*size: Any, **where: Unpack[_Where]) -> DTensor:
     """Ones on a mesh; each rank makes only what it holds."""
     return _made("ones", _sizes(size), where, _local(torch.ones))
@@ -99,6 +101,7 @@ def _local(make: Callable[..., torch.Tensor]) -> Callable[[DTensorSpec], Locals]
     return fill
 
 
+@public
 def full(size: Sequence[int], fill_value: Any, **where: Unpack[_Where]) -> DTensor:
     """One value everywhere, on a mesh; the dtype is the value's, as in `torch.full`.
 
@@ -110,6 +113,7 @@ def full(size: Sequence[int], fill_value: Any, **where: Unpack[_Where]) -> DTens
     return _made("full", _sizes((size,)), where, _local(partial(torch.full, fill_value=fill_value)))
 
 
+@public
 def empty(*size: Any, **where: Unpack[_Where]) -> DTensor:
     """Uninitialized memory on a mesh."""
     return _made("empty", _sizes(size), where, _local(torch.empty))
@@ -124,6 +128,7 @@ def _random(
     return made.requires_grad_(requires_grad)
 
 
+@public
 def rand(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Uniform random numbers on a mesh: those of `torch.rand` with the same seed, in any layout.
 
@@ -136,11 +141,13 @@ def rand(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DT
     return _random("uniform_", (), _sizes(size), generator, where)
 
 
+@public
 def randn(*size: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Normal random numbers on a mesh: those of `torch.randn` with the same seed, in any layout."""
     return _random("normal_", (), _sizes(size), generator, where)
 
 
+@public
 def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """Random integers on a mesh: `randint(high, size)` or `randint(low, high, size)`.
 
@@ -162,6 +169,7 @@ def randint(*bounds: Any, generator: Generator = None, **where: Unpack[_Where]) 
     return _random("random_", (low, high), _sizes((size,)), generator, where)
 
 
+@public
 def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) -> DTensor:
     """The numbers below `n` in random order, on a mesh.
 
@@ -174,6 +182,7 @@ def randperm(n: int, *, generator: Generator = None, **where: Unpack[_Where]) ->
     return _made("randperm", (n,), where, lambda spec: permuted(spec, generator))
 
 
+@public
 def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) -> DTensor:
     """Numbers in steps, on a mesh: those of `torch.arange`, of which each rank keeps its part.
 
@@ -186,6 +195,7 @@ def arange(start: Any, end: Any = None, step: Any = 1, **where: Unpack[_Where]) 
     return _kept(where, torch.arange, first, last, step)
 
 
+@public
 def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTensor:
     """Numbers at equal distances, on a mesh: those of `torch.linspace`.
 
@@ -197,6 +207,7 @@ def linspace(start: Any, end: Any, steps: int, **where: Unpack[_Where]) -> DTens
     return _kept(where, torch.linspace, start, end, steps)
 
 
+@public
 def logspace(
     start: Any, end: Any, steps: int, base: float = 10.0, **where: Unpack[_Where]
 ) -> DTensor:
@@ -213,6 +224,7 @@ def _kept(where: _Where, make: Callable[..., torch.Tensor], *args: Any) -> DTens
     return made.requires_grad_(where.get("requires_grad", False))
 
 
+@public
 def eye(n: int, m: int | None = None, **where: Unpack[_Where]) -> DTensor:
     """Ones on the diagonal, on a mesh; each rank makes only what it holds.
 

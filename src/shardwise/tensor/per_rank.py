@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ..errors import LayoutError, MeshError, need
+from ..errors import LayoutError, MeshError, need, public
 from ..layout.geometry import flat_index
 from ..layout.mesh import AnyMesh, Coord, Topology, topology
 from ..storage.wrapper import Wrapper
 
 
+@public
 class PerRank:
     """One value per rank of a virtual mesh; calls map over the ranks.
 
@@ -161,7 +162,7 @@ def _operator(name: str) -> Callable[..., Any]:
         return mapped(lambda part, *rest: getattr(part, name)(*rest), self, *args)
 
     method.__name__ = name
-    return method
+    return public(method)
 
 
 _OPERATORS = (
@@ -173,6 +174,7 @@ for _name in _OPERATORS.split():
 PerRank.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
+@public
 def per_rank(device_mesh: AnyMesh, fn: Callable[[Coord], Any]) -> Any:
     """A value that differs by rank: `fn(coordinate)` for this rank, or for every rank if virtual.
 
@@ -192,6 +194,7 @@ def per_rank(device_mesh: AnyMesh, fn: Callable[[Coord], Any]) -> Any:
     return PerRank(mesh, axes, [fn(coord) for coord in mesh.coords_here(axes)])
 
 
+@public
 def is_first_rank() -> bool:
     """True if this process should print: on the first rank, and in a single process.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from ..errors import LayoutError
 from ..layout.mesh import Coord
 from ..layout.placement import Partial, Replicate, Shard
 from ..layout.spec import DTensorSpec, rebuild_spec
-from ..layout.user_line import user_place
+from ..layout.user_line import warn_user
 from ..storage.wrapper import Wrapper, wrap
 
 _OWN = [
@@ -57,14 +56,10 @@ def saved(tensor: Wrapper) -> tuple[Any, ...]:
 @cache
 def _warn_of_parts() -> None:
     """Warn once in a process: one file of the first rank would not have the whole tensor."""
-    file, line = user_place()
-    warnings.warn_explicit(
+    warn_user(
         "torch.save and pickle write the part of a sharded DTensor that this rank holds. Every "
         "rank must save a file of its own; for one file with whole tensors save "
-        "shardwise.full_state_dict(state), which all ranks call. This is said once.",
-        UserWarning,
-        file,
-        line,
+        "shardwise.full_state_dict(state), which all ranks call. This is said once."
     )
 
 

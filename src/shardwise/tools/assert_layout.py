@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 from ..layout.spec import Placements, checked_placements
 from ..storage.wrapper import Wrapper
 
 
+@public
 def assert_layout(tensor: torch.Tensor | None, placements: Placements) -> None:
     """Raise a LayoutError unless a DTensor has these placements. Nothing is communicated.
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from ..comm.events import Communication, listen, unlisten
-from ..errors import need
+from ..errors import need, public
 from ..layout.placement import Placement
 from ..tensor.dtensor import DTensor
 from .causes import Causes
@@ -38,6 +38,7 @@ class Counts(dict[Any, int]):
         return self.get(_NAMES.get(name, name), 0)
 
 
+@public
 class CommDebugMode:
     """A context manager that counts collectives; entering it again starts from zero.
 

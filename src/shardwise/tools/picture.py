@@ -7,7 +7,7 @@ from importlib import import_module
 
 import torch
 
-from ..errors import LayoutError
+from ..errors import LayoutError, public
 from ..layout.picture import as_html, as_text, panels
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import Wrapper
@@ -26,6 +26,7 @@ class Picture(str):
         return as_html(panels(self._spec))
 
 
+@public
 def picture(tensor: torch.Tensor | DTensorSpec) -> Picture:
     """A drawing of a tensor's layout: each shard with the ranks that hold it.
 
@@ -60,6 +61,7 @@ def picture(tensor: torch.Tensor | DTensorSpec) -> Picture:
     return made
 
 
+@public
 def visualize_sharding(
     dtensor: torch.Tensor | DTensorSpec, header: str = "", use_rich: bool = False
 ) -> None:

@@ -21,7 +21,7 @@ from ..dispatch.infer import infer
 from ..dispatch.operator import Operator
 from ..dispatch.plans import CallPlan, filled, tensors_in
 from ..dispatch.random_ops import is_random, is_without_dropout
-from ..errors import LayoutError, RuleError, need
+from ..errors import LayoutError, RuleError, need, public
 from ..layout.geometry import Cuts, chunk_cuts
 from ..layout.mesh import Topology, VirtualMesh, topology
 from ..layout.placement import Partial, Placement
@@ -75,6 +75,7 @@ class Report:
         return "\n".join(lines)
 
 
+@public
 def verify(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> Report:
     """Check every row of the rule of `op` for a call with plain tensors, on axes of `ranks` ranks.
 

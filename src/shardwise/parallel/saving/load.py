@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, public
 from ...tensor.checkpoint import chunks, local_part
 from ...tensor.dtensor import DTensor
 from ..in_place import set_device
@@ -27,6 +27,7 @@ _PARTLY = "Some tensors may have been loaded: load again before you go on."
 _SHOWN = 5  # names of a problem
 
 
+@public
 def load_safetensors(
     model: Any, paths: str | Path | Iterable[str | Path], *, strict: bool = True
 ) -> None:
@@ -47,6 +48,7 @@ def load_safetensors(
         _read(wanted)
 
 
+@public
 def load_checkpoint(state: dict[str, Any], folder: str | Path) -> None:
     """Load what `save_checkpoint` has written into the same kind of dict, in place.
 

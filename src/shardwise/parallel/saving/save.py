@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...dispatch.views import DeferredView
-from ...errors import CheckpointError, need
+from ...errors import CheckpointError, need, public
 from ...layout.geometry import flat_index
 from ...layout.spec import DTensorSpec
 from ...storage.operands import in_layout
@@ -36,6 +36,7 @@ Part = tuple[Sequence[int], torch.Tensor]
 """Where a box of a tensor starts, and its values."""
 
 
+@public
 def save_checkpoint(state: Mapping[str, Any], folder: str | Path) -> None:
     """Save a dict of models, optimizers, tensors and other values, in `checkpoint.safetensors`
     (above 5 GB in several files with an index).
@@ -65,6 +66,7 @@ def save_checkpoint(state: Mapping[str, Any], folder: str | Path) -> None:
     _save("save_checkpoint", "checkpoint", state, Path(folder), _FILE)
 
 
+@public
 def save_safetensors(model: Any, folder: str | Path, *, max_file_size: int = _FILE) -> None:
     """Save a model, or a dict of tensors, as the `model.safetensors` that other programs read.
 

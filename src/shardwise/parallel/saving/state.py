@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, public
 from ...tensor.dtensor import DTensor
 from ...tensor.per_rank import is_first_rank
 
 
+@public
 def full_state_dict(*states: Any, first_rank_only: bool = False) -> Any:
     """The state of a model, an optimizer or a nested dict with whole plain tensors, on the CPU.
 
