@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from .._torch import OpOverload, decomposition, run_composite
 from ..errors import LayoutError, MeshError, RuleError
+from ..layout.cost import debt
 from ..layout.mesh import Topology
 from ..layout.spec import DTensorSpec, TensorMeta, default_placements
 from ..redistribute import steps_between
@@ -245,7 +247,10 @@ def _by_rule(
     except Unknown as unknown:
         if any(spec.groups is not None for spec in specs):
             return _in_pieces(entry)
-        if entry.form is not None and entry.form.serves(_call(entry, specs, args, kwargs)):
+        if (
+            entry.form is not None
+            and entry.form.cost(_call(entry, specs, args, kwargs)) is not None
+        ):
             return FormPlan(entry.op, entry.form.run)
         if entry.user is None:
             return _without_rule(entry)
@@ -261,7 +266,7 @@ def _by_rule(
     call = _call(entry, specs, args, kwargs, metas, structure)
     decision, local = _decided(entry, call, written)
     form = entry.form
-    if form is not None and _is_taken(form, call, decision):
+    if form is not None and _is_cheaper(form, call, decision):
         if call.laid != call.specs and not form.blocks:
             return _in_pieces(entry)
         run = form.run
@@ -286,14 +291,37 @@ def _call(
     return Call(entry.op, *given, specs=specs, results=metas, structure=structure)
 
 
-def _is_taken(form: Form, call: Call, decision: Decision) -> bool:
-    """True if a form runs in place of a row.
+def _is_cheaper(form: Form, call: Call, decision: Decision) -> bool:
+    """True if the form applies to the call and costs less than moving the operands to fit a row.
 
     A form that is not `first` gives way to a row that needs only local slices.
     """
     pairs = list(zip(call.laid, decision.inputs, strict=True))
     free = all(step.kind == "slice" for src, dst in pairs for step in steps_between(src, dst))
-    return (form.first or not free) and form.serves(call)
+    if free and not form.first:
+        return False
+    received = form.cost(call)
+    if not received:
+        return received is not None
+    links = call.specs[0].topology.links
+    price = sum(max(link.price(nbytes) for link in links) for nbytes in received)
+    return price < _row_price(call, decision)
+
+
+def _row_price(call: Call, decision: Decision) -> int:
+    """The price of moving operands to fit a row, and of reducing results that are left Partial."""
+    mesh = call.specs[0].topology
+    pairs = zip(call.laid, decision.inputs, strict=True)
+    price = sum(
+        step.price(src.dtype.itemsize) for src, dst in pairs for step in steps_between(src, dst)
+    )
+    for out in decision.outputs:
+        nbytes = prod(out.largest_shape) * out.dtype.itemsize
+        for axis in out.sums:
+            if not any(spec.placements[axis].is_partial() for spec in call.laid):
+                price += debt(True, mesh.shape[axis], nbytes, mesh.links[axis])
+                nbytes //= mesh.shape[axis]  # the next axis reduces a share of it
+    return price
 
 
 def _decided(entry: Operator, call: Call, written: int | None) -> tuple[Decision, dict[str, Any]]:

@@ -19,21 +19,29 @@ from .lists import is_list_op, list_form
 from .plans import CallPlan, FormPlan, Plan, tensors_in
 from .views import defer, is_deferred, write_through
 
+Cost = Callable[[Call], Sequence[int] | None]
+
 
 @dataclass(frozen=True)
 class Form:
     """A function of DTensors that runs instead of an operator.
 
-    With `always` it runs for every call, else for those that it `serves`. A row that needs nothing
-    but local slices wins, unless the form is `first`. With `blocks` it works for dims sharded with
-    `Shard(split=)`.
+    With `always` it runs for every call. Otherwise it competes with the rule of the operator. A row
+    that needs nothing but local slices wins, unless the form is `first`. Else `cost` decides. It
+    returns
+
+    - the bytes that a rank receives in each collective of the form: the cheaper of the two runs;
+    - () for a form that wins whatever the row costs;
+    - None for a call that the form does not serve.
+
+    With `blocks` it works for dims sharded with `Shard(split=)`.
     """
 
     run: Callable[..., Any]
     always: bool = False
     blocks: bool = False
     first: bool = False
-    serves: Callable[[Call], bool] = lambda call: True
+    cost: Cost = lambda call: ()
 
 
 FORMS: dict[str, Form] = {}
@@ -44,13 +52,13 @@ def register_form(
     always: bool = False,
     blocks: bool = False,
     first: bool = False,
-    serves: Callable[[Call], bool] = lambda call: True,
+    cost: Cost = lambda call: (),
 ) -> Callable[[Any], Any]:
     """Register a distributed form of operators, by name or name and overload."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            FORMS[name] = Form(run, always, blocks, first, serves)
+            FORMS[name] = Form(run, always, blocks, first, cost)
         return run
 
     return register

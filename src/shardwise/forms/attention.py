@@ -137,12 +137,12 @@ def _way(
     return specs, None if rings else heads
 
 
-def _serves(call: Call) -> bool:
-    """True if the call can be served so that no rank has all keys."""
+def _cost(call: Call) -> tuple[()] | None:
+    """() if the call can be served so that no rank has all keys: then it is."""
     names = zip(call.operand_names, call.laid, strict=True)
     given = tuple((name, spec) for name, spec in names if name in _OPERANDS)
     masked = call.get("attn_mask") is not None
-    return _way(given, call.get("is_causal"), masked) is not None
+    return None if _way(given, call.get("is_causal"), masked) is None else ()
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = {name: as_dtensor(x, where) for name, x in given.items() if name in _OPERANDS}
     now = tuple((name, x._spec) for name, x in tensors.items())
     found = _way(now, given["is_causal"], given["attn_mask"] is not None)
-    assert found is not None  # else it does not serve the call
+    assert found is not None  # else its cost is None
     specs, others = found
     if others is None and is_tracing():
         # In a ring ranks do different work between collectives that do not depend on each other:
@@ -185,4 +185,4 @@ def _moved(op: Any, tensors: Sequence[Any], specs: Sequence[DTensorSpec]) -> tup
 for _name in ("", "_backward"):
     _name = "_scaled_dot_product_flash_attention_for_cpu" + _name
     _form = partial(_run, getattr(torch.ops.aten, _name).default)
-    register_form(_name, serves=_serves, blocks=True)(_form)
+    register_form(_name, cost=_cost, blocks=True)(_form)

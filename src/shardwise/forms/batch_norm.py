@@ -35,11 +35,11 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
     return None if value is None else value.to(dtype)
 
 
-def _trains(call: Call) -> bool:
-    return bool(call.get("training", call.get("train")))
+def _if_training(call: Call) -> tuple[()] | None:
+    return () if call.get("training", call.get("train")) else None
 
 
-@register_form("_native_batch_norm_legit_functional", serves=_trains)
+@register_form("_native_batch_norm_legit_functional", cost=_if_training)
 def batch_norm_functional(
     x: Any,
     weight: Any,
@@ -65,7 +65,7 @@ def batch_norm_functional(
     return tuple(made)
 
 
-@register_form("_native_batch_norm_legit.no_stats", serves=_trains)
+@register_form("_native_batch_norm_legit.no_stats", cost=_if_training)
 def batch_norm_alone(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
     """As `batch_norm_functional`, without running statistics."""
     return batch_norm_functional(x, weight, bias, None, None, *options)
@@ -99,7 +99,7 @@ def batch_norm_no_update(x: Any, *args: Any) -> Any:
     return *batch_norm(x, *args[:-2], False, *args[-2:]), reserve
 
 
-@register_form("native_batch_norm_backward", serves=_trains)
+@register_form("native_batch_norm_backward", cost=_if_training)
 def batch_norm_backward(
     grad: Any,
     x: Any,

@@ -14,8 +14,8 @@ aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def _is_mean(call: Call) -> bool:
-    return bool(call.get("reduction") == _MEAN)
+def _if_mean(call: Call) -> tuple[()] | None:
+    return () if call.get("reduction") == _MEAN else None
 
 
 def _mean_nll(
@@ -31,4 +31,4 @@ def _mean_nll(
 
 for _op in (aten.nll_loss_forward, aten.nll_loss2d_forward):
     _name = _op.default._schema.name.removeprefix("aten::")
-    register_form(_name, serves=_is_mean, blocks=True)(partial(_mean_nll, _op.default))
+    register_form(_name, cost=_if_mean, blocks=True)(partial(_mean_nll, _op.default))

@@ -11,7 +11,7 @@ import torch
 
 from .._torch import OpOverload, decomposition
 from ..dispatch.operator import register_form
-from ..rules import Call, has_fractions
+from ..rules import Call
 from ..rules.reductions import reduced_dims
 from ..storage.ragged import move_to, reduce_partial
 from ..storage.wrapper import Wrapper
@@ -37,10 +37,12 @@ def in_full(x: Any) -> Any:
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _is_cut(call: Call, operand: int, dims: Sequence[int]) -> bool:
-    """True if an operand is sharded along one of `dims`, and has elements."""
+def _if_cut(call: Call, operand: int, dims: Sequence[int]) -> tuple[()] | None:
+    """The cost of a form for an operand that is sharded along one of `dims`, and has elements."""
     spec = call.specs[operand]
-    return bool(spec.ndim) and 0 not in spec.shape and any(spec.dim_axes[dim] for dim in dims)
+    if not spec.ndim or 0 in spec.shape or not any(spec.dim_axes[dim] for dim in dims):
+        return None
+    return ()
 
 
 def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]]) -> None:
@@ -54,11 +56,13 @@ def _decompose(op: OpOverload, like: int, dims: Callable[[Call], Sequence[int]])
         made = decomposed(*given, **kwargs)
         return tuple(made) if isinstance(made, tuple) else made  # some are named tuples
 
-    def serves(call: Call) -> bool:  # kernels refuse integers
-        return has_fractions(call.specs[like].dtype) and _is_cut(call, like, dims(call))
+    def cost(call: Call) -> tuple[()] | None:
+        kind = call.specs[like].dtype
+        floats = kind.is_floating_point or kind.is_complex  # kernels refuse integers
+        return _if_cut(call, like, dims(call)) if floats else None
 
     name = f"{op._schema.name.removeprefix('aten::')}.{op._overloadname or 'default'}"
-    register_form(name, serves=serves, blocks=True)(run)
+    register_form(name, cost=cost, blocks=True)(run)
 
 
 def _prepared(value: Any, x: Any) -> Any:
@@ -115,24 +119,24 @@ def moments(x: Any, dims: Sequence[int], correction: Any = 1, keepdim: bool = Fa
     return var, mean if keepdim else mean.sum(dims)
 
 
-def _reduces_shards(call: Call) -> bool:
-    return _is_cut(call, 0, reduced_dims(call))
+def _reduces_shards(call: Call) -> tuple[()] | None:
+    return _if_cut(call, 0, reduced_dims(call))
 
 
-@register_form("var_mean.correction", serves=_reduces_shards, blocks=True)
+@register_form("var_mean.correction", cost=_reduces_shards, blocks=True)
 def var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance and mean."""
     dims = [d % x.ndim for d in dim] if dim else list(range(x.ndim))
     return moments(in_full(x), dims, 1 if correction is None else correction, keepdim)
 
 
-@register_form("var_mean.dim", serves=_reduces_shards, blocks=True)
+@register_form("var_mean.dim", cost=_reduces_shards, blocks=True)
 def var_mean_unbiased(x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
     """As `var_mean`; the decompositions of norms call this overload."""
     return var_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
-@register_form("var.correction", serves=_reduces_shards, blocks=True)
+@register_form("var.correction", cost=_reduces_shards, blocks=True)
 def var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """Variance."""
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]

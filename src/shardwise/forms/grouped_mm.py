@@ -33,17 +33,17 @@ Way = tuple[Placement, Placement, Placement]
 _R, _P = Replicate(), Partial()
 
 
-def _serves(call: Call) -> bool:
-    """True for sharded experts, and for sharded rows that are summed over."""
+def _cost(call: Call) -> tuple[()] | None:
+    """The form serves sharded experts, and sharded rows that are summed over."""
     a, b = call.specs[:2]
     if call.get("offs") is None or call.get("bias") is not None:
-        return False
+        return None
     if a.ndim == b.ndim == 2:
-        return bool(a.dim_axes[1] or b.dim_axes[0])
-    return b.ndim == 3 and bool(b.dim_axes[0])
+        return () if a.dim_axes[1] or b.dim_axes[0] else None
+    return () if b.ndim == 3 and b.dim_axes[0] else None
 
 
-@register_form("_grouped_mm", first=True, blocks=True, serves=_serves)
+@register_form("_grouped_mm", first=True, blocks=True, cost=_cost)
 def grouped_mm(a: Any, b: Any, offs: Any, bias: None = None, out_dtype: Any = None) -> Any:
     """A product for each group of rows, on the rank that owns the group's matrix."""
     mesh = mesh_of(OP, [a, b, offs])

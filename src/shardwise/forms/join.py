@@ -25,13 +25,13 @@ from ..storage.wrapper import Wrapper, wrap
 aten = torch.ops.aten
 
 
-def _serves(call: Call) -> bool:
+def _cost(call: Call) -> tuple[()] | None:
     ndim = len(call.results[0].shape)
     dim = call.get("dim", 0) % ndim
-    return any(s.ndim == ndim and bool(s.dim_axes[dim]) for s in call.specs)
+    return () if any(s.ndim == ndim and s.dim_axes[dim] for s in call.specs) else None
 
 
-@register_form("cat", serves=_serves)
+@register_form("cat", cost=_cost)
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """The operands one after another, in the layout of the largest of them."""
     op = aten.cat.default

@@ -17,6 +17,7 @@ from ..dispatch.fallback import fallback_form, laid_out, mesh_of
 from ..dispatch.operator import register_form
 from ..errors import OutOfRangeError
 from ..layout.placement import Placement, Replicate, Shard
+from ..rules import Call
 from ..rules.indexing import has_mask
 from ..storage.ragged import as_dtensor, gather_plain, joined, move_to, reduce_partial
 
@@ -96,7 +97,11 @@ def _only_mask(x: Any, indices: Sequence[Any]) -> Any:
     return mask if tuple(x.shape[: mask.ndim]) == tuple(mask.shape) else None
 
 
-@register_form("index", "_unsafe_index", serves=has_mask)
+def _if_masked(call: Call) -> tuple[()] | None:
+    return () if has_mask(call) else None
+
+
+@register_form("index", "_unsafe_index", cost=_if_masked)
 def masked_index(x: Any, indices: Sequence[Any]) -> Any:
     """The elements that masks pick, by the indices of true elements. With `ragged_results()` each
     rank picks from its shard of dim 0."""
@@ -163,4 +168,4 @@ def _fits(values: Any, shape: Sequence[int]) -> bool:
 
 
 for _name in ("index_put", "_unsafe_index_put", "_index_put_impl"):
-    register_form(_name, serves=has_mask)(partial(index_put, getattr(aten, _name).default))
+    register_form(_name, cost=_if_masked)(partial(index_put, getattr(aten, _name).default))

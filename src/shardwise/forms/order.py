@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -26,14 +27,19 @@ def _index_dtype(size: int) -> torch.dtype:
     return torch.int32 if size < 1 << 31 else torch.int64
 
 
-def _serves(call: Call) -> bool:
-    """True if the dim is sharded, and the best of all shards are less than half of its elements:
-    with their indices they are about twice the bytes."""
+def _cost(call: Call) -> tuple[int, ...] | None:
+    """The bytes received to reduce a Partial, and to gather at most `k` values and indices of each
+    shard in one collective; None if the dim is not sharded."""
     spec, dim = call.specs[0], call.get("dim")
     if dim is None or not spec.ndim or 0 in spec.shape or not spec.dim_axes[dim]:
-        return False
-    k = int(call.get("k", 1))
-    return bool(sum(min(k, size) for size in spec.dim_cuts[dim]) * 2 < spec.shape[dim])
+        return None
+    own, local, k = spec.dim_cuts[dim], spec.largest_shape, call.get("k", 1)
+    kept = sum(min(k, size) for size in own) * prod(local) // local[dim]
+    width = spec.dtype.itemsize + _index_dtype(spec.shape[dim]).itemsize
+    counts = [spec.topology.shape[axis] for axis in spec.sums]
+    nbytes = 2 * prod(local) * spec.dtype.itemsize
+    reductions = [nbytes * (count - 1) // count for count in counts]
+    return *reductions, kept * (len(own) - 1) // len(own) * width
 
 
 def _best(
@@ -92,13 +98,13 @@ def _place(index: Any, op: Any, x: Any, dim: int, keepdim: bool = False) -> Any:
     return _extreme(op, x, dim, keepdim)[1]
 
 
-register_form("max.dim", serves=_serves)(partial(_extreme, aten.max.dim))
-register_form("min.dim", serves=_serves)(partial(_extreme, aten.min.dim))
-register_form("argmax", serves=_serves)(partial(_place, aten.argmax.default, aten.max.dim))
-register_form("argmin", serves=_serves)(partial(_place, aten.argmin.default, aten.min.dim))
+register_form("max.dim", cost=_cost)(partial(_extreme, aten.max.dim))
+register_form("min.dim", cost=_cost)(partial(_extreme, aten.min.dim))
+register_form("argmax", cost=_cost)(partial(_place, aten.argmax.default, aten.max.dim))
+register_form("argmin", cost=_cost)(partial(_place, aten.argmin.default, aten.min.dim))
 
 
-@register_form("topk", serves=_serves)
+@register_form("topk", cost=_cost)
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest `k` elements among the largest `k` of each shard."""
     op, args = aten.topk.default, (k, dim, largest, sorted)
