@@ -105,17 +105,6 @@ def _masks() -> Iterator[Sample]:
         yield call(op, x(5, 3), x(3, dtype=BOOL), half)
 
 
-def _bags() -> Iterator[Sample]:
-    rows, starts = index(6, below=5), torch.tensor([0, 2, 2, 5])
-    for mode in (0, 1, 2):
-        made = aten._embedding_bag.default(
-            x(5, 3), rows, starts, False, mode, False, None, False, 3
-        )
-        grad = x(4, 3, shift=2)
-        args = (grad, rows, *made[1:], 5, False, mode, None, 3)
-        yield call(aten._embedding_bag_dense_backward.default, *args)
-
-
 def _search() -> Iterator[Sample]:
     edges = torch.tensor([-2.0, -0.5, 0.0, 0.0, 1.0], dtype=torch.float64)
     values = x(4, 3)
@@ -130,5 +119,5 @@ def _search() -> Iterator[Sample]:
 
 def index_samples() -> list[Sample]:
     """All samples of operators that read and write by index."""
-    parts = (_reads, _scatters, _rows, _puts, _masks, _bags, _search)
+    parts = (_reads, _scatters, _rows, _puts, _masks, _search)
     return [sample for part in parts for sample in part()]

@@ -35,14 +35,6 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
     return None if value is None else value.to(dtype)
 
 
-def _normalised(x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any, Any]:
-    """The result, and mean, variance and reciprocal deviation of the whole batch."""
-    var, mean = moments(in_full(x), _dims(x), correction=0)
-    params = (_as(weight, mean.dtype), _as(bias, mean.dtype))
-    out = aten._native_batch_norm_legit_no_training.default(x, *params, mean, var, 0.0, eps)[0]
-    return out, mean, var, (var + eps).rsqrt()
-
-
 def _if_training(call: Call) -> tuple[()] | None:
     return () if call.get("training", call.get("train")) else None
 
@@ -58,54 +50,53 @@ def batch_norm_functional(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Training that returns new running statistics."""
-    given = (weight, bias, running_mean, running_var)
-    out, mean, var, rstd = _normalised(_on_mesh(x, *given), weight, bias, eps)
+    """The result, mean and reciprocal deviation of the whole batch, and new running statistics, if
+    there are some."""
+    x = _on_mesh(x, weight, bias, running_mean, running_var)
+    var, mean = moments(in_full(x), _dims(x), correction=0)
+    params = (_as(weight, mean.dtype), _as(bias, mean.dtype))
+    out = aten._native_batch_norm_legit_no_training.default(x, *params, mean, var, 0.0, eps)[0]
     count = x.numel() // max(x.shape[1], 1)
-    unbiased = var * (count / (count - 1) if count > 1 else float("nan"))
-    pairs = ((running_mean, mean), (running_var, unbiased))
-    new = [(momentum * stat + (1 - momentum) * old).to(old.dtype) for old, stat in pairs]
-    return out, mean, rstd, *new
-
-
-@register_form("_native_batch_norm_legit.no_stats", cost=_if_training)
-def batch_norm_alone(
-    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    """As `batch_norm_functional`, without running statistics."""
-    out, mean, _, rstd = _normalised(_on_mesh(x, weight, bias), weight, bias, eps)
-    return out, mean, rstd
-
-
-@register_form("_native_batch_norm_legit.default", always=True)
-def batch_norm(x: Any, *args: Any) -> Any:
-    """Writes the running statistics, which keep their layout; plain ones are written too."""
-    *given, training, momentum, eps = args
-    x = _on_mesh(x, *given)
-    if not training:
-        return aten._native_batch_norm_legit_no_training.default(x, *given, momentum, eps)
-    op = aten._native_batch_norm_legit_functional.default
-    *made, mean, var = op(x, *given, True, momentum, eps)
-    given[2].copy_(mean)
-    given[3].copy_(var)
+    made = [out, mean, (var + eps).rsqrt()]
+    if running_mean is not None:
+        unbiased = var * (count / (count - 1) if count > 1 else float("nan"))
+        for old, stat in ((running_mean, mean), (running_var, unbiased)):
+            made.append((momentum * stat + (1 - momentum) * old).to(old.dtype))
     return tuple(made)
 
 
-@register_form("native_batch_norm", "miopen_batch_norm", always=True)
-def native_batch_norm(x: Any, *args: Any) -> Any:
-    """As `batch_norm`. It writes the running statistics too, though its schema does not say so."""
-    weight, bias, running_mean, running_var, _, momentum, eps = args
-    if running_mean is not None and running_var is not None:
-        return batch_norm(x, *args)
-    op = aten._native_batch_norm_legit.no_stats
-    return op(_on_mesh(x, weight, bias), weight, bias, True, momentum, eps)
+@register_form("_native_batch_norm_legit.no_stats", cost=_if_training)
+def batch_norm_alone(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    """As `batch_norm_functional`, without running statistics."""
+    return batch_norm_functional(x, weight, bias, None, None, *options)
+
+
+@register_form(
+    "_native_batch_norm_legit.default", "native_batch_norm", "miopen_batch_norm", always=True
+)
+def batch_norm(x: Any, *args: Any) -> Any:
+    """Writes the running statistics, which keep their layout; plain ones are written too.
+
+    The schemas of some names do not say so.
+    """
+    *given, training, momentum, eps = args
+    x = _on_mesh(x, *given)
+    if given[2] is None or given[3] is None:
+        op = aten._native_batch_norm_legit.no_stats
+        return op(x, *given[:2], True, momentum, eps)
+    if not training:
+        return aten._native_batch_norm_legit_no_training.default(x, *given, momentum, eps)
+    *made, mean, var = aten._native_batch_norm_legit_functional.default(x, *given, *args[4:])
+    given[2].copy_(mean)
+    given[3].copy_(var)
+    return tuple(made)
 
 
 @register_form("_batch_norm_no_update", always=True)
 def batch_norm_no_update(x: Any, *args: Any) -> Any:
     """Evaluation, with an empty reserve: the backward here does not use it."""
     reserve = x.new_empty([0], dtype=torch.uint8)
-    return *native_batch_norm(x, *args[:-2], False, *args[-2:]), reserve
+    return *batch_norm(x, *args[:-2], False, *args[-2:]), reserve
 
 
 @register_form("native_batch_norm_backward", cost=_if_training)

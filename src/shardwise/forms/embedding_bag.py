@@ -34,36 +34,37 @@ def embedding_bag(
     padding_idx: int = -1,
 ) -> tuple[Any, ...]:
     """The bags, and what the backward needs: bag of each index, bag sizes, indices of maxima."""
-    given = [each for each in (indices, offsets, per_sample_weights) if each is not None]
-    mesh = mesh_of(op, [weight, *given])
-    weight, indices, offsets, *factors = (
+    given = [each for each in (indices, per_sample_weights) if each is not None]
+    mesh = mesh_of(op, [weight, offsets, *given])
+    weight, indices, *factors = (
         reduce_partial(op, as_dtensor(each, mesh)) for each in (weight, *given)
     )
     starts = gather_plain(op, offsets)
     count = len(starts) - bool(include_last_offset)
-    width = 0 if mode == _MAX or padding_idx >= 0 else _bag_width(indices.shape[0], starts, count)
-
-    def made(table: torch.Tensor, index: torch.Tensor, *factor: torch.Tensor) -> tuple[Any, ...]:
-        options = (scale_grad_by_freq, mode, sparse, *(factor or [None]))
-        found = op(table, index, starts, *options, include_last_offset, padding_idx)
-        return tuple(as_dtensor(each, mesh) for each in found)
-
+    width = 0 if mode == _MAX or padding_idx >= 0 else _bag_width(len(indices), starts, count)
     both = zip(weight._spec.placements, indices._spec.placements, strict=True)
     apart = not any(place.is_shard() and own.is_shard() for place, own in both)
     in_shards = bool(width) and apart and indices._spec.is_sharded()
-    if in_shards:  # the results but the bags do not depend on the indices of bags of one size
+    by_kernel = mode == _MAX or not (in_shards or weight._spec.is_sharded())
+    if in_shards:
+        # The results but the bags do not depend on the indices of bags of one size.
         whole = [each._locals[0].new_zeros(each.shape) for each in (indices, *factors)]
     else:
         whole = [gather_plain(op, each) for each in (indices, *factors)]
         indices, *factors = (as_dtensor(each, mesh) for each in whole)
-    if mode == _MAX or not (in_shards or weight._spec.is_sharded()):
-        return made(gather_plain(op, weight), *whole)
-    # Nor do they depend on the table.
-    zeros = weight._locals[0].new_zeros(1, 1).expand(weight.shape[0], 1)
-    _, *known = made(zeros, *whole)
+    if by_kernel:
+        table = gather_plain(op, weight)
+    else:  # nor do they depend on the table
+        table = weight._locals[0].new_zeros(1, 1).expand(weight.shape[0], 1)
+    index, *factor = whole
+    options = (scale_grad_by_freq, mode, sparse, *(factor or [None]))
+    found = op(table, index, starts, *options, include_last_offset, padding_idx)
+    bags, *known = (as_dtensor(each, mesh) for each in found)
+    if by_kernel:
+        return bags, *known
     rows = aten.embedding.default(weight, indices)
-    for factor in factors:
-        rows = rows * factor.unsqueeze(1)
+    for each in factors:
+        rows = rows * each.unsqueeze(1)
     if padding_idx >= 0:
         rows = rows.masked_fill((indices == padding_idx).unsqueeze(1), 0)
     if width:
@@ -109,34 +110,24 @@ def backward(
     per_sample_weights: Any,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of the table: for bags of one size by rows of the gradient, else by columns."""
+    """The gradient of the table: that of `embedding`, with the gradient of a bag for each row."""
     if sparse:
         raise no_sparse_gradient(f"embedding_bag of a table of {num_weights} rows")
     op = aten._embedding_bag_dense_backward.default
-    starts = gather_plain(op, offsets)
-    width = 0
-    if mode != _MAX and not scale_grad_by_freq:
-        width = _bag_width(indices.shape[0], starts, grad.shape[0])
+    starts, count = gather_plain(op, offsets)[: grad.shape[0]], indices.shape[0]
+    by_kernel = mode == _MAX or scale_grad_by_freq
+    width = 0 if by_kernel else _bag_width(count, starts, grad.shape[0])
+    if not width:
+        bag = as_dtensor(_bag_of(count, starts).to(indices.dtype), mesh_of(op, [grad, indices]))
+    if by_kernel:
+        options = (num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
+        return op(grad, indices, bag, bag_size, maximum_indices, *options)
+    if mode == _MEAN:
+        grad = grad / bag_size.clamp(min=1).unsqueeze(1).to(grad.dtype)
     if width:
-        index = indices.view(-1, width)
-        if mode == _MEAN:
-            grad = grad / (index != padding_idx).sum(1, keepdim=True).clamp(min=1).to(grad.dtype)
-        rows = grad.unsqueeze(1).expand(-1, width, -1)
-        if per_sample_weights is not None:
-            rows = rows * per_sample_weights.view(-1, width, 1)
-        return aten.embedding_dense_backward.default(rows, index, num_weights, padding_idx, False)
-    kind = torch.promote_types(indices.dtype, offsets.dtype)
-    if offset2bag.numel() != indices.numel():  # the kernel that adds up quickly does not tell it
-        offset2bag = _bag_of(indices.numel(), starts[: grad.shape[0]])
-    return op(
-        grad,
-        indices.to(kind),
-        offset2bag.to(kind),
-        bag_size,
-        maximum_indices,
-        num_weights,
-        scale_grad_by_freq,
-        mode,
-        per_sample_weights,
-        padding_idx,
-    )
+        rows = grad.unsqueeze(1).expand(-1, width, -1).flatten(0, 1)
+    else:
+        rows = grad.index_select(0, bag)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    return aten.embedding_dense_backward.default(rows, indices, num_weights, padding_idx, False)

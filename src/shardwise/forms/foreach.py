@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from math import inf
 from typing import Any
 
@@ -145,16 +145,12 @@ def foreach_powsum(op: Any, tensors: Sequence[Any], ord: Any = 2, dtype: Any = N
     return _each(op, tensors, ord, dtype, False)
 
 
-@register_list_form("_foreach_max")
-def foreach_max(op: Any, tensors: Sequence[Any]) -> list[Any]:
-    """The largest value of each tensor."""
-    return [torch.max(tensor) for tensor in tensors]
+def _one_by_one(run: Callable[..., Any], op: Any, *lists: Sequence[Any]) -> list[Any]:
+    return [run(*given) for given in zip(*lists, strict=True)]
 
 
-@register_list_form("_foreach_mm")
-def foreach_mm(op: Any, tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The products of pairs."""
-    return [torch.mm(a, b) for a, b in zip(tensors, others, strict=True)]
+register_list_form("_foreach_max")(partial(_one_by_one, torch.max))
+register_list_form("_foreach_mm")(partial(_one_by_one, torch.mm))
 
 
 @register_list_form("_amp_foreach_non_finite_check_and_unscale_")

@@ -40,7 +40,7 @@ def _cost(call: Call) -> tuple[()] | None:
         return None
     if a.ndim == b.ndim == 2:
         return () if a.dim_axes[1] or b.dim_axes[0] else None
-    return () if (a if a.ndim == 3 else b).dim_axes[0] else None
+    return () if b.ndim == 3 and b.dim_axes[0] else None
 
 
 @register_form("_grouped_mm", first=True, blocks=True, cost=_cost)
@@ -50,8 +50,6 @@ def grouped_mm(a: Any, b: Any, offs: Any, bias: None = None, out_dtype: Any = No
     a, b = as_dtensor(a, mesh), as_dtensor(b, mesh)
     ends = gather_plain(OP, offs).tolist()
     dtype = out_dtype or a.dtype
-    if a.ndim == 3:
-        return _by_experts(b.t(), a.mT, ends, dtype).t()
     return (_by_experts if b.ndim == 3 else _into_experts)(a, b, ends, dtype)
 
 

@@ -14,6 +14,7 @@ import torch
 from .._torch import disabled_torch_function, make_wrapper
 from ..dispatch.operator import register_form
 from ..errors import LayoutError
+from ..rules.language import named
 from ..storage.ragged import as_dtensor, gather_plain
 from ..storage.wrapper import Wrapper
 
@@ -50,12 +51,9 @@ def _sequences(values: Any, padding: Any) -> _Sequences:
 
 
 def _layer(x: _Sequences, *args: Any, **kwargs: Any) -> Any:
-    names = [
-        argument.name for argument in aten._transformer_encoder_layer_fwd.default._schema.arguments
-    ]
-    given = dict(zip(names[1:], args, strict=False)) | kwargs
-    given |= {"mask": x._padding, "mask_type": _PADDING}
-    return _sequences(aten._transformer_encoder_layer_fwd.default(x._values, **given), x._padding)
+    op = aten._transformer_encoder_layer_fwd.default
+    given = named(op, (x._values, *args), kwargs) | {"mask": x._padding, "mask_type": _PADDING}
+    return _sequences(op(**given), x._padding)
 
 
 def _padded(x: _Sequences, padding: float, output_size: Any = None) -> Any:

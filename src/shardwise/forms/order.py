@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from ..dispatch.infer import infer
 from ..dispatch.operator import register_form
-from ..layout.geometry import Box, contiguous_stride
+from ..layout.geometry import contiguous_stride
 from ..layout.placement import Replicate
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..rules import Call
@@ -53,69 +53,37 @@ def _best(
     """Values and indices of the best elements among the best of each shard. `run(part, k)` finds
     those of a plain tensor; of equal elements the first shard has the first."""
     x = reduce_partial(op, x)
-    dim %= x.ndim
-    narrow = _index_dtype(x.shape[dim])
-
-    def local(part: torch.Tensor, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
-        if not part.shape[dim]:
-            return part, part.to(narrow)
-        value, index = run(part, min(k, part.shape[dim]))
-        return value, (index + box[dim][0]).to(narrow)
-
-    values, indices = _candidates(op, x, dim, k, local, (x.dtype, narrow))
-    best: list[tuple[torch.Tensor, ...]] = []
-    for value, index in zip(values._locals, indices._locals, strict=True):
+    spec, dim = x._spec, dim % x.ndim
+    dtypes = (x.dtype, _index_dtype(spec.shape[dim]))
+    found = []
+    for coord, part in zip(spec.slots, x._locals, strict=True):
+        value = index = part  # an empty shard has no elements to offer
+        if part.shape[dim]:
+            value, index = run(part, min(k, part.shape[dim]))
+            index = index + spec.box(coord)[dim][0]
+        found.append((value, index.to(dtypes[1])))
+    kept = tuple(min(k, size) for size in spec.dim_cuts[dim])
+    others = [None if d == dim else own for d, own in enumerate(spec.cuts or [None] * spec.ndim)]
+    cuts = [kept if d == dim else own for d, own in enumerate(others)]
+    shape = (*spec.shape[:dim], sum(kept), *spec.shape[dim + 1 :])
+    places = [Replicate() if place.is_shard(dim) else place for place in spec.placements]
+    moves = []
+    for column, dtype in enumerate(dtypes):
+        meta = TensorMeta(shape, contiguous_stride(shape), dtype)
+        here = DTensorSpec(spec.topology, spec.placements, meta, cuts=cuts)
+        offered = wrap(here, tuple(each[column] for each in found))
+        moves.append((offered, here.with_placements(places, others), False))
+    announce_moves(op, [(i, to) for i, (_, to, _) in enumerate(moves)], [m[0] for m in moves])
+    best = []
+    for value, index in zip(*all_in_layout(moves), strict=True):
         top, at = run(value, k)
         best.append((top, index.gather(dim, at).to(torch.int64)))
-    outs = [values._spec.with_meta(meta) for meta in _metas(op, x, *args)]
-    tops, places = map(wrap, outs, _columns(best, 2))
-    return tops, places
-
-
-def _metas(op: Any, x: Any, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
-    """Shapes, strides and dtypes of the results on one device."""
-    return infer(op, (x, *args), kwargs, (x._spec,))[0]
-
-
-def _without_shards(spec: DTensorSpec, dim: int) -> DTensorSpec:
-    """A layout with one dim replicated, and the others as they are."""
-    places = [Replicate() if place.is_shard(dim) else place for place in spec.placements]
-    own = spec.cuts or [None] * spec.ndim
-    return spec.with_placements(places, [None if d == dim else c for d, c in enumerate(own)])
-
-
-def _columns(
-    rows: Sequence[tuple[torch.Tensor, ...]], count: int
-) -> list[tuple[torch.Tensor, ...]]:
-    """Results per shard as local tensors per result; none on a rank outside the mesh."""
-    return [tuple(row[index] for row in rows) for index in range(count)]
-
-
-def _candidates(
-    op: Any,
-    x: Any,
-    dim: int,
-    most: int,
-    local: Callable[[torch.Tensor, Box], tuple[torch.Tensor, ...]],
-    dtypes: Sequence[torch.dtype],
-) -> list[Any]:
-    """The results of `local(part, box)` on every shard, gathered along `dim`.
-
-    The results of `local` have the size of the shard along `dim`, at most `most`. An empty shard
-    gives an empty result, so no value has to stand for it.
-    """
-    spec = x._spec
-    kept = tuple(min(most, size) for size in spec.dim_cuts[dim])
-    cuts = [kept if d == dim else own for d, own in enumerate(spec.cuts or [None] * spec.ndim)]
-    shape = tuple(sum(kept) if d == dim else n for d, n in enumerate(spec.shape))
-    made = [local(part, spec.box(c)) for c, part in zip(spec.slots, x._locals, strict=True)]
-    moves = []
-    for parts, dtype in zip(_columns(made, len(dtypes)), dtypes, strict=True):
-        meta = TensorMeta(shape, contiguous_stride(shape), dtype)
-        x = wrap(DTensorSpec(spec.topology, spec.placements, meta, cuts=cuts), parts)
-        moves.append((x, _without_shards(x._spec, dim), False))
-    announce_moves(op, [(i, to) for i, (_, to, _) in enumerate(moves)], [x for x, _, _ in moves])
-    return [wrap(to, parts) for (_, to, _), parts in zip(moves, all_in_layout(moves), strict=True)]
+    metas = infer(op, (x, *args), {}, (spec,))[0]
+    tops, indices = (
+        wrap(moves[0][1].with_meta(meta), tuple(each[column] for each in best))
+        for column, meta in enumerate(metas)
+    )
+    return tops, indices
 
 
 def _extreme(op: Any, x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from ..storage.operands import announce_moves
 from ..storage.plain import full_local
 from ..storage.ragged import as_dtensor, gather_plain
 from ..storage.wrapper import Wrapper, wrap
-from ..tensor.autograd import Redistribute, ToLocal, as_gradient, redistributed
+from ..tensor.autograd import FromLocal, Redistribute, ToLocal
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ class _Joined(torch.autograd.Function):
         ctx: Any, spec: DTensorSpec, read: Sequence[Any], is_read: bool, *parts: torch.Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.count = spec, len(parts)
+        ctx.spec, ctx.grad_spec = spec, None
         made = wrap(spec, tuple(in_memory_order(spec, part.view_as(part)) for part in parts))
         ctx.save_for_backward(*read, *([made] if is_read else []))
         return made
@@ -51,14 +51,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         ctx.saved_tensors  # noqa: B018  # raises if one was written into
-        spec: DTensorSpec = ctx.spec
-        if grad is None:
-            return None, None, None, *[None] * ctx.count
-        grad = as_gradient(grad, spec.topology)
-        places = [Replicate() if place.is_partial() else place for place in spec.placements]
-        back = spec.with_meta(grad._spec.meta)
-        settled = redistributed(grad, back.with_placements(places, spec.cuts))
-        return None, None, None, *ToLocal.apply(settled, back, back.slot_axes)
+        return None, *FromLocal.backward(ctx, grad)
 
 
 # --- layers on shards of the batch ---------------------------------------------------------------

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..errors import ArgumentError, RuleError, need, public
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_LISTS = (list, tuple)
 
 
-def checked(function: Function, **kinds: Any) -> Function:
-    """A function that raises if an argument is of another type.
-
-    A type in a list, `[int]`, stands for a list of such values.
-    """
-    bind, name = signature(function).bind, function.__name__
+def checked(function: Function) -> Function:
+    """A function that raises if an argument is not of its annotated type."""
+    bind, hints = signature(function).bind, get_type_hints(function)
 
     @public
     @wraps(function)
@@ -26,23 +22,20 @@ def checked(function: Function, **kinds: Any) -> Function:
         try:
             given = bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise ArgumentError(f"{name}: {error}.") from None
-        for argument, kind in kinds.items():
-            if argument in given:
-                _check(f"{name}: {argument}", given[argument], kind)
+            raise ArgumentError(f"{function.__name__}: {error}.") from None
+        for argument, value in given.items():
+            _check(f"{function.__name__}: {argument}", value, hints[argument])
         return function(*args, **kwargs)
 
     return called  # type: ignore[return-value]
 
 
 def _check(what: str, value: object, kind: Any) -> None:
-    if not isinstance(kind, list):
-        need(what, value, kind, f"a value of type {_name(kind)}", RuleError)
-        return
-    need(what, value, _LISTS, f"a list of {_name(kind[0])}", RuleError)
-    for each in value:  # type: ignore[attr-defined]
-        need(what, each, kind[0], f"a list of {_name(kind[0])}", RuleError)
-
-
-def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", None) or str(kind)
+    if get_origin(kind) is Sequence:
+        need(what, value, (list, tuple), "a list", RuleError)
+        for each in value:  # type: ignore[attr-defined]
+            _check(what, each, *get_args(kind))
+    else:
+        kinds = tuple(get_origin(each) or each for each in get_args(kind) or [kind])
+        names = " or ".join(each.__name__ for each in kinds)
+        need(what, value, kinds, f"a value of type {names}", RuleError)

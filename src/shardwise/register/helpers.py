@@ -10,18 +10,20 @@ from typing import Any
 import torch
 
 from ..dispatch.decide import decide
-from ..errors import RuleError, need
+from ..errors import RuleError
 from ..layout.geometry import contiguous_stride
 from ..layout.mesh import AnyMesh, topology
 from ..layout.placement import Partial, Placement, Replicate, Shard
 from ..layout.spec import DTensorSpec, TensorMeta
 from ..redistribute.prepare import steps_between
 from ..rules import Call, Rule, along
+from .checked import checked
 from .schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 
 # --- questions about a spec ----------------------------------------------------------------------
 
 
+@checked
 def normalize_dim(dim: int, ndim: int) -> int:
     """A dim counted from the front.
 
@@ -31,6 +33,7 @@ def normalize_dim(dim: int, ndim: int) -> int:
     return dim if dim >= 0 else dim + ndim
 
 
+@checked
 def normalize_dims(dims: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """Dims counted from the front.
 
@@ -38,27 +41,29 @@ def normalize_dims(dims: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     (2, 0)
     """
     every = [dims] if isinstance(dims, int) else dims
-    for dim in every:
-        need("normalize_dims", dim, int, "a dim")
     return tuple(normalize_dim(dim, ndim) for dim in every)
 
 
+@checked
 def is_tensor_dim_sharded(spec: DTensorSpec, dim: int) -> bool:
     """True if some axis shards a dim."""
     return any(place.is_shard(dim) for place in spec.placements)
 
 
+@checked
 def is_tensor_partial(spec: DTensorSpec) -> bool:
     """True if the tensor is Partial on some axis."""
     return any(place.is_partial() for place in spec.placements)
 
 
+@checked
 def is_tensor_shardable(shape: Sequence[int], spec: DTensorSpec) -> bool:
     """True if every shard of a tensor of this shape has elements."""
     counts = _shards_per_dim(spec).items()
     return all(dim < len(shape) and max(shape[dim], 1) >= count for dim, count in counts)
 
 
+@checked
 def is_tensor_evenly_shardable(shape: Sequence[int], spec: DTensorSpec) -> bool:
     """True if all shards of a tensor of this shape are equal in size."""
     counts = _shards_per_dim(spec).items()
@@ -74,6 +79,7 @@ def _shards_per_dim(spec: DTensorSpec) -> dict[int, int]:
     return counts
 
 
+@checked
 def unshard_tensor_dim(placements: Sequence[Placement], dim: int) -> tuple[Placement, ...]:
     """The placements with Replicate in place of the shards of a dim.
 
@@ -83,6 +89,7 @@ def unshard_tensor_dim(placements: Sequence[Placement], dim: int) -> tuple[Place
     return tuple(Replicate() if place.is_shard(dim) else place for place in placements)
 
 
+@checked
 def replicate_tensor_dim(placements: Sequence[Placement], dim: int) -> tuple[Placement, ...]:
     """The placements with Replicate in place of the shards of a dim, and of Partial.
 
@@ -100,6 +107,7 @@ def redistribute_cost(src: DTensorSpec, dst: DTensorSpec) -> float:
     return float(sum(step.price(src.dtype.itemsize) for step in steps_between(src, dst)))
 
 
+@checked
 def generate_redistribute_costs(src_strategy: OpStrategy, dst_spec: DTensorSpec) -> list[float]:
     """The cost of reaching `dst_spec` from each layout that an operand may have."""
     return [redistribute_cost(each.output_spec, dst_spec) for each in src_strategy.strategies]
@@ -108,6 +116,7 @@ def generate_redistribute_costs(src_strategy: OpStrategy, dst_spec: DTensorSpec)
 # --- strategies --------------------------------------------------------------------------------
 
 
+@checked
 def expand_to_full_mesh_op_strategy(
     mesh: AnyMesh,
     op_schema: OpSchema,
@@ -159,6 +168,7 @@ def _is_mixed(spec: DTensorSpec) -> bool:
 # --- propagation rules -------------------------------------------------------------------------
 
 
+@checked
 def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputSharding:
     """The layouts of a pointwise operator: operands broadcast, and agree on each axis.
 
@@ -176,6 +186,7 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     return einop_rule(f"{','.join(operands)}->{letters}", op_schema, linearity=linearity)
 
 
+@checked
 def einop_rule(equation: str, op_schema: OpSchema, *, linearity: bool = False) -> OutputSharding:
     """The layouts of an operator whose data moves as in an einsum, `"mk,kn->mn"`.
 

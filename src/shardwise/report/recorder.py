@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any, Self
 
@@ -231,7 +232,7 @@ class Recorder(DispatchMode):
         def landed(made: Made) -> None:
             now = self._now()
             self._in_collective = False
-            into[index] = one.timed(begin / _SECOND, now / _SECOND)
+            into[index] = replace(one, begin=begin / _SECOND, end=now / _SECOND)
             if virtual:
                 for step, parts in zip(event.steps, made, strict=True):
                     for part, ranks in zip(parts, _ranks_by_slot(step.dst), strict=True):

@@ -253,17 +253,6 @@ def index(call: Call) -> Rule:
     return _pick_rule(call, inputs, out, used, _picking(1, used, behind))
 
 
-def bag_backward(call: Call) -> Rule:
-    """`"b! h, ... -> v! h"`: the gradient of the table of `embedding_bag`, by columns."""
-    rows: Names = [None, "h"]
-    wide = [call.get("grad"), call.get("maximum_indices") if call.get("mode") == 2 else None]
-    inputs = [
-        rows if index in wide else [None] * spec.ndim for index, spec in enumerate(call.specs)
-    ]
-    sizes = {"h": call.results[0].shape[1]}
-    return Rule(tuple(map(along, inputs)), (along(rows),), sizes, linear=((0,),))
-
-
 # --- searching -------------------------------------------------------------------------------
 
 _OF_ONE = notation("_, ..., _ -> ...", reduce=None)

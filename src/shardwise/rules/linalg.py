@@ -26,27 +26,13 @@ from .reductions import dimwise
 # --- batches of matrices -------------------------------------------------------------------------
 
 
-def _as_matrices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
-    """The local call: PyTorch takes a right side of fewer dims for vectors if the sizes fit."""
-    a, b = args[:2]
-    return op(a, b.unsqueeze(0) if b.ndim == a.ndim - 1 else b, *args[2:], **kwargs)
-
-
 # If the matrix has no batch, every rank makes its factors.
-_OF_MATRICES = notation(
-    "... _ _, ... _ _ -> ... _ _, ... _ _, ... _, ...",
-    reduce=None,
-    alike=(1, 2, 3),
-    local=_as_matrices,
-)
-_OF_VECTORS = notation("... _ _, ... _ -> ... _, ... _ _, ... _, ...", reduce=None, alike=(1, 2, 3))
+_SOLVED = notation("... _ _, ... _ _ -> ... _ _, ... _ _, ... _, ...", reduce=None, alike=(1, 2, 3))
 
 
 def solve(call: Call) -> Rule:
-    """A linear system for each matrix: the right side is a matrix or a vector."""
-    a, b = call.shape(0), call.shape(1)
-    has_vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-    return _OF_VECTORS(call) if has_vectors else _OF_MATRICES(call)
+    """A linear system for each matrix. By its dims the right side could be vectors too."""
+    return _SOLVED(call) if len(call.shape(0)) == len(call.shape(1)) else replicated(call)
 
 
 def fourier(call: Call) -> Rule:

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from .._torch import check_when_run, is_tracing
-from ..comm.recording import recordable
-from ..errors import LayoutError
-from .language import NOWHERE, Call, Dims, Operand, Rule, Site, along, zeros_at
+from .indexing import within
+from .language import NOWHERE, Call, Dims, Operand, Rule, Site, along, replicated, zeros_at
 from .pointwise import broadcast_dims, pointwise
 from .reductions import wide
 
@@ -62,7 +60,7 @@ def loss_backward(call: Call) -> Rule:
     out = call.results[0].shape
     shape = torch.broadcast_shapes(*(spec.meta.shape for spec in call.specs[1:]))
     if tuple(shape) != tuple(out):
-        raise LayoutError(f"{call.name}: operands of different shapes: {shape} and {list(out)}.")
+        return replicated(call)
     rule = replace(
         pointwise(call),
         inputs=tuple(broadcast_dims(spec.meta.shape, out) for spec in call.specs),
@@ -99,13 +97,9 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
         given = list(args)
         target, ignored = given[places[0]].to(torch.int64), given[places[1]]
         counts = target != ignored
-        outside = counts & ((target < 0) | (target >= shape[at]))
-        if is_tracing():
-            check_when_run(~outside, f"a target is out of bounds of {shape[at]} classes.")
-        elif target.device.type == "cpu":
-            _refuse_targets(target, outside)
-        here = counts & (target >= start) & (target < stop)
-        given[places[0]], given[places[1]] = torch.where(here, target - start, -1), -1
+        target = torch.where(counts, target, 0)
+        place, here = within(target, (start, stop), shape[at], dim=at)
+        given[places[0]], given[places[1]] = torch.where(counts & here, place, -1), -1
         if start == stop:  # no class is here, and PyTorch's kernels want one
             return zeros_at(call, site, target)
         return op(*given, **kwargs)
@@ -115,12 +109,6 @@ def _classes_here(call: Call, operand: int) -> dict[str, Any]:
         "unless": lambda site: site.box(operand)[at] == (0, shape[at]),
         "placed": frozenset("c"),
     }
-
-
-@recordable()
-def _refuse_targets(target: torch.Tensor, outside: torch.Tensor) -> None:
-    if bool(outside.any()):
-        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
 
 
 def nll_forward(call: Call) -> Rule:

@@ -110,19 +110,18 @@ def mean_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Sit
 mean = reduction("sum", linear=True, local=mean_local, unless=_is_whole)
 
 
-def _of_some(family: Family) -> Family:
-    """A tensor without elements has no largest one: PyTorch's error comes before any call."""
+def _extreme(kind: str) -> Family:
+    family = reduction(kind, local=extreme_local, unless=_holds_some)
 
     def checked(call: Call) -> Rule:
-        if 0 in call.shape(0) and 0 not in call.results[0].shape:
+        if 0 in call.shape(0) and 0 not in call.results[0].shape:  # PyTorch's error comes first
             call.op(torch.empty(call.shape(0)), *call.args[1:], **call.kwargs)
         return family(call)
 
     return checked
 
 
-largest = _of_some(reduction("max", local=extreme_local, unless=_holds_some))
-smallest = _of_some(reduction("min", local=extreme_local, unless=_holds_some))
+largest, smallest = _extreme("max"), _extreme("min")
 
 
 def dimwise(*names: str, linear: bool = False) -> Family:

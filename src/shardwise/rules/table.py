@@ -44,10 +44,20 @@ def _batches(text: str) -> Family:
     return notation(text, reduce=None)
 
 
+def _backward(names: str) -> str:
+    return names.replace(" ", "_backward ") + "_backward"
+
+
 _RESAMPLED = (
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
     "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
     "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+)
+
+_WINDOWED = (
+    "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d "
+    "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d reflection_pad1d "
+    "reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
 )
 
 IMAGES: dict[str, Family] = {
@@ -55,18 +65,9 @@ IMAGES: dict[str, Family] = {
     "convolution_backward": convolution.convolution_backward,
     "conv_tbc": notation("t! b i, _ i o, o -> t! b o", linear=((0, 2), (1, 2)), added=(2,)),
     **_all(_RESAMPLED, halo.resampled),
-    **_all(_RESAMPLED.replace(" ", "_backward ") + "_backward", halo.resampled_backward),
+    **_all(_backward(_RESAMPLED), halo.resampled_backward),
     **_all(
-        "max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward "
-        "max_pool3d_with_indices_backward "
-        "avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward "
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward "
-        "_adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool3d "
-        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward max_unpool2d max_unpool3d "
-        "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward "
-        "reflection_pad2d_backward reflection_pad3d_backward replication_pad1d replication_pad2d "
-        "replication_pad3d replication_pad1d_backward replication_pad2d_backward "
-        "replication_pad3d_backward",
+        f"{_WINDOWED} {_backward(_WINDOWED)} max_unpool2d max_unpool3d",
         halo.whole_planes,
     ),
     "im2col": notation("[n] _ _ _ -> [n] _ _", reduce=None, linear=((0,),)),
@@ -220,7 +221,6 @@ TABLE: dict[str, Family] = {
     **_all("scatter scatter_add scatter_reduce.two", indexing.scatter),
     **_all("index_add index_copy index_fill index_reduce", indexing.index_write),
     **_all("index_put _unsafe_index_put _index_put_impl", indexing.index_put),
-    "_embedding_bag_dense_backward": indexing.bag_backward,
     "bucketize.Tensor": indexing.bucketize,
     "searchsorted": indexing.searchsorted,
     **_all(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -58,10 +58,6 @@ class Collective:
         """The names of the axes, with commas."""
         return ",".join(self.axes)
 
-    def timed(self, begin: float, end: float) -> Collective:
-        """The same collective with its time."""
-        return replace(self, begin=begin, end=end)
-
 
 def collective_of(event: Communication, causes: Causes) -> Collective:
     """The record of a collective that starts now."""
@@ -78,61 +74,30 @@ def collective_of(event: Communication, causes: Causes) -> Collective:
     )
 
 
-class _Total:
-    """The totals of the collectives of one cause."""
-
-    def __init__(self) -> None:
-        self.kinds: Counter[str] = Counter()
-        self.bytes = 0
-        self.price = 0.0
-        self.axes: dict[str, None] = {}  # in the order they came
-        self.parameters: dict[str, None] = {}
-
-    def add(self, one: Collective) -> None:
-        self.kinds[one.kind] += 1
-        self.bytes += one.bytes
-        self.price += one.price
-        self.axes[one.axis] = None
-        self.parameters.update(dict.fromkeys(one.parameters))
-
-
-_WHERE: dict[By, Callable[[Collective], tuple[str, ...]]] = {
-    "line": lambda one: (one.cause.line, one.cause.phase),
-    "module": lambda one: (one.cause.module, one.cause.phase),
-    "op": lambda one: (one.cause.op, one.cause.phase),
-    "axis": lambda one: (one.axis, one.cause.phase),
-}
-
-
 def totals(what: str, collectives: Iterable[Collective], by: By) -> Table:
     """Collectives added up by line, module, operator or axis, those with most bytes first."""
     if by not in get_args(By):
         raise CommunicationError(
             f"{what}: by={by!r} is none of {', '.join(map(repr, get_args(By)))}."
         )
-    found: dict[tuple[str, ...], _Total] = {}
+    found: dict[tuple[str, str], list[Collective]] = {}
     for one in collectives:
-        found.setdefault(_WHERE[by](one), _Total()).add(one)
-    rows = [
-        (
-            *where,
-            tuple(f"{kind} {count}" for kind, count in total.kinds.items()),
-            tuple(total.axes),
-            total.kinds.total(),
-            total.bytes,
-            total.price,
-            tuple(total.parameters),
+        where = one.axis if by == "axis" else getattr(one.cause, by)
+        found.setdefault((where, one.cause.phase), []).append(one)
+    rows = []
+    for cause, every in found.items():
+        kinds = Counter(one.kind for one in every)
+        rows.append(
+            (
+                *cause,
+                tuple(f"{kind} {count}" for kind, count in kinds.items()),
+                tuple(dict.fromkeys(one.axis for one in every)),
+                len(every),
+                sum(one.bytes for one in every),
+                sum(one.price for one in every),
+                tuple(dict.fromkeys(name for one in every for name in one.parameters)),
+            )
         )
-        for where, total in sorted(found.items(), key=lambda each: -each[1].bytes)
-    ]
+    rows.sort(key=lambda row: -row[5])
     columns = (by, "pass", "collectives", "axes", "count", "bytes", "price", "parameters")
     return Table(columns, tuple(rows))
-
-
-def counted(collectives: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
-    """The number of collectives and their bytes, by kind and axes."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for one in collectives:
-        count, nbytes = found.get((one.kind, one.axis), (0, 0))
-        found[one.kind, one.axis] = count + 1, nbytes + one.bytes
-    return found

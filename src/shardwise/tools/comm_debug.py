@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..errors import need, public
 from ..layout.placement import Placement
 from ..tensor.dtensor import DTensor
 from .causes import Causes
-from .collectives import By, Collective, collective_of, counted, totals
+from .collectives import By, Collective, collective_of, totals
 from .text_table import Table
 
 _EVERYWHERE = "Global"
@@ -107,19 +107,18 @@ class CommDebugMode:
     @property
     def by_axis(self) -> dict[str, dict[str, int]]:
         """For each axis, or axes used together, the number of collectives by kind."""
-        found: dict[str, dict[str, int]] = {}
+        found: dict[str, Counter[str]] = defaultdict(Counter)
         for one in self.collectives:
-            own = found.setdefault(one.axis, {})
-            own[one.kind] = own.get(one.kind, 0) + 1
-        return found
+            found[one.axis][one.kind] += 1
+        return {axis: dict(kinds) for axis, kinds in found.items()}
 
     @property
     def bytes_by_axis(self) -> dict[str, int]:
         """For each axis, or axes used together, the bytes received."""
         return self._bytes(lambda one: one.axis)
 
-    def _bytes(self, key: Callable[[Collective], str]) -> dict[str, int]:
-        found: Counter[str] = Counter()
+    def _bytes(self, key: Callable[[Collective], Any]) -> dict[Any, int]:
+        found: Counter[Any] = Counter()
         for one in self.collectives:
             found[key(one)] += one.bytes
         return dict(found)
@@ -179,19 +178,16 @@ class CommDebugMode:
             Sequential.0
             Sequential.1  weight [S(1)], bias [R]    all_reduce 1
         """
-        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
-        rows: list[tuple[str, ...]] = [("module", "parameters", "forward", "backward")]
-        for entry in self._entries():
-            rows.append(
-                (
-                    "  " * entry["depth"] + entry["fqn"],
-                    ", ".join(f"{name} {text}" for name, text in entry["parameters"].items()),
-                    *(", ".join(f"{k} {n}" for k, n in entry[p].items()) for p in _PASSES),
-                )
+        entries = self._entries(noise_level)
+        columns = [name for name in entries[0] if name not in ("fqn", "depth")]
+        rows = [
+            (
+                "  " * entry["depth"] + entry["fqn"],
+                *(", ".join(f"{key} {n}" for key, n in entry[name].items()) for name in columns),
             )
-        if noise_level < 1:
-            rows = [(row[0], *row[2:]) for row in rows]
-        return str(Table(rows[0], tuple(rows[1:])))
+            for entry in entries
+        ]
+        return str(Table(("module", *columns), tuple(rows)))
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -205,16 +201,11 @@ class CommDebugMode:
     ) -> None:
         """Write the rows of the table of modules into a file, as JSON."""
         need("CommDebugMode", file_name, str | PathLike, "a file name")
-        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
-        skip = ("parameters",) if noise_level < 1 else ()
-        rows = [
-            {key: value for key, value in entry.items() if key not in skip}
-            for entry in self._entries()
-        ]
-        Path(file_name).write_text(json.dumps(rows, indent=2) + "\n")
+        Path(file_name).write_text(json.dumps(self._entries(noise_level), indent=2) + "\n")
 
-    def _entries(self) -> list[dict[str, Any]]:
+    def _entries(self, noise_level: int) -> list[dict[str, Any]]:
         """One entry for each module that ran, in the order of their first calls."""
+        need("CommDebugMode", noise_level, int, "a noise_level from 0 on")
         empty: dict[str, Counts] = {name: Counts() for name in _PASSES}
         found = []
         for name, chain in {_EVERYWHERE: (), **self._causes.modules.chains}.items():
@@ -224,7 +215,8 @@ class CommDebugMode:
                 else "plain"
                 for key, value in self._causes.modules.parameters.get(name, {}).items()
             }
-            entry = {"fqn": name, "depth": len(chain), "parameters": parameters}
+            entry: dict[str, Any] = {"fqn": name, "depth": len(chain)}
+            entry |= {"parameters": parameters} if noise_level >= 1 else {}
             found.append(entry | self.comm_module_counts.get(name, empty))
         return found
 
@@ -233,7 +225,9 @@ class CommDebugMode:
         return f"CommDebugMode({kinds or 'no collectives'}; {sum(self.bytes.values())} bytes)"
 
     def __str__(self) -> str:
-        rows: list[tuple[Any, ...]] = [(*key, *n) for key, n in counted(self.collectives).items()]
+        counts = Counter((one.kind, one.axis) for one in self.collectives)
+        received = self._bytes(lambda one: (one.kind, one.axis))
+        rows: list[tuple[Any, ...]] = [(*key, counts[key], n) for key, n in received.items()]
         rows.append(("total", "", self.get_total_counts(), sum(self.bytes.values())))
         table = Table(("collective", "axes", "count", "bytes"), tuple(rows))
         return f"{table}\nchecks: {self.checks}"
