@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -456,6 +457,24 @@ def test_a_rank_that_never_calls_is_heard_of() -> None:
         assert pool.run(fail_before, timeout=60) == ["CommunicationError", "RuntimeError"]
     finally:
         pool.stop()
+
+
+def profiled() -> bool:
+    """gloo's threads take the GIL where a profiler sees a program with saved-tensor hooks."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    full = whole_numbers((96, 64))
+    x = given(mesh, [S0], full)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    equal = True
+    with profile(activities=[ProfilerActivity.CPU]), hooks:
+        for _ in range(100):
+            moved = [x.redistribute(placements=[R], async_op=True) for _ in range(4)]
+            equal &= all(torch.equal(each.to_local(), full) for each in moved)
+    return equal
+
+
+def test_moves_in_flight_under_a_profiler(processes: Pools) -> None:
+    assert processes(4).run(profiled) == [True] * 4
 
 
 # --- the end of a process -------------------------------------------------------------------------

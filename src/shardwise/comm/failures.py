@@ -245,7 +245,7 @@ def waiter(work: Any, ranks: Sequence[int], device: torch.device) -> Wait:
     The process does its part of the collective before it ends, also if nobody waits for it.
     """
     for key, each in list(_State.works.items()):
-        if each.is_completed():
+        if _has_ended(each):
             _State.works.pop(key, None)
     if work is not None:
         _State.works[id(work)] = work
@@ -276,10 +276,19 @@ def _ended(work: Any) -> bool:
     except RuntimeError as error:
         if "timed out" not in str(error).lower():
             raise
-        if not work.is_completed():
+        if not _has_ended(work):
             return False
         work.wait()  # it ended just now, well or badly
     return True
+
+
+def _has_ended(work: Any) -> bool:
+    """True if a collective is done, or has failed.
+
+    `work.is_completed()` waits for the lock of a collective and keeps the GIL. The thread of gloo
+    that ends the collective has this lock, and in a profiler it may want the GIL.
+    """
+    return bool(work.get_future().done())
 
 
 # --- the life of a world -------------------------------------------------------------------------

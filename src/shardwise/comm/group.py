@@ -184,7 +184,10 @@ class _PairWork(threading.Thread):
         except RuntimeError as error:
             self._error = error
 
-    def is_completed(self) -> bool:
+    def get_future(self) -> _PairWork:
+        return self
+
+    def done(self) -> bool:
         return not self.is_alive()
 
     def wait(self, timeout: timedelta | None = None) -> None:
