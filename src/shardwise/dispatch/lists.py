@@ -335,7 +335,7 @@ def is_mixed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return len(meshes) > 1 or None in meshes
 
 
-def run_each(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_each(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run a list operator once for the elements on each mesh, and once for those that are plain."""
     listing = _Listing(args, kwargs)
     results: list[Any] = [None] * listing.length
