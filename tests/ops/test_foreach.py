@@ -181,6 +181,19 @@ def test_lists_of_different_lengths_are_refused() -> None:
         torch._foreach_addcmul([a, a], [a, a], [a, a], torch.ones(3))
 
 
+def test_shapes_that_fit_only_on_shards_are_refused() -> None:
+    """Shards of one row would broadcast over those of two."""
+    for layout in (S0, R):
+        ours = distribute_tensor(numbers(4, 3), virtual(2), [S0])
+        other = distribute_tensor(numbers(2, 3, seed=1), virtual(2), [layout])
+        for op in (torch._foreach_add_, torch._foreach_mul_, torch._foreach_copy_):
+            with pytest.raises(RuntimeError, match="shape"):
+                op([ours], [other])
+            with pytest.raises(RuntimeError, match="shape"):
+                op([ours[:1]], [ours])
+        torch.testing.assert_close(ours.full_tensor(), numbers(4, 3))
+
+
 @pytest.mark.parametrize("ord", [0, 1, 2, 3.5, float("inf"), float("-inf")])
 def test_norms_of_shards_some_of_them_empty(ord: float) -> None:
     values = [numbers(1, 3), numbers(5, 2, seed=1), numbers(7, seed=2), numbers(2, 2, seed=3) * 0]
