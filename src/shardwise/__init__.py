@@ -174,7 +174,7 @@ _MODULES = ("interop", "parallel", "register", "report", "tools")
 
 # Importing the empty package now keeps a later import from putting it where the function belongs.
 import_module(".capture", __name__)
-del globals()["capture"]
+globals().pop("capture", None)  # None if this module is loaded again
 
 
 def __dir__() -> list[str]:

@@ -478,6 +478,11 @@ def test_names_of_functions_are_no_modules(first: str) -> None:
     assert run(f"{first}; {program}") == f"{names} module True local_map\n"
 
 
+def test_the_package_may_be_loaded_again() -> None:
+    program = "import importlib, shardwise as sw; importlib.reload(sw); print(sw.capture)"
+    assert run(program).startswith("<function capture")
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import Replicate
+from shardwise.capture import recorder
 from shardwise.errors import CaptureError
 
 from .test_capture_refusals import MESH, Trainer, batch, both, in_step, refusal
@@ -240,3 +242,16 @@ def test_a_view_that_is_given_another_shape_leaves_its_base() -> None:
         x = batch(number)
         assert torch.equal(captured(x), x * x) and x.shape == (4, 6)
     assert captured.stats()["replayed"]
+
+
+def test_an_operator_does_not_have_the_facts_of_one_that_is_gone() -> None:
+    """Python gives the id of an object that is gone to another one."""
+    for index in range(40):
+        with torch.library._scoped_library("shardwise_gone", "FRAGMENT") as library:
+            schemas = ("f(Tensor x) -> Tensor", "f(Tensor(a!) x) -> ()")
+            library.define(schemas[index % 2])
+            op = torch.ops.shardwise_gone.f.default
+            facts = recorder._facts.get(id(op)) or recorder._facts_of(op)
+            assert len(facts.writes) == index % 2
+            del op, facts
+        gc.collect()

@@ -91,7 +91,7 @@ def _copied(value: Any) -> Any:
 
 
 def _layouts(which: int) -> list[Any]:
-    """How the elements of a list lie: on one mesh, on several, some of them plain."""
+    """How the elements of a list lie: on one mesh; on several, one of them plain; on several."""
     line, square = virtual(2), virtual(2, 2)
     one = [(line, (S0,)), (line, (S1,)), (line, (R,)), (line, (S0,)), (line, (P,))]
     two = [
@@ -101,7 +101,7 @@ def _layouts(which: int) -> list[Any]:
         None,
         (virtual(3), (S0,)),
     ]
-    return [one, two][which]
+    return [one, two, [own or one[3] for own in two]][which]
 
 
 def _spread(value: Any, where: list[Any]) -> Any:
@@ -145,13 +145,16 @@ def _check(op: Any, where: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", sorted({op._schema.name for op in OVERLOADS}))
 def test_every_overload(name: str) -> None:
-    """Functional, in place and with `out`; on one mesh, and on several with plain tensors."""
-    one, several = _layouts(0), _layouts(1)
+    """Functional, in place and with `out`; on one mesh, and on several with plain tensors and
+    without."""
+    one, some_plain, several = map(_layouts, range(3))
     for op in OVERLOADS:
         if op._schema.name == name:
             _check(op, one)
-            if name.endswith("_"):
+            if not any(argument.is_out for argument in op._schema.arguments):
                 _check(op, several)
+            if name.endswith("_"):
+                _check(op, some_plain)
 
 
 @pytest.mark.parametrize("number", [0.0, float("inf"), -2.0])
@@ -176,6 +179,19 @@ def test_lists_of_different_lengths_are_refused() -> None:
         torch._foreach_mul([], a.sum())
     with pytest.raises(RuntimeError, match="Expected length of scalars"):
         torch._foreach_addcmul([a, a], [a, a], [a, a], torch.ones(3))
+
+
+def test_shapes_that_fit_only_on_shards_are_refused() -> None:
+    """Shards of one row would broadcast over those of two."""
+    for layout in (S0, R):
+        ours = distribute_tensor(numbers(4, 3), virtual(2), [S0])
+        other = distribute_tensor(numbers(2, 3, seed=1), virtual(2), [layout])
+        for op in (torch._foreach_add_, torch._foreach_mul_, torch._foreach_copy_):
+            with pytest.raises(RuntimeError, match="shape"):
+                op([ours], [other])
+            with pytest.raises(RuntimeError, match="shape"):
+                op([ours[:1]], [ours])
+        torch.testing.assert_close(ours.full_tensor(), numbers(4, 3))
 
 
 @pytest.mark.parametrize("ord", [0, 1, 2, 3.5, float("inf"), float("-inf")])

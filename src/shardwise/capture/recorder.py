@@ -382,6 +382,7 @@ def _begin() -> None:
 class _Facts(NamedTuple):
     """The properties of an operator; `writes` are places and names of arguments."""
 
+    operator: Any
     is_ignored: bool
     draws: bool
     communicates: bool
@@ -390,11 +391,12 @@ class _Facts(NamedTuple):
 
 
 _facts: dict[int, _Facts] = {}
-"""By the id of an operator, which lives as long as the program."""
+"""By the id of an operator, which lives as long as its facts: no other gets its id."""
 
 
 def _facts_of(func: Any) -> _Facts:
     found = _facts[id(func)] = _Facts(
+        operator=func,
         is_ignored=func.namespace == "profiler",
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         communicates=func.namespace in ("c10d", "_c10d_functional"),

@@ -131,7 +131,7 @@ def dispatch(
         key.append(name)
         unusual |= _add(kwargs[name], entry.named_keyed_by_type[name], operands, key)
     if unusual and entry.is_list and is_mixed(args, kwargs):
-        return run_each(op, args, kwargs)
+        return run_each(op, *args, **kwargs)
     try:
         if unusual:
             operands = adopt_all(op, operands)

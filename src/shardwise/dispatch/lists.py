@@ -335,7 +335,7 @@ def is_mixed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return len(meshes) > 1 or None in meshes
 
 
-def run_each(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_each(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run a list operator once for the elements on each mesh, and once for those that are plain."""
     listing = _Listing(args, kwargs)
     results: list[Any] = [None] * listing.length
@@ -376,6 +376,15 @@ def _one_by_one(
             put_back(view, given[place][0])
 
 
+def _check_shapes(op: OpOverload, shapes: Sequence[tuple[int, ...]]) -> None:
+    """An error if operands do not broadcast to the first, which is written; shards still may."""
+    made = tuple(torch.broadcast_shapes(*shapes))
+    if made != shapes[0] and op.__name__.startswith("_foreach_"):
+        raise RuntimeError(
+            f"output with shape {list(shapes[0])} doesn't match the broadcast shape {list(made)}"
+        )
+
+
 def list_plan(
     entry: Any, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan:
@@ -391,6 +400,8 @@ def list_plan(
     for index in range(listing.length):
         own = [specs[i] for i in listing.operands(index)]
         result = metas[index] if returns else own[0].meta
+        if not returns:
+            _check_shapes(op, [spec.meta.shape for spec in own[: len(listing.lists)]])
         call = Call(op, *listing.element(args, kwargs, index), own, [result])
         rule = pointwise(call)
         # Operands that serve all elements are never Partial.

@@ -109,7 +109,7 @@ def _each(op: Any, tensors: Sequence[Any], ord: Any, dtype: Any, root: bool) -> 
     plan = _plans.get(key)
     if plan is None:
         if is_mixed((tensors,), {}):
-            made: list[Any] = run_each(op, (tensors, ord, dtype), {})
+            made: list[Any] = run_each(op, tensors, ord, dtype)
             meshes = {number._spec.topology for number in made if isinstance(number, Wrapper)}
             # Numbers of several meshes are plain, so that the caller can stack them.
             return made if len(meshes) == 1 else [full_local(number) for number in made]
