@@ -107,6 +107,14 @@ def test_a_style_of_pytorch() -> None:
         shardwise.parallel.parallelize_module(torch.nn.Linear(4, 4), virtual(2), theirs)
 
 
+def test_fully_shard_of_pytorch() -> None:
+    import torch.distributed.fsdp
+
+    x = distribute_tensor(X, virtual(2), [Shard(0)])
+    with pytest.raises(LayoutError, match=says("PyTorch's fully_shard", "shardwise.fully_shard(")):
+        torch.ops.fsdp.all_gather_copy_in([x], torch.empty(99), [X.numel()], X.numel(), 0)
+
+
 def test_a_class_in_place_of_a_placement() -> None:
     with pytest.raises(LayoutError, match="is not a placement"):
         distribute_tensor(X, virtual(2), [Replicate])
