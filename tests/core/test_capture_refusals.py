@@ -110,6 +110,7 @@ def test_a_value_that_is_read_is_refused_with_its_line(name: str) -> None:
     trainer.extra = READS[name]
     text = refusal(trainer)
     assert "cannot be captured" in text and "test_capture_refusals.py" in text
+    assert name != "text" or "return it and read it after the call" in text
 
 
 class Rounded(torch.autograd.Function):

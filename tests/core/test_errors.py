@@ -73,6 +73,46 @@ def test_placements_that_are_no_placements(name: str) -> None:
         WAYS_IN[name](virtual(2), Shard(0))
     with pytest.raises(LayoutError, match=says("placements must be a sequence, but got 7")):
         WAYS_IN[name](virtual(2), 7)
+    with pytest.raises(LayoutError, match=says("placements must be a sequence, but got 'dp'")):
+        WAYS_IN[name](virtual(2), "dp")
+
+
+def test_parts_of_one_mesh_do_not_mix() -> None:
+    """On processes each rank takes the part that it is in: the moves of the ranks would differ."""
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    lone = shardwise.init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    flat = shardwise.init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    meshes = {"whole": mesh, "dp": mesh["dp"], "tp": mesh["tp"], "flat": flat}
+    given = {name: distribute_tensor(X, where, {}) for name, where in meshes.items()}
+    for a, b in [("dp", "whole"), ("whole", "dp"), ("dp", "tp"), ("dp", "flat"), ("flat", "tp")]:
+        with pytest.raises(MeshError, match=says("redistribute: from mesh", "x.full_tensor()")):
+            given[a].redistribute(meshes[b], {})
+    with pytest.raises(
+        MeshError, match=says("(dp=2) is a part of (dp=2, tp=2)", "{'dp': Shard(0)}")
+    ):
+        given["dp"] + given["whole"]
+    for a, there in [("flat", mesh), ("whole", flat)]:
+        assert torch.equal(given[a].redistribute(there, {}).full_tensor(), X)
+    moved = distribute_tensor(X, lone["tp"], [Shard(0)]).redistribute(lone, {"tp": Shard(0)})
+    assert torch.equal(moved.full_tensor(), X)
+
+
+def test_a_style_of_pytorch() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    with pytest.raises(
+        TypeError, match=says("is a ColwiseParallel", "import that of shardwise.parallel")
+    ):
+        theirs: Any = ColwiseParallel()
+        shardwise.parallel.parallelize_module(torch.nn.Linear(4, 4), virtual(2), theirs)
+
+
+def test_fully_shard_of_pytorch() -> None:
+    import torch.distributed.fsdp
+
+    x = distribute_tensor(X, virtual(2), [Shard(0)])
+    with pytest.raises(LayoutError, match=says("PyTorch's fully_shard", "shardwise.fully_shard(")):
+        torch.ops.fsdp.all_gather_copy_in([x], torch.empty(99), [X.numel()], X.numel(), 0)
 
 
 def test_a_class_in_place_of_a_placement() -> None:

@@ -161,3 +161,18 @@ def test_a_join_of_shards_is_in_equal_shards():
     for made in (torch.cat([x, y]), torch.cat([y, x])):
         assert made.placements == (Shard(0),)
         assert made.cuts == (None, None)
+
+
+@pytest.mark.parametrize("turned", range(3))
+def test_pieces_in_other_memory_orders_are_joined_where_they_are(turned: int) -> None:
+    """Attention with dropout gives the gradient of the keys transposed; `split` joins it so."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = [numbers(4, 6, 5, seed=seed) for seed in range(3)]
+    whole[turned] = whole[turned].transpose(1, 2).contiguous().transpose(1, 2)
+    given = [sw.distribute_tensor(x, mesh, {"dp": Shard(0), "tp": Shard(1)}) for x in whole]
+    assert given[turned].stride() == whole[turned].stride()
+    with sw.communication("error"):
+        joined = torch.cat(given, 1)
+    assert joined.placements == (Shard(0), Shard(1, split=3))
+    assert torch.equal(joined.full_tensor(), torch.cat(whole, 1))
+    assert joined.stride() == torch.cat(whole, 1).stride()

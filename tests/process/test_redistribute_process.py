@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.comm import all_equal
+from shardwise.errors import MeshError
 from shardwise.layout.make_mesh import DeviceMesh, init_device_mesh
 from shardwise.layout.mesh import AnyMesh, VirtualMesh, topology
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
@@ -284,6 +286,25 @@ def test_submeshes_by_name(processes: Pools, name: str, groups: list[list[int]])
     for ranks in groups:
         assert all(got[rank][0] == ranks for rank in ranks)
         check(ranks, CASES, [results for _, results in got])
+
+
+def refused_between_parts() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    meshes = [mesh, mesh["dp"], mesh["tp"]]
+    found = []
+    for source, target in permutations(meshes, 2):
+        x = distribute_tensor(torch.arange(8.0), source, {})
+        try:
+            x.redistribute(target, {})
+        except MeshError as error:
+            found.append(str(error))
+    return found
+
+
+def test_parts_of_a_mesh_do_not_mix(processes: Pools) -> None:
+    for found in processes(4).run(refused_between_parts):
+        assert len(found) == 6
+        assert all("other such parts" in text for text in found)
 
 
 def digests_agree(same: bool) -> bool:

@@ -61,7 +61,10 @@ class Number:
 
     def guard_float(self, file: str = "", line: int = 0) -> float:
         if self.ledger is not None:
-            self.ledger.refuse("the step turns a recorded number into a Python number")
+            self.ledger.refuse(
+                "the step turns a recorded number into a Python number (to print a loss, return it "
+                "and read it after the call)"
+            )
         return self.hint
 
 

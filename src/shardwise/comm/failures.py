@@ -37,7 +37,10 @@ TICK = timedelta(seconds=2)
 _PATIENCE = 30.0
 """How many seconds a process that ends waits for others to receive what it has sent and, if it has
 the store, to read the notes."""
-_GONE = "is gone: its process has ended or destroyed its process group. See its own output"
+_GONE = (
+    "is gone: its process has ended or destroyed its process group. See its own output. Without an "
+    "error there it did not make this call: all ranks must call full_tensor(), item() and the like"
+)
 
 
 @dataclass

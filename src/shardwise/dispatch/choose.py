@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -123,10 +124,15 @@ def _home(op: OpOverload, operands: Sequence[Any]) -> Topology | None:
     for operand in operands:
         operand._spec.topology.refuse_destroyed()
     given = ", ".join(f"operand {i} is {o._spec!r}" for i, o in enumerate(operands))
-    raise MeshError(
-        f"{op}: the operands are on different meshes: {given}.\n"
-        "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
-    )
+    remedy = "Build them on one mesh, or move one with redistribute(device_mesh, placements)."
+    for small, large in permutations([operand._spec.topology for operand in operands], 2):
+        if len(small.ranks) < len(large.ranks) and small.has_siblings_on(large):
+            remedy = (
+                f"{small} is a part of {large}: build all operands on the whole mesh, a batch with "
+                f"distribute_tensor(batch, mesh, {{{small.names[0]!r}: Shard(0)}}). Axes that are "
+                "not named replicate."
+            )
+    raise MeshError(f"{op}: the operands are on different meshes: {given}.\n{remedy}")
 
 
 def _bringing_numbers(op: OpOverload, home: Topology) -> Callable[..., Any]:

@@ -71,6 +71,10 @@ def clear() -> None:
 at_end(lambda _: clear())
 
 
+_NO_FSDP = (
+    "{op}: PyTorch's fully_shard was given a module of DTensors of Shardwise. Call "
+    "shardwise.fully_shard(module, mesh) instead, which takes the same arguments."
+)
 _NO_DDP = (
     " If it comes from DistributedDataParallel: a module of DTensors needs none. Shard the batch "
     "instead, with distribute_tensor(batch, mesh, [Shard(0)]), and its gradients are reduced."
@@ -80,6 +84,8 @@ _NO_DDP = (
 def _refuse_collective(op: OpOverload) -> None:
     """An error if an operator is a collective of PyTorch, which takes local tensors."""
     namespace, name = op._schema.name.split("::")
+    if namespace == "fsdp":
+        raise LayoutError(_NO_FSDP.format(op=op))
     if "c10d" in namespace and name != "wait_tensor":
         raise LayoutError(
             f"{op}: a collective of torch.distributed was given a DTensor, but collectives take "

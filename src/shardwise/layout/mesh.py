@@ -230,6 +230,15 @@ class Topology:
         if self.world is not None and not self.world.is_current():
             raise MeshError(_destroyed(str(self)))
 
+    def has_siblings_on(self, other: Topology) -> bool:
+        """True if this is a part of a mesh, such as `mesh["dp"]`, and ranks of `other` are in this
+        part and in others of that mesh: they do not mean the same ranks by it."""
+        whole = whole_mesh(self.mesh)
+        if self is other or whole is self.mesh:
+            return False
+        own, all_parts, there = set(self.ranks), set(topology(whole).ranks), set(other.ranks)
+        return bool(there & own and there & (all_parts - own))
+
     def coords_here(self, axes: Sequence[int]) -> tuple[Coord, ...]:
         """The coordinates that live in this process, the axes outside `axes` fixed at 0 if virtual.
 

@@ -80,7 +80,7 @@ def checked_placements(
         return default_placements(mesh)
     if isinstance(placements, Mapping):
         placements = _by_axis_name(what, mesh, placements)
-    if not isinstance(placements, (list, tuple, Iterable)):
+    if isinstance(placements, str) or not isinstance(placements, Iterable):
         raise LayoutError(f"{what}: placements must be a sequence, but got {placements!r}.")
     given = tuple(placements)
     for entry in given:

@@ -79,9 +79,12 @@ def _one_axis(mesh: Topology) -> Topology:
 
 def _check_style(style: Any, where: str) -> None:
     if not isinstance(style, ParallelStyle):
+        theirs = type(style).__module__.startswith("torch.")
+        hint = " It is PyTorch's class: import that of shardwise.parallel." if theirs else ""
         raise ArgumentError(
             f"parallelize_module: the plan {where}is a {type(style).__name__}. Give a "
             "ParallelStyle, such as ColwiseParallel(), or a dict from module names to styles."
+            f"{hint}"
         )
 
 

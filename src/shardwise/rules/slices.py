@@ -256,7 +256,8 @@ def cat(call: Call) -> Rule:
     dim = call.get("dim", 0) % ndim
     spec = call.laid[0]
     even = spec.cuts is None or (spec.groups is None and spec.cuts[dim] is None)
-    alike = even and all(each is spec for each in call.laid)
+    here = spec.placements, spec.cuts, spec.shape
+    alike = even and all((each.placements, each.cuts, each.shape) == here for each in call.laid)
     if alike and len(call.laid) > 1 and spec.dim_axes[dim] and spec.meta.shape[dim] > 1:
         return _joined_blocks(call, dim)
     dims = each_dim(ndim)

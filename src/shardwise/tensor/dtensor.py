@@ -322,6 +322,13 @@ def _target(
             f"({where.device_type}, {_served(where)}): both must be of one device type, and both "
             "virtual or both over processes."
         )
+    if mine.has_siblings_on(where) or where.has_siblings_on(mine):
+        raise MeshError(
+            f"redistribute: from mesh {mine} to mesh {where}: one is a part of a mesh that has "
+            "other such parts. Each rank takes the part that it is in, so the ranks would not "
+            "agree on the move. Work on the whole mesh: distribute_tensor(x, mesh, placements); or "
+            "go by way of x.full_tensor()."
+        )
     places = checked_placements("redistribute", where, placements, tensor.ndim)
     return DTensorSpec(where, places, tensor._spec.meta, cuts=cuts)
 
