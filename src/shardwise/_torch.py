@@ -436,13 +436,17 @@ def functional_all_to_all(
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Keep Python's garbage collector off where many objects are made that stay: it would look
-    through all objects of the program, several times."""
+    through all objects of the program, several times. Afterwards they count as old ones, or it
+    would look through all new ones at once."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was:
+            if not gc.get_freeze_count():  # else the program has frozen objects itself
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
