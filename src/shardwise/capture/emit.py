@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from .._torch import OpOverload, local_function, set_grad_enabled
+from ..layout.spec import DTensorSpec
 from ..storage.wrapper import wrap
 from .inductor import Stretch
 from .record import Output, Recording
@@ -53,7 +54,7 @@ class Emitter:
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
         self._functions: dict[Any, str] = {}
-        self._objects: dict[int, str] = {}
+        self._objects: dict[int | str, str] = {}
 
     def text(self, value: Any) -> str:
         """An argument of a node."""
@@ -62,16 +63,18 @@ class Emitter:
         if isinstance(value, tuple):
             return "(" + "".join([self.text(each) + ", " for each in value]) + ")"
         if isinstance(value, list):
-            return "[" + ", ".join(map(self.text, value)) + "]"
+            text = "[" + ", ".join(map(self.text, value)) + "]"
+            plain = all(type(each) in (int, bool) for each in value)
+            return self.object(value, text) if plain else text  # Python compiles a name faster
         if type(value) in (int, bool, str, type(None)):
             return repr(value)
         if type(value) is float and math.isfinite(value):
             return repr(value)
         return self.object(value)
 
-    def object(self, value: Any) -> str:
-        """The name of an object."""
-        name = self._objects.setdefault(id(value), f"k{len(self._objects)}")
+    def object(self, value: Any, text: str = "") -> str:
+        """The name of an object, or of one that has the same text."""
+        name = self._objects.setdefault(text or id(value), f"k{len(self._objects)}")
         self.names[name] = value
         return name
 
@@ -109,9 +112,7 @@ def emit(
 ) -> tuple[str, Any]:
     """The source of a replay, and the function: it takes the leaves of the arguments, and returns
     the results and the new gradients. `stretches` are functions for nodes, each with its name."""
-    emitter = Emitter(
-        {**names, "wrap": wrap, "Missed": Missed, "set_grad_enabled": set_grad_enabled}
-    )
+    emitter = Emitter({**names, "wrap": wrap, "part": _part, "set_grad_enabled": set_grad_enabled})
     lines = _feed(recording.seen.inputs, graph, emitter)
     dying = _last_uses(graph)
     enabled = None
@@ -189,21 +190,30 @@ def _feed(inputs: Sequence[Input], graph: fx.Graph, emitter: Emitter) -> list[st
             continue
         owner, _, part = each.expression.partition("._locals[")
         if ".state[" in owner and part:
-            spec = emitter.object(each.spec)
-            lines.append(f"if {owner}._spec is not {spec}: raise Missed({each.label!r})")
-        lines.append(f"{each.node.name} = {each.expression}")
+            slot = part.removesuffix("]")
+            lines.append(f"{each.node.name} = part({owner}, {emitter.object(each.spec)}, {slot})")
+        else:
+            lines.append(f"{each.node.name} = {each.expression}")
     return lines
 
 
+def _part(owner: Any, spec: DTensorSpec, slot: int) -> Any:
+    """A local part of a DTensor, if that has the layout which it was recorded with."""
+    if owner._spec is not spec:
+        raise Missed
+    return owner._locals[slot]
+
+
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By the node that uses them last: the results that are not needed afterwards."""
+    """By the node that uses them last: the results that are not needed afterwards, but for
+    numbers."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for each in node.all_input_nodes:
             last[each] = node
     found: dict[fx.Node, list[fx.Node]] = {}
     for each, node in last.items():
-        if node.op == "call_function":
+        if node.op == "call_function" and "number" not in each.meta:
             found.setdefault(node, []).append(each)
     return found
 

@@ -211,14 +211,17 @@ def _changed(
     differ, so a pass may treat them differently.
     """
     for each in (seen, again):
-        end = next(node for node in reversed(each.graph.nodes) if node.op == "output")
+        end: Any = each.graph.output_node()
         end.args = ((end.args[0][0], []),)  # without the guards
-        number_collectives(each.graph)
+    number_collectives(seen.graph)
+    facts = [{**node.meta} for node in seen.graph.nodes]  # the other recording has none
     for change in passes:
         change(seen.graph)
     seen.graph.lint()
     if have_same_order(meshes, seen.graph):
         return seen
+    for node, own in zip(again.graph.nodes, facts, strict=True):
+        node.meta |= own
     pairs = zip(seen.inputs, again.inputs, strict=True)
     inputs = [replace(each, node=other.node) for each, other in pairs]
     kept = replace(seen, graph=again.graph, inputs=inputs)

@@ -43,6 +43,7 @@ class Number:
         self.ledger: Ledger | None = ledger
         self.fx_node, self.hint, self.is_known = node, hint, is_known
         self.stand_in: float | None = None
+        node.meta["number"] = True
         ledger.numbers.append(self)
 
     def is_float(self) -> bool:

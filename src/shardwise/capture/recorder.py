@@ -82,10 +82,12 @@ def set_random_state(state: torch.Tensor) -> None:
 
 
 class Recorder(DispatchMode):
-    """Records into `seen`. `known` says where inputs come from, by the id of a tensor."""
+    """Records into `seen`. `known` says where inputs come from, by the id of a tensor. Without
+    `facts`, which take time, nodes get no shapes, memory and lines."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Known, facts: bool) -> None:
         super().__init__()
+        self._facts = facts
         self.seen = Recorded()
         self.graph = self.seen.graph
         self.stand_ins = StandIns()
@@ -126,6 +128,13 @@ class Recorder(DispatchMode):
         number = next_node_number() - 1
         if number not in self._places and autograd_node() is None:
             self._places[number] = place or self._place()
+
+    def _set_place(self, node: fx.Node) -> tuple[str, int] | None:
+        """Note the place of a node, if facts are wanted."""
+        if not self._facts:
+            return None
+        place = node.meta["line"] = self._place()
+        return place
 
     def guard(self, node: fx.Node, truth: bool) -> None:
         self.seen.guards.append((node, truth))
@@ -211,6 +220,8 @@ class Recorder(DispatchMode):
     def _described(
         self, node: fx.Node, tensor: torch.Tensor, place: tuple[str, int] | None = None
     ) -> fx.Node:
+        if not self._facts:
+            return node
         meta = node.meta
         meta["val"] = tuple(tensor.shape), tensor.stride(), tensor.dtype
         meta["device"], meta["memory"] = tensor.device, self._memory(tensor)
@@ -270,14 +281,14 @@ class Recorder(DispatchMode):
             self._write(args[at] if at < len(args) else kwargs.get(name))
         nodes = tuple([self._argument(each) for each in args])
         node = self.add_call(func, nodes, {n: self._argument(v) for n, v in kwargs.items()})
-        node.meta["line"] = place = self._place()
+        place = self._set_place(node)
         node.meta["grad"] = torch.is_grad_enabled()
         self._keep_place(place)
         if facts.draws:
             self._note_state(node, True)
         return self._result(func, node, out, place)
 
-    def _result(self, func: Any, node: fx.Node, out: Any, line: tuple[str, int]) -> Any:
+    def _result(self, func: Any, node: fx.Node, out: Any, line: tuple[str, int] | None) -> Any:
         """The result of a call, with its node; a float that is read becomes a symbol."""
         if isinstance(out, torch.Tensor):
             if self._node(out) is None:  # else it was written in place
@@ -327,7 +338,7 @@ class Recorder(DispatchMode):
         with self.paused():
             made = function(*self.stand_ins.hints(tuple(args)))
         node = self.add_call(function, nodes)
-        node.meta["line"] = self._place()
+        self._set_place(node)
         if draws:
             self._note_state(node, True)
         return None if made is None else partial(self._wait, made, node, [])
@@ -336,7 +347,7 @@ class Recorder(DispatchMode):
         with self.paused():
             wait()
         if not done:
-            self.add_call(finish, (node,)).meta["line"] = self._place()
+            self._set_place(self.add_call(finish, (node,)))
             done.append(True)
 
     # --- random numbers ------------------------------------------------------------------------
@@ -454,14 +465,14 @@ class _Functions(TorchFunctionMode):
 
 
 @contextmanager
-def recording(known: Known) -> Iterator[Recorder]:
-    """Record what this thread does."""
+def recording(known: Known, facts: bool) -> Iterator[Recorder]:
+    """Record what this thread does, with facts about nodes or without."""
     if recorder() is not None:
         raise CaptureError(
             "a captured step was called while another one is recorded. Call the function itself "
             "inside a captured step, and capture the outermost one alone."
         )
-    made = Recorder(known)
+    made = Recorder(known, facts)
 
     def heard(*event: Any) -> None:
         if not made.is_paused:
