@@ -53,7 +53,7 @@ class Emitter:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
-        self._functions: dict[Any, str] = {}
+        self._functions: dict[int, str] = {}
         self._objects: dict[int | str, str] = {}
 
     def text(self, value: Any) -> str:
@@ -80,10 +80,10 @@ class Emitter:
 
     def function(self, target: Any) -> str:
         """The name of the function that runs a node."""
-        name = self._functions.get(target)
+        name = self._functions.get(id(target))
         if name is None:
             base = getattr(target, "__name__", "f").replace(".", "_")
-            name = self._functions[target] = f"f{len(self._functions)}_{base}"
+            name = self._functions[id(target)] = f"f{len(self._functions)}_{base}"
             own = isinstance(target, OpOverload)
             self.names[name] = local_function(target) if own else target
         return name
@@ -91,7 +91,7 @@ class Emitter:
     def statement(self, node: fx.Node) -> str:
         """A node as a statement."""
         target, args = node.target, node.args
-        if target in INFIX:
+        if not isinstance(target, OpOverload) and target in INFIX:  # the hash of operators is slow
             value = infix(target, self.text(args[0]), self.text(args[1]))
         elif target is operator.getitem:
             value = f"{self.text(args[0])}[{args[1]!r}]"

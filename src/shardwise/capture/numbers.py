@@ -239,5 +239,6 @@ def _replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     if own is dict:
         return {name: _replaced(each, kind, function) for name, each in value.items()}
     if own in _NESTED:
-        return own([_replaced(each, kind, function) for each in value])
+        kinds = (kind, list, tuple, dict)
+        return own([_replaced(e, kind, function) if type(e) in kinds else e for e in value])
     return value

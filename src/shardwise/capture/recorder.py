@@ -161,8 +161,8 @@ class Recorder(DispatchMode):
     def _placeholder(
         self, expression: str, label: str, value: Any = None, spec: Any = None
     ) -> fx.Node:
-        with self.graph.inserting_before(self._root):
-            node = self.graph.placeholder(f"in_{len(self.seen.inputs)}")
+        name = f"in_{len(self.seen.inputs)}"
+        node = add_node(self.graph, name, name, (), {}, self._root)
         self.seen.inputs.append(Input(expression, label, node, value, spec))
         return node
 
@@ -276,11 +276,14 @@ class Recorder(DispatchMode):
         if func is _LIFT and self._node(args[0]) is None:
             self._keep_node(out, self._constant(out))
             return out
-        self._refuse_call(func, facts, args)
+        if facts.communicates or facts.reads_shape:
+            self._refuse_call(func, facts, args)
         for at, name in facts.writes:
             self._write(args[at] if at < len(args) else kwargs.get(name))
         nodes = tuple([self._argument(each) for each in args])
-        node = self.add_call(func, nodes, {n: self._argument(v) for n, v in kwargs.items()})
+        node = self.add_call(
+            func, nodes, kwargs and {n: self._argument(v) for n, v in kwargs.items()}
+        )
         place = self._set_place(node)
         node.meta["grad"] = torch.is_grad_enabled()
         self._keep_place(place)
@@ -446,7 +449,7 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder, name = self._recorder, getattr(func, "__name__", "")
-        if recorder.is_paused:
+        if recorder._off:
             return func(*args, **kwargs)
         if name in _READS:
             recorder.refuse(f"the step reads values of a tensor (by {name})")

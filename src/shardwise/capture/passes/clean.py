@@ -36,7 +36,7 @@ def fold_views(graph: fx.Graph) -> None:
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
     changing = _changing_views(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        if node.op != "call_function" or not _may_fold(node):
             continue
         if changing and root_of(node) in changing:
             continue
@@ -54,6 +54,11 @@ def fold_views(graph: fx.Graph) -> None:
             node.replace_all_uses_with(found, lambda user, keep=keep: not keep or user is not end)
             if not node.users:
                 graph.erase_node(node)
+
+
+@by_target
+def _may_fold(node: fx.Node) -> bool:
+    return node.target in (aten.detach.default, aten.alias.default, aten.t.default, *_VIEWS)
 
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default)
