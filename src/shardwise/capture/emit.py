@@ -13,6 +13,7 @@ from .._torch import OpOverload, local_function, set_grad_enabled
 from ..layout.spec import DTensorSpec
 from ..storage.wrapper import wrap
 from .inductor import Stretch
+from .passes.memory import memory_of
 from .record import Output, Recording
 from .recorder import Input, finish
 
@@ -206,14 +207,16 @@ def _part(owner: Any, spec: DTensorSpec, slot: int) -> Any:
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """By the node that uses them last: the results that are not needed afterwards, but for
-    numbers."""
+    numbers, and for what shows memory of inputs."""
+    outside = {memory_of(node) for node in graph.nodes if node.op == "placeholder"} - {None}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for each in node.all_input_nodes:
             last[each] = node
     found: dict[fx.Node, list[fx.Node]] = {}
     for each, node in last.items():
-        if node.op == "call_function" and "number" not in each.meta:
+        kept = "number" in each.meta or memory_of(each) in outside
+        if node.op == "call_function" and not kept:
             found.setdefault(node, []).append(each)
     return found
 

@@ -252,5 +252,14 @@ def _same_bits(one: Any, other: Any) -> bool:
         return one._spec is other._spec and all(_same_bits(a, b) for a, b in parts)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = one.shape == other.shape and one.dtype is other.dtype
-        return alike and torch.equal(as_bytes(one.detach()), as_bytes(other.detach()))
+        return alike and torch.equal(_bits(one.detach()), _bits(other.detach()))
     return one is other or (type(one) is type(other) and bool(one == other))
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers, which are equal only if the bits are."""
+    kind = _INTEGERS.get(tensor.dtype)
+    return as_bytes(tensor) if kind is None or tensor.is_neg() else tensor.view(kind)

@@ -449,7 +449,7 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder, name = self._recorder, getattr(func, "__name__", "")
-        if recorder._off:
+        if recorder._off or name == "__get__":  # most calls are of attributes
             return func(*args, **kwargs)
         if name in _READS:
             recorder.refuse(f"the step reads values of a tensor (by {name})")
