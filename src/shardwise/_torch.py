@@ -436,13 +436,17 @@ def functional_all_to_all(
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Keep Python's garbage collector off where many objects are made that stay: it would look
-    through all objects of the program, several times."""
+    through all objects of the program, several times. Afterwards they count as old ones, or it
+    would look through all new ones at once."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was:
+            if not gc.get_freeze_count():  # else the program has frozen objects itself
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -506,15 +510,21 @@ def below_autograd() -> AbstractContextManager[Any]:
 
 
 def add_node(
-    graph: torch.fx.Graph, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    graph: torch.fx.Graph,
+    name: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    before: torch.fx.Node | None = None,
 ) -> torch.fx.Node:
-    """Add a call to a graph, under a name that it has no other node of.
+    """Add a call to a graph, or an input before a node, under a name that no other node has.
 
     `create_node` makes names of targets, and looks for symbols among the arguments, which takes
     several times longer.
     """
-    node = torch.fx.Node(graph, name, "call_function", target, args, kwargs)
-    graph._insert(node)
+    op = "call_function" if before is None else "placeholder"
+    node = torch.fx.Node(graph, name, op, target, args, kwargs)
+    (graph._insert if before is None else before.prepend)(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
@@ -557,14 +567,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def autograd_node() -> Any:
-    """The autograd node whose backward runs in this thread, if there is one."""
-    return torch._C._current_autograd_node()
+autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Gives the autograd node whose backward runs in this thread, if there is one."""
 
-
-def next_node_number() -> int:
-    """The number that the next autograd node of this thread gets, its `_sequence_nr()`."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Gives the number that the next autograd node of this thread gets, its `_sequence_nr()`."""
 
 
 def autograd_node_name() -> str | None:

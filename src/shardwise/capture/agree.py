@@ -64,20 +64,25 @@ def all_agree(
     return None
 
 
+def calls_of(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
+    """The calls of some functions, in the order of the graph."""
+    found = [graph.find_nodes(op="call_function", target=each, sort=False) for each in targets]
+    return sorted([node for nodes in found for node in nodes])
+
+
 def number_collectives(graph: fx.Graph) -> None:
     """Give each collective its number among those of its ranks, to be known by after passes."""
     counts: dict[tuple[int, ...], int] = {}
-    for node in graph.nodes:
-        if node.target in COLLECTIVES:
-            ranks = _ranks(node)
-            node.meta["calls"] = (counts.setdefault(ranks, 0),)
-            counts[ranks] += 1
+    for node in calls_of(graph, *COLLECTIVES):
+        ranks = _ranks(node)
+        node.meta["calls"] = (counts.setdefault(ranks, 0),)
+        counts[ranks] += 1
 
 
 def have_same_order(meshes: Sequence[Topology], graph: fx.Graph) -> bool:
     """True on all ranks if the members of each group make the same collectives in the same order,
     else False on all."""
-    rows = [(_ranks(node), _row(node)) for node in graph.nodes if node.target in COLLECTIVES]
+    rows = [(_ranks(node), _row(node)) for node in calls_of(graph, *COLLECTIVES)]
 
     def digest_of(ranks: tuple[int, ...]) -> int:
         own = [row for members, row in rows if members == ranks]

@@ -222,13 +222,13 @@ class Captured:
         all_record(self._name, meshes, self._call())
         self._counts["recorded"] += 1
         with no_garbage_collection():
-            result, made = record(self.eager, flat, tree, state)
+            result, made = record(self.eager, flat, tree, state, case.first is not None)
         first, case.first = case.first, None
         reason = next(iter(made.seen.refusals), None)
         again = first is None or not first.took_same_branches(made)
         if first is not None and (not again or case.calls >= WARM + _MOST_TRIES):
             reason = reason or difference(first, made)
-        reason = all_agree(meshes, made, reason)
+        reason = all_agree(meshes, made if first is not None else None, reason)
         if reason is not None:
             self._refuse(case, reason)
         elif again:

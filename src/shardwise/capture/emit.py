@@ -10,8 +10,10 @@ from typing import Any
 from torch import fx
 
 from .._torch import OpOverload, local_function, set_grad_enabled
+from ..layout.spec import DTensorSpec
 from ..storage.wrapper import wrap
 from .inductor import Stretch
+from .passes.memory import memory_of
 from .record import Output, Recording
 from .recorder import Input, finish
 
@@ -52,8 +54,8 @@ class Emitter:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
-        self._functions: dict[Any, str] = {}
-        self._objects: dict[int, str] = {}
+        self._functions: dict[int, str] = {}
+        self._objects: dict[int | str, str] = {}
 
     def text(self, value: Any) -> str:
         """An argument of a node."""
@@ -62,25 +64,27 @@ class Emitter:
         if isinstance(value, tuple):
             return "(" + "".join([self.text(each) + ", " for each in value]) + ")"
         if isinstance(value, list):
-            return "[" + ", ".join(map(self.text, value)) + "]"
+            text = "[" + ", ".join(map(self.text, value)) + "]"
+            plain = all(type(each) in (int, bool) for each in value)
+            return self.object(value, text) if plain else text  # Python compiles a name faster
         if type(value) in (int, bool, str, type(None)):
             return repr(value)
         if type(value) is float and math.isfinite(value):
             return repr(value)
         return self.object(value)
 
-    def object(self, value: Any) -> str:
-        """The name of an object."""
-        name = self._objects.setdefault(id(value), f"k{len(self._objects)}")
+    def object(self, value: Any, text: str = "") -> str:
+        """The name of an object, or of one that has the same text."""
+        name = self._objects.setdefault(text or id(value), f"k{len(self._objects)}")
         self.names[name] = value
         return name
 
     def function(self, target: Any) -> str:
         """The name of the function that runs a node."""
-        name = self._functions.get(target)
+        name = self._functions.get(id(target))
         if name is None:
             base = getattr(target, "__name__", "f").replace(".", "_")
-            name = self._functions[target] = f"f{len(self._functions)}_{base}"
+            name = self._functions[id(target)] = f"f{len(self._functions)}_{base}"
             own = isinstance(target, OpOverload)
             self.names[name] = local_function(target) if own else target
         return name
@@ -88,7 +92,7 @@ class Emitter:
     def statement(self, node: fx.Node) -> str:
         """A node as a statement."""
         target, args = node.target, node.args
-        if target in INFIX:
+        if not isinstance(target, OpOverload) and target in INFIX:  # the hash of operators is slow
             value = infix(target, self.text(args[0]), self.text(args[1]))
         elif target is operator.getitem:
             value = f"{self.text(args[0])}[{args[1]!r}]"
@@ -109,9 +113,7 @@ def emit(
 ) -> tuple[str, Any]:
     """The source of a replay, and the function: it takes the leaves of the arguments, and returns
     the results and the new gradients. `stretches` are functions for nodes, each with its name."""
-    emitter = Emitter(
-        {**names, "wrap": wrap, "Missed": Missed, "set_grad_enabled": set_grad_enabled}
-    )
+    emitter = Emitter({**names, "wrap": wrap, "part": _part, "set_grad_enabled": set_grad_enabled})
     lines = _feed(recording.seen.inputs, graph, emitter)
     dying = _last_uses(graph)
     enabled = None
@@ -189,21 +191,32 @@ def _feed(inputs: Sequence[Input], graph: fx.Graph, emitter: Emitter) -> list[st
             continue
         owner, _, part = each.expression.partition("._locals[")
         if ".state[" in owner and part:
-            spec = emitter.object(each.spec)
-            lines.append(f"if {owner}._spec is not {spec}: raise Missed({each.label!r})")
-        lines.append(f"{each.node.name} = {each.expression}")
+            slot = part.removesuffix("]")
+            lines.append(f"{each.node.name} = part({owner}, {emitter.object(each.spec)}, {slot})")
+        else:
+            lines.append(f"{each.node.name} = {each.expression}")
     return lines
 
 
+def _part(owner: Any, spec: DTensorSpec, slot: int) -> Any:
+    """A local part of a DTensor, if that has the layout which it was recorded with."""
+    if owner._spec is not spec:
+        raise Missed
+    return owner._locals[slot]
+
+
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By the node that uses them last: the results that are not needed afterwards."""
+    """By the node that uses them last: the results that are not needed afterwards, but for
+    numbers, and for what shows memory of inputs."""
+    outside = {memory_of(node) for node in graph.nodes if node.op == "placeholder"} - {None}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for each in node.all_input_nodes:
             last[each] = node
     found: dict[fx.Node, list[fx.Node]] = {}
     for each, node in last.items():
-        if node.op == "call_function":
+        kept = "number" in each.meta or memory_of(each) in outside
+        if node.op == "call_function" and not kept:
             found.setdefault(node, []).append(each)
     return found
 

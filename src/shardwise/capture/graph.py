@@ -211,14 +211,17 @@ def _changed(
     differ, so a pass may treat them differently.
     """
     for each in (seen, again):
-        end = next(node for node in reversed(each.graph.nodes) if node.op == "output")
+        end: Any = each.graph.output_node()
         end.args = ((end.args[0][0], []),)  # without the guards
-        number_collectives(each.graph)
+    number_collectives(seen.graph)
+    facts = [{**node.meta} for node in seen.graph.nodes]  # the other recording has none
     for change in passes:
         change(seen.graph)
     seen.graph.lint()
     if have_same_order(meshes, seen.graph):
         return seen
+    for node, own in zip(again.graph.nodes, facts, strict=True):
+        node.meta |= own
     pairs = zip(seen.inputs, again.inputs, strict=True)
     inputs = [replace(each, node=other.node) for each, other in pairs]
     kept = replace(seen, graph=again.graph, inputs=inputs)
@@ -249,5 +252,14 @@ def _same_bits(one: Any, other: Any) -> bool:
         return one._spec is other._spec and all(_same_bits(a, b) for a, b in parts)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = one.shape == other.shape and one.dtype is other.dtype
-        return alike and torch.equal(as_bytes(one.detach()), as_bytes(other.detach()))
+        return alike and torch.equal(_bits(one.detach()), _bits(other.detach()))
     return one is other or (type(one) is type(other) and bool(one == other))
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers, which are equal only if the bits are."""
+    kind = _INTEGERS.get(tensor.dtype)
+    return as_bytes(tensor) if kind is None or tensor.is_neg() else tensor.view(kind)

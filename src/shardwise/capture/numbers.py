@@ -43,6 +43,7 @@ class Number:
         self.ledger: Ledger | None = ledger
         self.fx_node, self.hint, self.is_known = node, hint, is_known
         self.stand_in: float | None = None
+        node.meta["number"] = True
         ledger.numbers.append(self)
 
     def is_float(self) -> bool:
@@ -241,5 +242,6 @@ def _replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     if own is dict:
         return {name: _replaced(each, kind, function) for name, each in value.items()}
     if own in _NESTED:
-        return own([_replaced(each, kind, function) for each in value])
+        kinds = (kind, list, tuple, dict)
+        return own([_replaced(e, kind, function) if type(e) in kinds else e for e in value])
     return value

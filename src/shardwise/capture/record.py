@@ -61,14 +61,15 @@ class Recording:
 
 
 def record(
-    step: Callable[..., Any], flat: Sequence[Any], tree: Any, state: State
+    step: Callable[..., Any], flat: Sequence[Any], tree: Any, state: State, facts: bool
 ) -> tuple[Any, Recording]:
-    """Run a step and record it. Returns what the step returns, too."""
+    """Run a step and record it: with facts about nodes, or only to compare another recording with
+    it. Returns what the step returns, too."""
     variables = state.variables()
     known = state.known(flat, variables)
     before = [tensor.grad if tensor.is_leaf else None for tensor in state.tensors]
     others = _Others(state, flat, variables)
-    with recording(known) as recorder, _symbolic_options(recorder, state):
+    with recording(known, facts) as recorder, _symbolic_options(recorder, state):
         for each in variables:
             if isinstance(each.value, torch.amp.GradScaler) and each.value.is_enabled():
                 recorder.refuse(
@@ -265,11 +266,11 @@ def difference(one: Recording, other: Recording) -> str | None:
         if a.op == b.op == "placeholder":
             alike = texts[0][a] == texts[1][b]
         else:
-            alike = a.target == b.target and _are_alike(
-                [a.args, a.kwargs], [b.args, b.kwargs], same
-            )
+            alike = a.target == b.target and _are_alike(a.args, b.args, same)
+            if alike and (a.kwargs or b.kwargs):
+                alike = _are_alike([a.kwargs], [b.kwargs], same)
         if not alike:
-            file, line = a.meta.get("line", ("unknown", 0))
+            file, line = b.meta.get("line", ("unknown", 0))
             where = f", at {file}:{line}" if line else ""
             text = f"{_shown(a, texts[0])} became {_shown(b, texts[1])} in the next call{where}"
             return f"{text}. A counter, or another variable that the step changes, can be the cause"
@@ -288,20 +289,24 @@ def _text(found: Input) -> str:
     return f"{found.expression} {found.value.tolist()!r}" if constant else found.expression
 
 
-def _are_alike(one: Any, other: Any, same: dict[fx.Node, fx.Node]) -> bool:
+def _are_alike(one: Sequence[Any], other: Sequence[Any], same: dict[fx.Node, fx.Node]) -> bool:
     """True if arguments of nodes in two graphs are alike; `same` has the nodes that are."""
-    if isinstance(one, fx.Node):
-        return same[one] is other
-    if isinstance(one, dict):
-        names = one.keys() == other.keys()
-        return names and all(_are_alike(one[name], other[name], same) for name in one)
-    if isinstance(one, (list, tuple)):
-        if not isinstance(other, (list, tuple)) or len(one) != len(other):
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other, strict=True):
+        if isinstance(a, fx.Node):
+            alike = same[a] is b
+        elif isinstance(a, (list, tuple)):
+            alike = isinstance(b, (list, tuple)) and _are_alike(a, b, same)
+        elif isinstance(a, dict):
+            alike = list(a) == list(b) and _are_alike([*a.values()], [*b.values()], same)
+        elif isinstance(a, float):
+            alike = type(a) is type(b) and repr(a) == repr(b)
+        else:
+            alike = bool(a == b)
+        if not alike:
             return False
-        return all(_are_alike(a, b, same) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float):
-        return type(one) is type(other) and repr(one) == repr(other)
-    return bool(one == other)
+    return True
 
 
 def _shown(node: fx.Node, texts: dict[fx.Node, str]) -> str:

@@ -82,10 +82,12 @@ def set_random_state(state: torch.Tensor) -> None:
 
 
 class Recorder(DispatchMode):
-    """Records into `seen`. `known` says where inputs come from, by the id of a tensor."""
+    """Records into `seen`. `known` says where inputs come from, by the id of a tensor. Without
+    `facts`, which take time, nodes get no shapes, memory and lines."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Known, facts: bool) -> None:
         super().__init__()
+        self._facts = facts
         self.seen = Recorded()
         self.graph = self.seen.graph
         self.stand_ins = StandIns()
@@ -127,6 +129,13 @@ class Recorder(DispatchMode):
         if number not in self._places and autograd_node() is None:
             self._places[number] = place or self._place()
 
+    def _set_place(self, node: fx.Node) -> tuple[str, int] | None:
+        """Note the place of a node, if facts are wanted."""
+        if not self._facts:
+            return None
+        place = node.meta["line"] = self._place()
+        return place
+
     def guard(self, node: fx.Node, truth: bool) -> None:
         self.seen.guards.append((node, truth))
 
@@ -152,8 +161,8 @@ class Recorder(DispatchMode):
     def _placeholder(
         self, expression: str, label: str, value: Any = None, spec: Any = None
     ) -> fx.Node:
-        with self.graph.inserting_before(self._root):
-            node = self.graph.placeholder(f"in_{len(self.seen.inputs)}")
+        name = f"in_{len(self.seen.inputs)}"
+        node = add_node(self.graph, name, name, (), {}, self._root)
         self.seen.inputs.append(Input(expression, label, node, value, spec))
         return node
 
@@ -211,6 +220,8 @@ class Recorder(DispatchMode):
     def _described(
         self, node: fx.Node, tensor: torch.Tensor, place: tuple[str, int] | None = None
     ) -> fx.Node:
+        if not self._facts:
+            return node
         meta = node.meta
         meta["val"] = tuple(tensor.shape), tensor.stride(), tensor.dtype
         meta["device"], meta["memory"] = tensor.device, self._memory(tensor)
@@ -265,19 +276,22 @@ class Recorder(DispatchMode):
         if func is _LIFT and self._node(args[0]) is None:
             self._keep_node(out, self._constant(out))
             return out
-        self._refuse_call(func, facts, args)
+        if facts.communicates or facts.reads_shape:
+            self._refuse_call(func, facts, args)
         for at, name in facts.writes:
             self._write(args[at] if at < len(args) else kwargs.get(name))
         nodes = tuple([self._argument(each) for each in args])
-        node = self.add_call(func, nodes, {n: self._argument(v) for n, v in kwargs.items()})
-        node.meta["line"] = place = self._place()
+        node = self.add_call(
+            func, nodes, kwargs and {n: self._argument(v) for n, v in kwargs.items()}
+        )
+        place = self._set_place(node)
         node.meta["grad"] = torch.is_grad_enabled()
         self._keep_place(place)
         if facts.draws:
             self._note_state(node, True)
         return self._result(func, node, out, place)
 
-    def _result(self, func: Any, node: fx.Node, out: Any, line: tuple[str, int]) -> Any:
+    def _result(self, func: Any, node: fx.Node, out: Any, line: tuple[str, int] | None) -> Any:
         """The result of a call, with its node; a float that is read becomes a symbol."""
         if isinstance(out, torch.Tensor):
             if self._node(out) is None:  # else it was written in place
@@ -327,7 +341,7 @@ class Recorder(DispatchMode):
         with self.paused():
             made = function(*self.stand_ins.hints(tuple(args)))
         node = self.add_call(function, nodes)
-        node.meta["line"] = self._place()
+        self._set_place(node)
         if draws:
             self._note_state(node, True)
         return None if made is None else partial(self._wait, made, node, [])
@@ -336,7 +350,7 @@ class Recorder(DispatchMode):
         with self.paused():
             wait()
         if not done:
-            self.add_call(finish, (node,)).meta["line"] = self._place()
+            self._set_place(self.add_call(finish, (node,)))
             done.append(True)
 
     # --- random numbers ------------------------------------------------------------------------
@@ -437,7 +451,7 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder, name = self._recorder, getattr(func, "__name__", "")
-        if recorder.is_paused:
+        if recorder._off or name == "__get__":  # most calls are of attributes
             return func(*args, **kwargs)
         if name in _READS:
             recorder.refuse(f"the step reads values of a tensor (by {name})")
@@ -456,14 +470,14 @@ class _Functions(TorchFunctionMode):
 
 
 @contextmanager
-def recording(known: Known) -> Iterator[Recorder]:
-    """Record what this thread does."""
+def recording(known: Known, facts: bool) -> Iterator[Recorder]:
+    """Record what this thread does, with facts about nodes or without."""
     if recorder() is not None:
         raise CaptureError(
             "a captured step was called while another one is recorded. Call the function itself "
             "inside a captured step, and capture the outermost one alone."
         )
-    made = Recorder(known)
+    made = Recorder(known, facts)
 
     def heard(*event: Any) -> None:
         if not made.is_paused:

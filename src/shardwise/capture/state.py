@@ -36,7 +36,8 @@ class State:
     ) -> None:
         self._step = step
         # Averaged weights are not called, and gradients may be accumulated in the first call.
-        held = [each.value for each in variables_of(step, modules)]
+        self._names: set[str] = set()
+        held = [each.value for each in variables_of(step, modules, (), self._names)]
         modules = [*modules, *[each for each in held if isinstance(each, nn.Module)]]
         optimizers = [*optimizers, *[each for each in held if isinstance(each, Optimizer)]]
         every = [part for module in modules for part in module.modules()]
@@ -121,7 +122,7 @@ class State:
     def variables(self) -> list[Variable]:
         """The variables that the step reads, as they are now."""
         hooks = [hook for hooks in self._hooks() for hook in hooks.values() if is_users(hook)]
-        return variables_of(self._step, self.modules, hooks)
+        return variables_of(self._step, self.modules, hooks, self._names)
 
     def names(self) -> dict[str, Any]:
         """The names in the expressions."""

@@ -83,12 +83,13 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def variables_of(
-    step: Any, modules: Sequence[nn.Module], hooks: Sequence[Any] = ()
+    step: Any, modules: Sequence[nn.Module], hooks: Sequence[Any], names: set[str]
 ) -> list[Variable]:
-    """The variables that a function, the modules that it uses and their hooks read."""
-    names = frozenset[str]()
+    """The variables that a function, the modules that it uses and their hooks read. `names` are
+    those in the code that was met before, and get those that are new: with none, it takes longer.
+    """
     while True:
-        search = _Search(names)
+        search = _Search(frozenset(names))
         found: dict[str, Variable] = {}
         for place, function in enumerate((step, *hooks)):
             for each in search.of_function(function, _DEPTH):

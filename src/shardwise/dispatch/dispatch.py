@@ -29,6 +29,7 @@ from .._torch import (
 )
 from ..comm.events import watchers
 from ..comm.failures import report
+from ..comm.recording import recorder as step_recorder
 from ..errors import LayoutError, end_at_user_line
 from ..layout.mesh import Topology
 from ..layout.world import at_end
@@ -106,7 +107,8 @@ def dispatch(
     cls: type, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """Run an operator on DTensors: the `__torch_dispatch__` of the public class."""
-    if modes_of_thread() and _is_recorded(args, kwargs or {}):
+    modes = modes_of_thread()  # a captured step is recorded by one of them
+    if modes and (modes > 1 or step_recorder() is None) and _is_recorded(args, kwargs or {}):
         return op(*args, **(kwargs or {}))
     if (backward := current_backward()) >= 0 and backward != _ordinary_backward:
         _enter_backward(backward)

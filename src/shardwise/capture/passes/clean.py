@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..._torch import OpOverload, is_composite
-from .memory import changes_view, memory_of
+from .memory import by_target, changes_view, memory_of
 
 aten = torch.ops.aten
 
 
+@by_target
 def has_effects(node: fx.Node) -> bool:
     """True if a node does more than give a result: it writes, draws or communicates."""
-    return _has_effects(node.target)
-
-
-@cache
-def _has_effects(target: Any) -> bool:
+    target = node.target
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") not in ("_operator", "math", "builtins")
     return bool(target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in target.tags
@@ -40,9 +36,9 @@ def fold_views(graph: fx.Graph) -> None:
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
     changing = _changing_views(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        if node.op != "call_function" or not _may_fold(node):
             continue
-        if root_of(node) in changing:
+        if changing and root_of(node) in changing:
             continue
         base: Any = node.args[0]
         found: Any = None
@@ -60,6 +56,11 @@ def fold_views(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
+@by_target
+def _may_fold(node: fx.Node) -> bool:
+    return node.target in (aten.detach.default, aten.alias.default, aten.t.default, *_VIEWS)
+
+
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.permute.default)
 
 
@@ -72,13 +73,10 @@ def _changing_views(graph: fx.Graph) -> set[fx.Node]:
     return {root_of(node) for node in graph.nodes if changes_view(node)}
 
 
+@by_target
 def is_view(node: fx.Node) -> bool:
     """True if a node gives a view of its first argument, in its memory."""
-    return _is_view(node.target)
-
-
-@cache
-def _is_view(target: Any) -> bool:
+    target = node.target
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     returns = target._schema.returns
@@ -89,17 +87,17 @@ def _is_view(target: Any) -> bool:
 def root_of(node: fx.Node) -> fx.Node:
     """The node whose memory a node shows."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        if not (node.target is operator.getitem or _aliases(node.target)):
+        if not _aliases(node):
             return node
         node = node.args[0]
     return node
 
 
-@cache
-def _aliases(target: Any) -> bool:
-    if not isinstance(target, OpOverload):
-        return False
-    return any(each.alias_info is not None for each in target._schema.returns)
+@by_target
+def _aliases(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    return any(each.alias_info is not None for each in node.target._schema.returns)
 
 
 def written_roots(graph: fx.Graph) -> set[fx.Node]:
@@ -136,7 +134,7 @@ def drop_duplicates(graph: fx.Graph) -> None:
             node.op != "call_function"
             or has_effects(node)
             or not isinstance(node.target, OpOverload)
-            or root_of(node) in changing
+            or (changing and root_of(node) in changing)
         ):
             continue
         if not (is_view(node) or (_is_small(node) and not _touches(node, kept, memory))):

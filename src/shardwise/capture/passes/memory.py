@@ -5,9 +5,10 @@ The recorder gives each storage a number: nodes with the same number show the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -28,6 +29,23 @@ EMPTY = frozenset(
 """Operators that give memory without values."""
 
 
+T = TypeVar("T")
+
+
+def by_target(function: Callable[[fx.Node], T]) -> Callable[[fx.Node], T]:
+    """Remember what a function of the target of a node gives. The hash of an operator is slow."""
+    known: dict[int, tuple[Any, T]] = {}
+
+    @wraps(function)
+    def call(node: fx.Node) -> T:
+        found = known.get(id(node.target))
+        if found is None:  # a target that is kept keeps its id
+            found = known[id(node.target)] = node.target, function(node)
+        return found[1]
+
+    return call
+
+
 def memory_of(node: fx.Node) -> int | None:
     """The number of the storage that a node shows; None if its result is no tensor."""
     found: tuple[int, int] | None = node.meta.get("memory")
@@ -36,7 +54,7 @@ def memory_of(node: fx.Node) -> int | None:
 
 def shows(node: fx.Node) -> bool:
     """True if a node gives memory of its inputs, or of parts of them, and reads no values."""
-    shown = _shows(node.target)
+    shown = _shows(node)
     if shown is not None:
         return shown
     if memory_of(node) is None:  # a list of tensors
@@ -44,9 +62,10 @@ def shows(node: fx.Node) -> bool:
     return memory_of(node) in _numbers(node.all_input_nodes)
 
 
-@cache
-def _shows(target: Any) -> bool | None:
+@by_target
+def _shows(node: fx.Node) -> bool | None:
     """True or False for all calls of a function that is so; None if it depends on the call."""
+    target = node.target
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", "") == "getitem"
     return False if target._schema.is_mutable else None
@@ -57,14 +76,10 @@ def changes_views(graph: fx.Graph) -> bool:
     return any(map(changes_view, graph.nodes))
 
 
+@by_target
 def changes_view(node: fx.Node) -> bool:
     """True if a node gives a tensor another shape in place."""
-    return _changes_view(node.target)
-
-
-@cache
-def _changes_view(target: Any) -> bool:
-    return isinstance(target, OpOverload) and torch.Tag.inplace_view in target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
 def _numbers(nodes: Iterable[fx.Node]) -> set[int]:
@@ -153,30 +168,33 @@ class Touched(dict[fx.Node, list[tuple[int, int]]]):
 class Lifetimes:
     """From when to when the memory that a graph makes lives. Inputs are not counted."""
 
-    def __init__(self, nodes: Sequence[fx.Node], touched: Touched | None = None) -> None:
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
-        self._count = len(nodes)
-        touched = Touched(nodes) if touched is None else touched
-        for place, node in enumerate(nodes):
-            for number, size in touched[node]:
+        self._nodes, self._touched = nodes, Touched(nodes)
+        self.update(0, len(nodes))
+
+    def update(self, start: int, stop: int) -> None:
+        """Look at the nodes from `start` to `stop` again, which have other places among these."""
+        rows = [(place, self._touched[self._nodes[place]]) for place in range(start, stop)]
+        for place, row in rows:
+            for number, size in row:
                 self.sizes[number] = size
-                self.dies[number] = place
-                if number not in self.born:
+                if self.dies.get(number, start) < stop:
+                    self.dies[number] = place
+        for place, row in reversed(rows):
+            for number, _ in row:
+                if self.born.get(number, start) >= start:
                     self.born[number] = place
 
     def live(self) -> list[int]:
         """The bytes that live while each node runs."""
-        change = [0] * (self._count + 1)
+        change = [0] * (len(self._nodes) + 1)
         for number, size in self.sizes.items():
             change[self.born[number]] += size
             change[self.dies[number] + 1] -= size
-        found, total = [], 0
-        for each in change[:-1]:
-            total += each
-            found.append(total)
-        return found
+        return list(accumulate(change[:-1]))
 
 
 def peak(graph: fx.Graph) -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from ..agree import COLLECTIVES
+from ..agree import COLLECTIVES, calls_of
 from ..recorder import finish
-from .memory import EMPTY, Effects, EffectsOf, Lifetimes, Touched, changes_views, shows
+from .memory import EMPTY, Effects, EffectsOf, Lifetimes, changes_views, shows
 
 aten = torch.ops.aten
 _COPIES = frozenset(
@@ -46,9 +45,9 @@ def delay_waits(graph: fx.Graph) -> None:
     if changes_views(graph):
         return
     _delay_empty(graph)
-    effects, touched = EffectsOf(), Touched(graph.nodes)
-    for wait in [node for node in reversed(graph.nodes) if node.target is finish]:
-        nodes = list(graph.nodes)
+    nodes, effects = list(graph.nodes), EffectsOf()
+    lives = Lifetimes(nodes)
+    for wait in reversed(calls_of(graph, finish)):
         at = nodes.index(wait)
         landing = Effects(wait)
         place = at
@@ -62,17 +61,18 @@ def delay_waits(graph: fx.Graph) -> None:
                 landing.add(effects[node])
         if place == at + 1:
             continue
-        end = _latest(nodes, landing, at, place, touched)
-        for node in nodes[at:end]:
-            if node in landing.nodes:
-                _move(node, nodes[end])
+        end = _latest(nodes, lives, landing, at, place)
+        moving = [node for node in nodes[at:end] if node in landing.nodes]
+        for node in moving:
+            _move(node, nodes[end])
+        nodes[at:end] = [node for node in nodes[at:end] if node not in landing.nodes] + moving
+        lives.update(at, end)
 
 
 def _latest(
-    nodes: Sequence[fx.Node], landing: Effects, start: int, stop: int, touched: Touched
+    nodes: Sequence[fx.Node], lives: Lifetimes, landing: Effects, start: int, stop: int
 ) -> int:
     """The last place up to `stop` to which a landing can be moved."""
-    lives = Lifetimes(nodes, touched)
     live = lives.live()
     most, numbers = max(live), landing.reads | landing.writes
     more = sum([lives.sizes[n] for n in numbers if n in lives.sizes and lives.dies[n] < stop])
@@ -99,12 +99,13 @@ def _delay_empty(graph: fx.Graph) -> None:
 def hoist_gathers(graph: fx.Graph) -> None:
     """Start to gather a parameter as soon as the one before it has arrived, so that it overlaps
     with what uses that one."""
-    if changes_views(graph):
+    starts = list(filter(_is_gather, calls_of(graph, *COLLECTIVES)))
+    if len(starts) < 2 or changes_views(graph):
         return
-    effects, touched = EffectsOf(), Touched(graph.nodes)
+    nodes, effects = list(graph.nodes), EffectsOf()
+    lives = Lifetimes(nodes)
     before: fx.Node | None = None
-    for start in [node for node in graph.nodes if _is_gather(node)]:
-        nodes = list(graph.nodes)
+    for start in starts:
         at = nodes.index(start)
         packing = Effects(start)
         for place in range(at - 1, -1, -1):
@@ -115,27 +116,27 @@ def hoist_gathers(graph: fx.Graph) -> None:
                 packing.add(effects[node])
         else:  # it depends on nothing but inputs
             if before is not None:
-                first = _earliest(nodes, packing, at, nodes.index(before) + 1, touched)
+                first = _earliest(nodes, lives, packing, at, nodes.index(before) + 1)
                 moving = [node for node in nodes[first : at + 1] if node in packing.nodes]
                 others = [node for node in nodes[first:at] if node not in packing.nodes]
                 for node in moving if others else ():
                     if node > others[0]:
                         _move(node, others[0])
+                nodes[first : at + 1] = moving + others
+                lives.update(first, at + 1)
             before = next((user for user in start.users if user.target is finish), before)
 
 
 def _is_gather(node: fx.Node) -> bool:
     """True for a collective that may be a gather, among ranks that have a process group."""
-    target: Any = node.target
-    named = target in COLLECTIVES and target.__name__ in ("all_gather", "all_to_all")
+    named = node.target.__name__ in ("all_gather", "all_to_all")  # type: ignore[union-attr]
     return named and node.args[0].process_group is not None  # type: ignore[union-attr]
 
 
 def _earliest(
-    nodes: Sequence[fx.Node], packing: Effects, at: int, stop: int, touched: Touched
+    nodes: Sequence[fx.Node], lives: Lifetimes, packing: Effects, at: int, stop: int
 ) -> int:
     """The first place from `stop` on at which a gather can be started."""
-    lives = Lifetimes(nodes, touched)
     live = lives.live()
     most, numbers = max(live), packing.reads | packing.writes
     more = sum([lives.sizes[n] for n in numbers if n in lives.sizes])
