@@ -343,6 +343,8 @@ def topology(mesh: AnyMesh | Topology | None, links: tuple[Link, ...] | None = N
         if not isinstance(mesh, VirtualMesh) and root_mesh(mesh) is not mesh:
             topology(root_mesh(mesh))
         found = topologies.setdefault(_key(mesh), Topology(mesh, own))
+    elif found.mesh is not mesh and whole_mesh(found.mesh) is found.mesh:
+        found.mesh = mesh  # it may know of what it is a part
     return found
 
 
