@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
-from shardwise.errors import MeshError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.parallel import ColwiseParallel, local_map
 
 from ..compare import spread, virtual
@@ -26,11 +26,12 @@ from ..compare import spread, virtual
     [
         lambda x: F.linear(x, torch.ones(3, 5)),
         lambda x: x + spread(torch.ones(4), virtual(3), [Shard(0)]),
+        lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", "0"),
     ],
 )
 def test_a_traceback_ends_at_the_line_of_the_call(call: Callable[[Any], Any]) -> None:
     x = spread(torch.ones(6, 4), virtual(2), [Shard(0)])
-    with pytest.raises((RuntimeError, MeshError)) as caught:
+    with pytest.raises((RuntimeError, LayoutError, MeshError)) as caught:
         call(x)
     inside = [entry for entry in caught.traceback if "shardwise" in str(entry.path)]
     assert [entry.name for entry in inside if "tests" not in str(entry.path)] == []

@@ -114,7 +114,11 @@ def dispatch(
         _enter_backward(backward)
     entry = _entries.get(id(op))
     if entry is None:
-        entry = _entry(op)
+        try:
+            entry = _entry(op)
+        except LayoutError as error:
+            end_at_user_line(error)
+            raise
     if entry.list_form is not None:
         return run_list_form(entry, args, kwargs or {})
     if entry.special and torch.is_inference_mode_enabled():
