@@ -373,7 +373,10 @@ class Slow:
         if timeout:
             raise RuntimeError("Operation timed out!")
 
-    def is_completed(self) -> bool:
+    def get_future(self) -> Slow:
+        return self
+
+    def done(self) -> bool:
         return True
 
 

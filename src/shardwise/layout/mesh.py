@@ -233,8 +233,7 @@ class Topology:
     def has_siblings_on(self, other: Topology) -> bool:
         """True if this is a part of a mesh, such as `mesh["dp"]`, and ranks of `other` are in this
         part and in others of that mesh: they do not mean the same ranks by it."""
-        whole = whole_mesh(self.mesh)
-        if self is other or whole is self.mesh:
+        if self is other or (whole := whole_mesh(self.mesh)) is self.mesh:
             return False
         own, all_parts, there = set(self.ranks), set(topology(whole).ranks), set(other.ranks)
         return bool(there & own and there & (all_parts - own))

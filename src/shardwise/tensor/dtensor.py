@@ -316,19 +316,8 @@ def _target(
     """The spec that a redistribution moves to."""
     mine = tensor._spec.topology
     where = mine if device_mesh is None else topology(device_mesh)
-    if (where.virtual, where.device_type) != (mine.virtual, mine.device_type):
-        raise MeshError(
-            f"redistribute: from mesh {mine} ({mine.device_type}, {_served(mine)}) to mesh {where} "
-            f"({where.device_type}, {_served(where)}): both must be of one device type, and both "
-            "virtual or both over processes."
-        )
-    if mine.has_siblings_on(where) or where.has_siblings_on(mine):
-        raise MeshError(
-            f"redistribute: from mesh {mine} to mesh {where}: one is a part of a mesh that has "
-            "other such parts. Each rank takes the part that it is in, so the ranks would not "
-            "agree on the move. Work on the whole mesh: distribute_tensor(x, mesh, placements); or "
-            "go by way of x.full_tensor()."
-        )
+    if where is not mine:
+        _check_meshes(mine, where)
     places = checked_placements("redistribute", where, placements, tensor.ndim)
     return DTensorSpec(where, places, tensor._spec.meta, cuts=cuts)
 
@@ -410,3 +399,21 @@ def _alias(tensor: DTensor) -> DTensor:
     """A view of the whole tensor that autograd knows of. `view` would unshard dims of size 1."""
     made: DTensor = torch.ops.aten.alias.default(tensor)
     return made
+
+
+def _check_meshes(mine: Topology, where: Topology) -> None:
+    """An error if no tensor can move from one mesh to the other."""
+    mine.refuse_destroyed()
+    if (where.virtual, where.device_type) != (mine.virtual, mine.device_type):
+        raise MeshError(
+            f"redistribute: from mesh {mine} ({mine.device_type}, {_served(mine)}) to mesh {where} "
+            f"({where.device_type}, {_served(where)}): both must be of one device type, and both "
+            "virtual or both over processes."
+        )
+    if mine.has_siblings_on(where) or where.has_siblings_on(mine):
+        raise MeshError(
+            f"redistribute: from mesh {mine} to mesh {where}: one is a part of a mesh that has "
+            "other such parts. Each rank takes the part that it is in, so the ranks would not "
+            "agree on the move. Work on the whole mesh: distribute_tensor(x, mesh, placements); or "
+            "go by way of x.full_tensor()."
+        )
