@@ -81,7 +81,7 @@ def need(
 def public(what: Public) -> Public:
     """A public function, or class: the traceback of an error about a call ends at the call.
 
-    Of a class it is that of the methods it defines itself: public ones, and those of `_CALLED`.
+    For a class, this holds for the methods that it defines: public ones, and those of `_CALLED`.
     """
     if isinstance(what, type):
         for name, value in list(vars(what).items()):

@@ -94,7 +94,7 @@ class Symbol(torch.SymFloat):
 
 
 def _compute(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """What a function gives, and if an operand belongs to a recording, its node."""
+    """The result of a function, with a node if an operand belongs to a recording."""
     hints: list[Any] = []
     nodes: list[Any] = []
     found, is_known = None, True

@@ -206,7 +206,7 @@ def quick_unless_reduced(
 
 
 NO_RULE = Rule((), ())
-"""Of calls that are the operator's own on every rank."""
+"""The rule of calls in which every rank runs the operator itself."""
 
 
 class CallPlan(Plan):

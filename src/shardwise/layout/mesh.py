@@ -222,7 +222,7 @@ class Topology:
         return found
 
     def long_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Those of `axes` that have more than one rank."""
+        """The axes among `axes` that have more than one rank."""
         return tuple([axis for axis in axes if self.shape[axis] > 1])
 
     def refuse_destroyed(self) -> None:

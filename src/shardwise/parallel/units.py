@@ -283,7 +283,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 @untraced
 def _packed(tensor: torch.Tensor) -> _Saved | None:
-    """What to save in place of a gathered parameter, or a view of one; None for others."""
+    """The record to save for a gathered parameter or a view of one; None for other tensors."""
     if not isinstance(tensor, Wrapper) or tensor._cell is None or tensor._of is not None:
         return None
     unit, index = _gathered.get(tensor._cell, (None, 0))
